@@ -1,0 +1,48 @@
+// A session answers the fetches of compiled code. The compiled code knows no session: the calling thread does.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace penstock {
+
+using TensorHandle = void*;  // AtenTensorHandle of the AOTInductor C ABI
+
+struct FetchRequest {
+  int64_t access;
+  const int64_t* sizes;
+  int64_t rank;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+};
+
+class Session {
+ public:
+  virtual ~Session() = default;
+
+  // Lends the weight of one access. Returns false after fail().
+  virtual bool fetch(const FetchRequest& request, TensorHandle* out) = 0;
+
+  // The launches of step `step` have all been issued.
+  virtual void done(int64_t step) = 0;
+
+  // Generated code may reduce a failure to a generic one, so the session keeps the real error: the first.
+  const std::string& error() const { return error_; }
+
+ protected:
+  bool fail(const std::string& message) {
+    if (error_.empty()) error_ = message;
+    return false;
+  }
+  void clear_error() { error_.clear(); }
+
+ private:
+  std::string error_;
+};
+
+// The session of the calling thread; null outside of a run.
+Session* current_session();
+void set_current_session(Session* session);
+
+}  // namespace penstock

@@ -1,0 +1,346 @@
+"""Every private API of torch that Penstock uses stands in this file, and tests name the one that breaks.
+
+Three things happen here: the ops get their lowerings, the scheduler's final nodes are turned into plain data and put
+into the derived order right before emission, and the compiled files are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor import ir
+from torch._inductor.lowering import clone as lower_clone
+from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.virtualized import V
+from torch.fx.node import has_side_effect
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import bound_sympy
+
+from penstock.export.derive import Derivation
+from penstock.export.emission import Buffer, Emission, EmittedNode
+from penstock.export.ops import KEEP, OWN, WEIGHT
+
+MAIN_GRAPH = "main"
+# The wrapper calls this after the launches of each step.
+STEP_END = "penstock_done"
+
+# --------------------------------------------------------------------------------------------------------- lowerings
+
+_lower_weight_call = fallback_handler(WEIGHT, add_to_fallback_set=False)
+
+
+@register_lowering(WEIGHT, type_promotion_kind=None)
+def _lower_weight(*args: Any) -> Any:
+    result = _lower_weight_call(*args)
+    # The compiler takes a custom op's result for a fresh buffer and would reuse it as scratch.
+    V.graph.never_reuse_buffers.add(result.get_name())
+    return result
+
+
+@register_lowering(OWN, type_promotion_kind=None)
+def _lower_own(value: Any) -> Any:
+    result = lower_clone(value)
+    # Realized at once: a lazy copy could be folded into its reader, and the output would be the weight again.
+    result.realize()
+    return result
+
+
+@register_lowering(KEEP, type_promotion_kind=None)
+def _lower_keep(lent: Any) -> None:
+    return None
+
+
+has_side_effect(KEEP)
+
+
+class GuardLentWeights:
+    """The last graph pass: outputs that alias a lent weight become copies, and no later pass may write into one.
+
+    It runs after no-ops were removed (which also removes a user's own clone of a weight) and before reinplacing (which
+    would write into anything without a later use that is not an input: hence the late `keep`).
+    """
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        lent = graph.find_nodes(op="call_function", target=WEIGHT)
+        if not lent:
+            return
+        output = graph.output_node()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+
+        def owned(value: Any) -> Any:
+            if not isinstance(value, torch.fx.Node) or not _reaches_weight(value):
+                return value
+            if value not in copies:
+                with graph.inserting_before(output):
+                    copies[value] = graph.call_function(OWN, (value,))
+                copies[value].meta["val"] = OWN(value.meta["val"])
+            return copies[value]
+
+        output.args = torch.fx.map_arg(output.args, owned)
+        with graph.inserting_before(output):
+            graph.call_function(KEEP, (lent,))
+
+    def uuid(self) -> None:
+        """None: never cache by this pass."""
+
+
+def _reaches_weight(node: torch.fx.Node) -> bool:
+    """Whether the node is a lent weight or a view of one, through however many views."""
+    while True:
+        if node.target is WEIGHT:
+            return True
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
+            return False
+        if isinstance(node.target, torch._ops.OpOverload):
+            if not any(r.alias_info is not None for r in node.target._schema.returns):
+                return False
+        elif getattr(node.target, "__name__", "") != "getitem":
+            return False
+        node = node.args[0]
+
+
+# ---------------------------------------------------------------------------------------------------------- emission
+
+
+def _access_number(node: BaseSchedulerNode) -> int | None:
+    kernel = node.node
+    if kernel is None or getattr(kernel, "op_overload", None) is not WEIGHT:
+        return None
+    return int(kernel.constant_args[0])
+
+
+def _kernel_name(node: BaseSchedulerNode) -> str:
+    kernels = [n.node for n in node.get_nodes() if n.node is not None]
+    names: list[str] = []
+    for kernel in kernels:
+        called = getattr(kernel, "python_kernel_name", None)
+        names.append(called if isinstance(called, str) and called else type(kernel).__name__)
+    if len(kernels) == 1 and names[0] not in ("ComputedBuffer", "SchedulerNode"):
+        return names[0]
+    origins = sorted({o.name for kernel in kernels for o in getattr(kernel, "origins", ())})
+    return "fused(" + ", ".join(origins[:6]) + (", ...)" if len(origins) > 6 else ")")
+
+
+def _asynchronous(node: BaseSchedulerNode) -> bool:
+    kinds = {type(n.node).__name__ for n in node.get_nodes()}
+    if kinds & {"_CollectiveKernel", "_AllReduceKernel", "_AllReduce_Kernel", "_WaitKernel"}:
+        return True
+    streams = getattr(node.scheduler, "node_to_stream", None)  # only where torch has user streams
+    return bool(streams) and any(streams.get(n, 0) for n in (node, *node.get_nodes()))
+
+
+def _buffer(name: str, buffer: Any) -> Buffer | None:
+    """The memory that a scheduler buffer takes; None where it takes none of its own."""
+    kernel = buffer.node
+    layout = kernel.layout if hasattr(kernel, "layout") else None
+    no_memory = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE, ir.NonOwningLayout)
+    if layout is None or isinstance(layout, no_memory) or not isinstance(layout, ir.Layout):
+        return None
+    if buffer.get_aliases() or buffer.get_mutations():
+        return None
+    elements = layout.storage_size() if hasattr(layout, "storage_size") else V.graph.sizevars.simplify(layout.numel())
+    nbytes = elements * layout.dtype.itemsize
+    return Buffer(name, _size_hint(nbytes), _size_bound(nbytes))
+
+
+def _size_hint(expression: Any) -> int:
+    sizevars = V.graph.sizevars
+    # Renamed between the supported versions of torch.
+    hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
+    try:
+        return int(hint(expression, fallback=0))
+    except TypeError:
+        return int(hint(expression))
+
+
+def _size_bound(expression: Any) -> int | None:
+    if isinstance(expression, int) or expression.is_number:
+        return int(expression)
+    upper = bound_sympy(expression, V.graph.sizevars.shape_env.var_to_range).upper
+    return int(upper) if upper.is_number and upper.is_finite and upper.is_integer and upper < 2**62 else None
+
+
+def _emitted(node: BaseSchedulerNode, real: dict[str, str]) -> EmittedNode:
+    outputs = [output for part in node.get_nodes() for output in part.get_outputs()]
+    outputs += [output for output in node.get_outputs() if output not in outputs]
+    named = [(output.get_name(), output) for output in outputs]
+    unpacks = tuple(dep.name for dep in node.read_writes.reads) if isinstance(node.node, ir.MultiOutput) else ()
+    return EmittedNode(
+        name=node.get_name(),
+        kernel=_kernel_name(node),
+        buffers=tuple(
+            found
+            for name, output in named
+            if name not in V.graph.removed_buffers and (found := _buffer(name, output)) is not None
+        ),
+        defines=tuple(name for name, _ in named),
+        uses=frozenset(real.get(name, name) for name in node.used_or_aliased_buffer_names()),
+        mutates=tuple(real.get(name, name) for _, output in named for name in output.get_mutations()),
+        fetch=_access_number(node),
+        unpacks=unpacks,
+        asynchronous=_asynchronous(node),
+    )
+
+
+def _emission(scheduler: Scheduler) -> Emission:
+    real = scheduler.mutation_real_name
+    aliases = {
+        name: tuple(real.get(other, other) for other in buffer.get_aliases())
+        for name, buffer in scheduler.name_to_buf.items()
+    }
+    aliases.update((name, (real[name], *aliases.get(name, ()))) for name in real)
+    constants = getattr(V.graph, "is_const_graph", False)
+    return Emission(
+        graph=V.graph.name or ("constants" if constants else MAIN_GRAPH),
+        nodes=tuple(_emitted(node, real) for node in scheduler.nodes),
+        outputs=tuple(V.graph.get_output_names()),
+        aliases=aliases,
+    )
+
+
+_patch_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def scheduled(plan: Callable[[Emission], Derivation | None]) -> Iterator[None]:
+    """While this is active, every graph's final nodes go through `plan`, which may give a derived order.
+
+    `Scheduler.codegen` is the last point before emission: every pass that reorders has run. The compiler also writes a
+    call after each step, so that a session knows its true end.
+    """
+    with _patch_lock:
+        codegen, enter_context = Scheduler.codegen, Scheduler.enter_context
+
+        def codegen_in_order(self: Scheduler) -> None:
+            derivation = plan(_emission(self))
+            if derivation is None:
+                codegen(self)
+                return
+            nodes = list(self.nodes)
+            self.nodes = [nodes[index] for index in derivation.order]
+            step_of = {id(nodes[index]): step for step, index in enumerate(derivation.step_nodes)}
+            ended: list[int] = []
+
+            def write_ends() -> None:
+                for step in ended:
+                    V.graph.wrapper_code.writeline(f"{STEP_END}({step}L);")
+                ended.clear()
+
+            def enter(scheduler: Scheduler, node: BaseSchedulerNode) -> Any:
+                if scheduler is self:
+                    if ended:
+                        scheduler.flush()  # the C++ backend collects loops into one kernel until told otherwise
+                        write_ends()
+                    if id(node) in step_of:
+                        ended.append(step_of[id(node)])
+                return enter_context(scheduler, node)
+
+            Scheduler.enter_context = enter  # type: ignore[method-assign]
+            try:
+                codegen(self)
+            finally:
+                Scheduler.enter_context = enter_context  # type: ignore[method-assign]
+            write_ends()
+
+        Scheduler.codegen = codegen_in_order  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Scheduler.codegen = codegen  # type: ignore[method-assign]
+            Scheduler.enter_context = enter_context  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------------------------------- compilation
+
+# Set by us, not to be overridden: with another value the program would not be what its record says.
+REQUIRED_OPTIONS = (
+    "cpp_wrapper",
+    "freezing",
+    "aot_inductor.package",
+    "aot_inductor.package_constants_in_so",
+    "aot_inductor.use_runtime_constant_folding",
+    "aot_inductor.custom_ops_to_c_shims",
+    "aot_inductor.output_path",
+    "post_grad_custom_post_pass",
+    "triton.cudagraphs",
+)
+
+
+def _options(device: torch.device, output_path: str) -> dict[str, Any]:
+    shim = (
+        f"AOTITorchError aoti_torch_{device.type}_penstock_weight("
+        "int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
+    )
+    return {
+        "freezing": False,
+        "aot_inductor.package": True,
+        "aot_inductor.use_runtime_constant_folding": False,
+        "aot_inductor.output_path": output_path,
+        "aot_inductor.custom_ops_to_c_shims": {WEIGHT: [shim, f"void {STEP_END}(int64_t)"]},
+        "post_grad_custom_post_pass": GuardLentWeights(),
+        # Padding would copy a misaligned weight on every call, outside of the budget.
+        "shape_padding": False,
+    }
+
+
+def known_option(name: str) -> bool:
+    """Whether torch._inductor.config has such an option."""
+    node: Any = inductor_config
+    try:
+        for part in name.split("."):
+            node = getattr(node, part)
+    except AttributeError:
+        return False
+    return True
+
+
+def compile_graph(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    device: torch.device,
+    output_path: str,
+    options: dict[str, Any],
+) -> list[str]:
+    """Compile with AOTInductor; gives the files of the package. `inputs` are fake: no data is touched."""
+    merged = {**_options(device, output_path), **options}
+    with torch.no_grad():
+        files = torch._inductor.aot_compile(module, tuple(inputs), options=merged)
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise TypeError(f"AOTInductor gave {files!r} where a list of file names was expected")
+    return files
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor would call."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+# ----------------------------------------------------------------------------------------------------------- pytrees
+
+
+def dump_treespec(spec: Any) -> str:
+    return pytree.treespec_dumps(spec)
+
+
+def flat_treespec(count: int) -> Any:
+    """The spec of a call with `count` positional arguments."""
+    return pytree.tree_structure(((0,) * count, {}))
+
+
+def flat_output_spec(count: int) -> Any:
+    return pytree.tree_structure((0,) * count)
+
+
+def symbol_range(shape_env: Any, symbol: Any) -> tuple[int, int | None]:
+    """Lowest and highest value of a dynamic size; None where there is no bound."""
+    found = shape_env.var_to_range[symbol]
+    upper = found.upper
+    return int(found.lower), int(upper) if upper.is_number and upper.is_finite and upper < 2**62 else None

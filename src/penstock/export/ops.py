@@ -1,0 +1,54 @@
+"""The custom ops that stand in a program. Importing this module registers them.
+
+fetch            what the pass puts in front of a use of a weight; takes the weight, runs eagerly, survives export.save
+penstock_weight  what a fetch becomes while compiling: a factory without the weight, so that nothing of it can be cloned,
+                 folded or put on the device. Its name is long because the C shim that the compiled code calls is named
+                 after it without the namespace.
+own              a copy that the compiler cannot elide
+keep             a late use of lent weights, lowered to nothing; it keeps passes from writing into them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.export.layout import canonical
+
+_LIBRARY = torch.library.Library("penstock", "DEF")
+_LIBRARY.define("fetch(Tensor weight, int access, str name) -> Tensor")
+# No pointwise tag and a positional device: a pass that moves constructors rewrites only the keyword.
+_LIBRARY.define("penstock_weight(int access, SymInt[] size, ScalarType dtype, Device device) -> Tensor")
+_LIBRARY.define("own(Tensor value) -> Tensor")
+_LIBRARY.define("keep(Tensor[] lent) -> ()")
+
+FETCH = torch.ops.penstock.fetch.default
+WEIGHT = torch.ops.penstock.penstock_weight.default
+OWN = torch.ops.penstock.own.default
+KEEP = torch.ops.penstock.keep.default
+
+
+def _fetch(weight: torch.Tensor, access: int, name: str) -> torch.Tensor:
+    # A copy, always: an op that returned its own input would make outputs alias the weight.
+    order = canonical(weight.shape, weight.stride())
+    inverse = [order.index(d) for d in range(weight.dim())]
+    return weight.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+
+
+def _weight_missing(access: int, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    raise RuntimeError(f"access {access}: a weightless program runs only as compiled code inside a session")
+
+
+def _weight_fake(access: int, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+_LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
+_LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")
+_LIBRARY.impl("own", lambda value: value.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("keep", lambda lent: None, "CompositeExplicitAutograd")
+torch.library.register_fake("penstock::fetch", _fetch, lib=_LIBRARY)
+torch.library.register_fake("penstock::penstock_weight", _weight_fake, lib=_LIBRARY)
+torch.library.register_fake("penstock::own", lambda value: torch.empty_like(value), lib=_LIBRARY)
+torch.library.register_fake("penstock::keep", lambda lent: None, lib=_LIBRARY)

@@ -1,0 +1,381 @@
+"""From an offloaded program to one without weights: fetches become factory ops, state becomes inputs.
+
+The program given is left as it is: everything here works on a copy of its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+from torch.fx import Graph, GraphModule, Node
+
+from penstock.errors import UnsupportedProgramError
+from penstock.export.inductor import dump_treespec, flat_output_spec, flat_treespec, symbol_range
+from penstock.export.layout import canonical
+from penstock.export.offload import WEIGHT_KINDS, mutated_targets, placeholders
+from penstock.export.ops import FETCH, OWN, WEIGHT
+
+# Higher-order ops that call a kernel on the spot: their operands live as long as any reader's.
+_PLAIN_OPERATORS = frozenset(
+    ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "auto_functionalized", "auto_functionalized_v2")
+)
+# Control flow whose listed operands may come back as a result (a loop that makes no trip): position in the arguments.
+_CARRIED_OPERANDS = {"while_loop": 2, "scan": 1, "associative_scan": 1}
+_ASYNCHRONOUS_NAMESPACES = frozenset(("_c10d_functional", "c10d", "c10d_functional", "streams", "_dtensor", "symm_mem"))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output as a caller sees it. Dynamic sizes are symbols by name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    strides: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class ConstantSpec:
+    """An input or output that is no tensor and was fixed when the program was exported."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a caller passes and gets, in pytree order. The compiled code takes the states first, then the tensors."""
+
+    inputs: tuple[TensorSpec | ConstantSpec, ...]
+    outputs: tuple[TensorSpec | ConstantSpec, ...]
+    in_spec: str
+    out_spec: str
+    # Symbol -> lowest and highest value (None: no bound).
+    symbols: dict[str, tuple[int, int | None]]
+
+
+@dataclass(frozen=True)
+class WeightlessProgram:
+    module: GraphModule
+    example_inputs: tuple[torch.Tensor, ...]
+    # Access number -> name in the program of the weight it fetches.
+    weight_of: dict[int, str]
+    # Accesses whose weight must stay in place throughout.
+    pinned: frozenset[int]
+    # Names of the states, in the order of the leading inputs.
+    states: tuple[str, ...]
+    signature: Signature
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset[str]) -> WeightlessProgram:
+    """Rewrite one method for `device`. `states` names what is state in any method of the model."""
+    _refuse_unsupported(ep)
+    graph = Graph()
+    mapped: dict[Node, Node] = {}
+    output = graph.graph_copy(ep.graph, mapped)
+    graph.output(output)
+    nodes = placeholders(graph)
+    values = {node.name: node.meta["val"] for node in ep.graph.find_nodes(op="placeholder")}
+    fake_mode = _fake_mode(values.values())
+
+    weight_of: dict[int, str] = {}
+    pinned: set[int] = set()
+    state_nodes: list[tuple[str, Node]] = []
+    input_nodes: list[Node] = []
+    inputs: list[TensorSpec | ConstantSpec] = []
+    target_of: dict[Node, str] = {}
+    for spec in ep.graph_signature.input_specs:
+        node = nodes[spec.arg.name]
+        if spec.kind in WEIGHT_KINDS:
+            assert spec.target is not None
+            if spec.target in states:
+                for user in list(node.users):  # read-only in this method, written by another one
+                    if user.target is FETCH:
+                        user.replace_all_uses_with(node)
+                        graph.erase_node(user)
+                if node.users or spec.target in mutated_targets(ep):
+                    state_nodes.append((spec.target, node))
+                else:
+                    graph.erase_node(node)
+            else:
+                target_of[node] = spec.target
+        elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
+            input_nodes.append(node)
+            inputs.append(_tensor_spec(node.name, values[node.name]))
+        elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
+            inputs.append(ConstantSpec(spec.arg.name, spec.arg.value))
+            node.replace_all_uses_with(spec.arg.value)  # type: ignore[arg-type]
+            graph.erase_node(node)
+        else:
+            raise UnsupportedProgramError(
+                f"input {spec.arg.name!r} ({spec.kind.name.lower()}, {type(spec.arg).__name__}) is neither a tensor nor "
+                "a constant; pass it as a tensor"
+            )
+
+    outputs = _rewrite_outputs(ep, graph, {name: node for name, node in state_nodes}, nodes)
+    for node, target in target_of.items():
+        _rewrite_fetches(graph, node, target, device, weight_of, pinned)
+        graph.erase_node(node)
+    _order_placeholders(graph, [node for _, node in state_nodes] + input_nodes)
+    graph.lint()
+
+    module = _retarget(GraphModule(ep.graph_module, graph), device, fake_mode)
+    example_inputs = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
+    flat_outputs = module.graph.output_node().args[0]
+    # A flat call: pytrees are the caller's business, recorded in the signature.
+    module._in_spec = flat_treespec(len(example_inputs))
+    module._out_spec = flat_output_spec(len(flat_outputs))  # type: ignore[arg-type]
+    in_spec, out_spec = ep.call_spec.in_spec, ep.call_spec.out_spec
+    return WeightlessProgram(
+        module=module,
+        example_inputs=example_inputs,
+        weight_of=weight_of,
+        pinned=frozenset(pinned),
+        states=tuple(name for name, _ in state_nodes),
+        signature=Signature(
+            inputs=tuple(inputs),
+            outputs=outputs,
+            in_spec=dump_treespec(in_spec),
+            out_spec=dump_treespec(out_spec),
+            symbols=_symbols(values.values(), fake_mode),
+        ),
+    )
+
+
+def _refuse_unsupported(ep: ExportedProgram) -> None:
+    for node in ep.graph.nodes:
+        if node.op != "call_function":
+            continue
+        namespace = getattr(node.target, "namespace", None)
+        if namespace in _ASYNCHRONOUS_NAMESPACES:
+            raise UnsupportedProgramError(
+                f"{node.target} at {node.name!r}: collectives and user streams read beyond their launch and cannot be "
+                "combined with offloaded weights"
+            )
+
+
+def _fake_mode(values: Any) -> Any:
+    for value in values:
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            return mode
+    raise UnsupportedProgramError("the program's inputs carry no shapes: it was not made by torch.export.export")
+
+
+def _tensor_spec(name: str, value: torch.Tensor) -> TensorSpec:
+    def plain(size: Any) -> int | str:
+        return int(size) if isinstance(size, int) else str(size)
+
+    return TensorSpec(
+        name=name,
+        dtype=dtype_name(value.dtype),
+        shape=tuple(plain(size) for size in value.shape),
+        strides=tuple(plain(stride) for stride in value.stride()),
+    )
+
+
+def _symbols(values: Any, fake_mode: Any) -> dict[str, tuple[int, int | None]]:
+    ranges: dict[str, tuple[int, int | None]] = {}
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        for size in value.shape:
+            if isinstance(size, torch.SymInt):
+                for symbol in size.node.expr.free_symbols:
+                    ranges[str(symbol)] = symbol_range(fake_mode.shape_env, symbol)
+    return ranges
+
+
+# ----------------------------------------------------------------------------------------------------------- fetches
+
+
+def _rewrite_fetches(
+    graph: Graph, weight: Node, target: str, device: torch.device, weight_of: dict[int, str], pinned: set[int]
+) -> None:
+    value = weight.meta["val"]
+    order = canonical(value.shape, value.stride())
+    for fetch in list(weight.users):
+        if fetch.target is not FETCH:
+            raise UnsupportedProgramError(f"{fetch.name!r} reads weight {target!r} without a fetch")
+        number = int(fetch.args[1])  # type: ignore[arg-type]
+        if number in weight_of:
+            raise UnsupportedProgramError(
+                f"access number {number} stands twice, for {weight_of[number]!r} and {target!r}: the program was put "
+                "together from two offloaded ones; apply_weight_offload must come last"
+            )
+        if not fetch.users:
+            graph.erase_node(fetch)
+            continue
+        weight_of[number] = target
+        with graph.inserting_before(fetch):
+            lent = graph.call_function(WEIGHT, (number, [value.shape[d] for d in order], value.dtype, device))
+            lent.meta["val"] = fetch.meta["val"].permute(order)
+            result = lent
+            if order != tuple(range(len(order))):
+                # The op carries no strides: other layouts are the permuted view of a contiguous tensor.
+                inverse = [order.index(d) for d in range(len(order))]
+                result = graph.call_function(torch.ops.aten.permute.default, (lent, inverse))
+                result.meta["val"] = fetch.meta["val"]
+        fetch.replace_all_uses_with(result)
+        graph.erase_node(fetch)
+        _guard_control_flow(graph, result, number, pinned)
+
+
+def _guard_control_flow(graph: Graph, lent: Node, number: int, pinned: set[int]) -> None:
+    """Bodies of control flow read their operands where no schedule can follow; carried operands may come back out."""
+    for user in _users_through_views(lent):
+        consumer, value = user
+        if not isinstance(consumer.target, torch._ops.HigherOrderOperator):
+            continue
+        name = consumer.target.name()
+        if name in _PLAIN_OPERATORS:
+            continue
+        position = _CARRIED_OPERANDS.get(name)
+        if position is not None and _contains(consumer.args[position], value):
+            with graph.inserting_before(consumer):
+                copy = graph.call_function(OWN, (value,))
+            copy.meta["val"] = value.meta["val"]
+            arguments = list(consumer.args)
+            arguments[position] = torch.fx.map_arg(
+                arguments[position], lambda n, value=value, copy=copy: copy if n is value else n
+            )
+            consumer.args = tuple(arguments)
+        if value in consumer.all_input_nodes:
+            pinned.add(number)
+
+
+def _users_through_views(node: Node) -> list[tuple[Node, Node]]:
+    """(consumer, the value it takes) for every consumer of a node and of views of it."""
+    found: list[tuple[Node, Node]] = []
+    for user in list(node.users):
+        schema = getattr(user.target, "_schema", None)
+        if schema is not None and any(r.alias_info is not None for r in schema.returns):
+            found.extend(_users_through_views(user))
+        found.append((user, node))
+    return found
+
+
+def _contains(arguments: Any, node: Node) -> bool:
+    hits: list[Node] = []
+    torch.fx.map_arg(arguments, lambda n: hits.append(n) if n is node else None)
+    return bool(hits)
+
+
+# ----------------------------------------------------------------------------------------------------------- outputs
+
+
+def _rewrite_outputs(
+    ep: ExportedProgram, graph: Graph, states: dict[str, Node], inputs: dict[str, Node]
+) -> tuple[TensorSpec | ConstantSpec, ...]:
+    """Mutations become copies into the inputs they belong to; what is left are the user's outputs, tensors only."""
+    output = graph.output_node()
+    results: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    written: list[Node] = list(states.values())
+    kept: list[Node] = []
+    specs: list[TensorSpec | ConstantSpec] = []
+    copies: list[tuple[Node, Node]] = []
+    for value, spec in zip(results, ep.graph_signature.output_specs, strict=True):
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+            copies.append((states[spec.target], value))  # type: ignore[index]
+            written.append(value)
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            copies.append((inputs[spec.target], value))  # type: ignore[index]
+            written.append(value)
+        elif spec.kind is OutputKind.USER_OUTPUT and isinstance(value, Node) and _is_tensor(value):
+            specs.append(_tensor_spec(spec.arg.name, value.meta["val"]))
+            kept.append(value)
+        elif spec.kind is OutputKind.USER_OUTPUT and not isinstance(value, Node):
+            specs.append(ConstantSpec(getattr(spec.arg, "name", ""), value))
+        else:
+            raise UnsupportedProgramError(
+                f"output {spec.arg.name!r} ({spec.kind.name.lower()}) is no tensor; return it as a tensor"
+            )
+    with graph.inserting_before(output):
+        # A result that shares memory with state would change with the next run.
+        kept = [graph.call_function(OWN, (value,)) if _base(value) in written else value for value in kept]
+        for target, value in copies:
+            if value is not target:
+                graph.call_function(torch.ops.aten.copy_.default, (target, value))
+    output.args = (tuple(kept),)
+    return tuple(specs)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _base(node: Node) -> Node:
+    """The node whose memory a chain of views shows."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not any(r.alias_info is not None for r in schema.returns):
+            break
+        node = node.args[0]
+    return node
+
+
+# ------------------------------------------------------------------------------------------------------------ device
+
+
+def _order_placeholders(graph: Graph, wanted: list[Node]) -> None:
+    for node in reversed(wanted):
+        graph._root.append(node)  # the front of the graph
+
+
+def _retarget(module: GraphModule, device: torch.device, fake_mode: Any) -> GraphModule:
+    """A copy of the module, with bodies of control flow, whose every device is the target: where the model sits does
+    not matter, and none of it is moved."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    bodies: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            attribute = _attribute(module, node.target)  # type: ignore[arg-type]
+            if not isinstance(attribute, GraphModule):
+                raise UnsupportedProgramError(
+                    f"{node.target!r} is read as an attribute ({type(attribute).__name__}), not through the program's "
+                    "signature; such a tensor would end up inside the program"
+                )
+            bodies[str(node.target)] = _retarget(attribute, device, fake_mode)
+        node.args = _on_device(node.args, device)
+        node.kwargs = _on_device(node.kwargs, device)
+        if "val" in node.meta:
+            node.meta = {**node.meta, "val": _fake_on_device(node.meta["val"], device, fake_mode)}
+    return GraphModule(bodies, graph)
+
+
+def _attribute(module: torch.nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, dict):
+        return {key: _on_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_device(item, device) for item in value)
+    return value
+
+
+def _fake_on_device(value: Any, device: torch.device, fake_mode: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.device == device:
+            return value
+        with fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fake_on_device(item, device, fake_mode) for item in value)
+    return value

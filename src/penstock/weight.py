@@ -1,0 +1,75 @@
+"""A weight: a tensor the program only reads. And a state: a buffer it mutates. Plain data, no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Bytes per element, by torch's own dtype names. Sub-byte dtypes are not here: they have no whole-byte elements.
+ITEM_BYTES: dict[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One set of bytes. `aliases` are the further names of a tied weight.
+
+    The bytes are those of the tensor permuted by `dim_order` and made contiguous: a channels-last weight keeps its
+    layout without any stride being stored.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def storage_shape(self) -> tuple[int, ...]:
+        """The shape of the bytes as they lie in the file and in memory."""
+        return tuple(self.shape[d] for d in self.dim_order)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class State:
+    """A mutated buffer: an input that the program writes. Never a weight, never inside the budget."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    # "zeros", or "stored": the first value lies in the weights file under the state's name.
+    init: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
