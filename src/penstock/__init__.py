@@ -1,0 +1,39 @@
+"""Penstock runs a PyTorch model whose weights do not fit in GPU memory inside a byte budget.
+
+ep = penstock.apply_weight_offload(torch.export.export(model, args))
+penstock.compile(ep, "model.pt2")        # writes model.pt2 (program) and model.ptd (weights)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError
+from penstock.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from penstock.export.compile import Compiled, compile
+    from penstock.export.offload import apply_weight_offload
+    from penstock.program import read_program
+
+__all__ = ["Compiled", "PenstockError", "__version__", "apply_weight_offload", "compile", "read_program"]
+
+# Imported when first used: reading a file's index or its metadata needs no torch, and torch takes seconds to import.
+_HOMES = {
+    "Compiled": "penstock.export.compile",
+    "apply_weight_offload": "penstock.export.offload",
+    "compile": "penstock.export.compile",
+    "read_program": "penstock.program",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -97,3 +97,7 @@ class BudgetError(PenstockError, ValueError):
 
 class PeakMemoryError(PenstockError):
     """A measured peak exceeds its limit."""
+
+
+class OutputPathError(PenstockError, OSError):
+    """The place to write to is unusable."""

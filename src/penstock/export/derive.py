@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError, UnsupportedProgramError, WeightEscapesError, WeightWrittenError
-from penstock.export.emission import Emission, EmittedNode
+from penstock.torch_private.emission import Emission, EmittedNode
 from penstock.schedule import Step
 
 

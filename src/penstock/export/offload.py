@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.export import ExportedProgram
@@ -16,7 +17,8 @@ from penstock.errors import (
     NoWeightsError,
     TrainingGraphError,
 )
-from penstock.export.ops import FETCH
+from penstock.ops import FETCH
+from penstock.torch_private.graph import argument, gives_view, op_name
 
 WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 MUTATION_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
@@ -70,21 +72,10 @@ def placeholders(graph: Graph) -> dict[str, Node]:
 
 
 def lend_weights(ep: ExportedProgram) -> None:
-    """Put a fetch in front of every use of a weight that has none yet, in place.
-
-    Constants that appear after the pass (a later decomposition may lift some) get theirs when this is called again.
-    """
+    """Put a fetch in front of every use of a weight, in place."""
     graph = ep.graph
-    numbers = iter(range(1 + max((int(node.args[1]) for node in fetches(graph)), default=-1), 1 << 62))  # type: ignore[arg-type]
     nodes = placeholders(graph)
-    for spec in weight_specs(ep):
-        assert spec.target is not None
-        _lend(graph, nodes[spec.arg.name], spec.target, numbers)
-    # Views that every consumer now has its own copy of. Written by hand, because removing dead code in general could
-    # also drop what the program's signature still names.
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op == "call_function" and _is_view(node):
-            graph.erase_node(node)
+    lend(graph, {nodes[spec.arg.name]: spec.target for spec in weight_specs(ep) if spec.target is not None})
     # A returned weight is now a fetch of it: the signature names outputs by node.
     for output, output_spec in zip(graph.output_node().args[0], ep.graph_signature.output_specs, strict=True):  # type: ignore[arg-type]
         if isinstance(output_spec.arg, TensorArgument) and isinstance(output, Node):
@@ -93,13 +84,32 @@ def lend_weights(ep: ExportedProgram) -> None:
     ep.graph_module.recompile()
 
 
-def _lend(graph: Graph, weight: Node, name: str, numbers: Iterator[int]) -> None:
-    def fetch() -> Node:
-        node = graph.call_function(FETCH, (weight, next(numbers), name))
-        node.meta["val"] = FETCH(weight.meta["val"], node.args[1], name)
-        return node
+def lend(graph: Graph, weights: Mapping[Node, str]) -> None:
+    """Put a fetch in front of every use that has none yet; `weights` maps placeholders to names.
 
-    _lend_uses(graph, weight, fetch)
+    Constants that appear after the pass (a later decomposition may lift some) get theirs when this is called again.
+    """
+    numbers = itertools.count(1 + max((access_number(node) for node in fetches(graph)), default=-1))
+
+    for weight, name in weights.items():
+
+        def fetch(weight: Node = weight, name: str = name) -> Node:
+            node = graph.call_function(FETCH, (weight, next(numbers), name))
+            node.meta["val"] = FETCH(weight.meta["val"], node.args[1], name)
+            return node
+
+        _lend_uses(graph, weight, fetch)
+    # Views that every consumer now has its own copy of. Not by removing dead code in general, which could also drop
+    # what the program's signature still names.
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function" and _is_view(node):
+            graph.erase_node(node)
+
+
+def access_number(fetch: Node) -> int:
+    number = fetch.args[1]
+    assert isinstance(number, int)
+    return number
 
 
 def _lend_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
@@ -131,11 +141,7 @@ def _is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _is_view(node.args[0]) and isinstance(node.args[0].meta.get("val"), (list, tuple))
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    schema = node.target._schema
-    aliases = [r.alias_info for r in schema.returns]
-    if not aliases or any(alias is None or alias.is_write for alias in aliases):
+    if not gives_view(node.target):
         return False
     # `to` is declared as an alias but may cast: a cast is a reader of its own.
     source, result = node.args[0].meta.get("val"), node.meta.get("val")
@@ -170,25 +176,15 @@ _TRAINING_ARGUMENT = {
     "aten::native_batch_norm": "training",
     "aten::_native_batch_norm_legit": "training",
     "aten::_native_batch_norm_legit_functional": "training",
-    "aten::cudnn_batch_norm": "training",
 }
 
 
 def _trains(node: Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    name = op_name(node.target) or ""
+    flag = _TRAINING_ARGUMENT.get(name)
+    if flag is None or not argument(node, flag):
         return False
-    schema = node.target._schema
-    flag = _TRAINING_ARGUMENT.get(schema.name)
-    if flag is None:
-        return False
-    position = next(i for i, a in enumerate(schema.arguments) if a.name == flag)
-    value = node.args[position] if position < len(node.args) else node.kwargs.get(flag)
-    if schema.name in ("aten::batch_norm", "aten::_native_batch_norm_legit_functional"):
-        # Statistics of the batch without running statistics are how an eval-mode norm without tracking works.
-        return bool(value) and node.args[3] is not None
-    return bool(value) and (schema.name.endswith("batch_norm") or _dropout_probability(node) > 0)
-
-
-def _dropout_probability(node: Node) -> float:
-    value = node.args[1] if len(node.args) > 1 else 0.5
-    return float(value) if isinstance(value, (int, float)) else 1.0
+    if flag == "train":
+        return argument(node, "p") != 0
+    # Statistics of the batch without running ones are how a norm that tracks nothing works in eval mode too.
+    return argument(node, "running_mean") is not None

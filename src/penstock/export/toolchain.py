@@ -129,9 +129,13 @@ def _try_out(compiler: str) -> Toolchain:
         if not library.is_file():
             raise _failure(compiler, "reports success but builds nothing", built)
         _check_linkage(compiler, built, library)
-        called = _run([sys.executable, "-c", _CHILD, str(library)])
+        # The child must find the same torch as this process, wherever its path came from.
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
+        called = _run([sys.executable, "-c", _CHILD, str(library)], PYTHONPATH=path)
         if called.status != 0:
-            what = f"builds a library that fails when it is loaded and called beside torch ({shlex.join(built.command)})"
+            what = (
+                f"builds a library that fails when it is loaded and called beside torch ({shlex.join(built.command)})"
+            )
             raise _failure(compiler, what, called)
     return Toolchain(compiler, (version.stdout.splitlines() or [""])[0].strip())
 
@@ -155,7 +159,7 @@ def needed_libraries(library: Path) -> list[str]:
     order = "<" if data[5] == 1 else ">"
     try:
         return _read_needed(data, order)
-    except (struct.error, StopIteration) as error:
+    except (struct.error, StopIteration, ValueError) as error:
         raise ValueError(f"{library.name} is a damaged ELF file, or has no dynamic section") from error
 
 
@@ -176,9 +180,7 @@ def _read_needed(data: bytes, order: str) -> list[str]:
     return [data[start : data.index(b"\0", start)].decode() for start in starts]
 
 
-def _run(command: Sequence[str]) -> _Outcome:
-    # The child must find the same torch as this process, wherever its path came from.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+def _run(command: Sequence[str], **env: str) -> _Outcome:
     # A session of its own: a compiler is often a script, and on a timeout its children must go too. They would also
     # hold the pipes open, so that waiting for the end of the output would outlast the timeout.
     with subprocess.Popen(
@@ -188,7 +190,7 @@ def _run(command: Sequence[str]) -> _Outcome:
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
-        env=env,
+        env={**os.environ, **env},
         start_new_session=True,
     ) as process:
         try:

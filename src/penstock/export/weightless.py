@@ -15,10 +15,19 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
-from penstock.export.inductor import dump_treespec, flat_output_spec, flat_treespec, symbol_range
-from penstock.export.layout import canonical
-from penstock.export.offload import WEIGHT_KINDS, mutated_targets, placeholders
-from penstock.export.ops import FETCH, OWN, WEIGHT
+from penstock.layout import canonical
+from penstock.export.offload import WEIGHT_KINDS, access_number, lend, mutated_targets, placeholders
+from penstock.ops import FETCH, OWN, WEIGHT
+from penstock.program import ConstantSpec, Signature, TensorSpec
+from penstock.torch_private.graph import (
+    fake_mode_of,
+    gives_view,
+    higher_order_name,
+    move_to_front,
+    namespace,
+    shape_symbols,
+)
+from penstock.torch_private.pytree import dump_spec, flat_call_spec, flat_result_spec
 
 # Higher-order ops that call a kernel on the spot: their operands live as long as any reader's.
 _PLAIN_OPERATORS = frozenset(
@@ -27,36 +36,6 @@ _PLAIN_OPERATORS = frozenset(
 # Control flow whose listed operands may come back as a result (a loop that makes no trip): position in the arguments.
 _CARRIED_OPERANDS = {"while_loop": 2, "scan": 1, "associative_scan": 1}
 _ASYNCHRONOUS_NAMESPACES = frozenset(("_c10d_functional", "c10d", "c10d_functional", "streams", "_dtensor", "symm_mem"))
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """An input or output as a caller sees it. Dynamic sizes are symbols by name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-    strides: tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class ConstantSpec:
-    """An input or output that is no tensor and was fixed when the program was exported."""
-
-    name: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a caller passes and gets, in pytree order. The compiled code takes the states first, then the tensors."""
-
-    inputs: tuple[TensorSpec | ConstantSpec, ...]
-    outputs: tuple[TensorSpec | ConstantSpec, ...]
-    in_spec: str
-    out_spec: str
-    # Symbol -> lowest and highest value (None: no bound).
-    symbols: dict[str, tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
@@ -121,6 +100,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
                 "a constant; pass it as a tensor"
             )
 
+    lend(graph, target_of)  # constants that a decomposition lifted after the pass
     outputs = _rewrite_outputs(ep, graph, {name: node for name, node in state_nodes}, nodes)
     for node, target in target_of.items():
         _rewrite_fetches(graph, node, target, device, weight_of, pinned)
@@ -132,8 +112,8 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
     example_inputs = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     flat_outputs = module.graph.output_node().args[0]
     # A flat call: pytrees are the caller's business, recorded in the signature.
-    module._in_spec = flat_treespec(len(example_inputs))
-    module._out_spec = flat_output_spec(len(flat_outputs))  # type: ignore[arg-type]
+    module._in_spec = flat_call_spec(len(example_inputs))
+    module._out_spec = flat_result_spec(len(flat_outputs))  # type: ignore[arg-type]
     in_spec, out_spec = ep.call_spec.in_spec, ep.call_spec.out_spec
     return WeightlessProgram(
         module=module,
@@ -144,8 +124,8 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
         signature=Signature(
             inputs=tuple(inputs),
             outputs=outputs,
-            in_spec=dump_treespec(in_spec),
-            out_spec=dump_treespec(out_spec),
+            in_spec=dump_spec(in_spec),
+            out_spec=dump_spec(out_spec),
             symbols=_symbols(values.values(), fake_mode),
         ),
     )
@@ -155,8 +135,7 @@ def _refuse_unsupported(ep: ExportedProgram) -> None:
     for node in ep.graph.nodes:
         if node.op != "call_function":
             continue
-        namespace = getattr(node.target, "namespace", None)
-        if namespace in _ASYNCHRONOUS_NAMESPACES:
+        if namespace(node.target) in _ASYNCHRONOUS_NAMESPACES:
             raise UnsupportedProgramError(
                 f"{node.target} at {node.name!r}: collectives and user streams read beyond their launch and cannot be "
                 "combined with offloaded weights"
@@ -165,7 +144,7 @@ def _refuse_unsupported(ep: ExportedProgram) -> None:
 
 def _fake_mode(values: Any) -> Any:
     for value in values:
-        mode = getattr(value, "fake_mode", None)
+        mode = fake_mode_of(value)
         if mode is not None:
             return mode
     raise UnsupportedProgramError("the program's inputs carry no shapes: it was not made by torch.export.export")
@@ -184,15 +163,11 @@ def _tensor_spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 
 def _symbols(values: Any, fake_mode: Any) -> dict[str, tuple[int, int | None]]:
-    ranges: dict[str, tuple[int, int | None]] = {}
+    symbols: dict[str, tuple[int, int | None]] = {}
     for value in values:
-        if not isinstance(value, torch.Tensor):
-            continue
-        for size in value.shape:
-            if isinstance(size, torch.SymInt):
-                for symbol in size.node.expr.free_symbols:
-                    ranges[str(symbol)] = symbol_range(fake_mode.shape_env, symbol)
-    return ranges
+        if isinstance(value, torch.Tensor):
+            symbols.update(shape_symbols(value, fake_mode))
+    return symbols
 
 
 # ----------------------------------------------------------------------------------------------------------- fetches
@@ -204,9 +179,7 @@ def _rewrite_fetches(
     value = weight.meta["val"]
     order = canonical(value.shape, value.stride())
     for fetch in list(weight.users):
-        if fetch.target is not FETCH:
-            raise UnsupportedProgramError(f"{fetch.name!r} reads weight {target!r} without a fetch")
-        number = int(fetch.args[1])  # type: ignore[arg-type]
+        number = access_number(fetch)
         if number in weight_of:
             raise UnsupportedProgramError(
                 f"access number {number} stands twice, for {weight_of[number]!r} and {target!r}: the program was put "
@@ -234,10 +207,8 @@ def _guard_control_flow(graph: Graph, lent: Node, number: int, pinned: set[int])
     """Bodies of control flow read their operands where no schedule can follow; carried operands may come back out."""
     for user in _users_through_views(lent):
         consumer, value = user
-        if not isinstance(consumer.target, torch._ops.HigherOrderOperator):
-            continue
-        name = consumer.target.name()
-        if name in _PLAIN_OPERATORS:
+        name = higher_order_name(consumer.target)
+        if name is None or name in _PLAIN_OPERATORS:
             continue
         position = _CARRIED_OPERANDS.get(name)
         if position is not None and _contains(consumer.args[position], value):
@@ -257,8 +228,7 @@ def _users_through_views(node: Node) -> list[tuple[Node, Node]]:
     """(consumer, the value it takes) for every consumer of a node and of views of it."""
     found: list[tuple[Node, Node]] = []
     for user in list(node.users):
-        schema = getattr(user.target, "_schema", None)
-        if schema is not None and any(r.alias_info is not None for r in schema.returns):
+        if gives_view(user.target):
             found.extend(_users_through_views(user))
         found.append((user, node))
     return found
@@ -315,10 +285,7 @@ def _is_tensor(node: Node) -> bool:
 
 def _base(node: Node) -> Node:
     """The node whose memory a chain of views shows."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], Node):
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not any(r.alias_info is not None for r in schema.returns):
-            break
+    while gives_view(node.target) and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
@@ -328,7 +295,7 @@ def _base(node: Node) -> Node:
 
 def _order_placeholders(graph: Graph, wanted: list[Node]) -> None:
     for node in reversed(wanted):
-        graph._root.append(node)  # the front of the graph
+        move_to_front(graph, node)
 
 
 def _retarget(module: GraphModule, device: torch.device, fake_mode: Any) -> GraphModule:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.export.layout import canonical
+from penstock.layout import canonical
 
 _LIBRARY = torch.library.Library("penstock", "DEF")
 _LIBRARY.define("fetch(Tensor weight, int access, str name) -> Tensor")

@@ -1,14 +1,14 @@
-"""Every private API of torch that Penstock uses stands in this file, and tests name the one that breaks.
-
-Three things happen here: the ops get their lowerings, the scheduler's final nodes are turned into plain data and put
-into the derived order right before emission, and the compiled files are made.
+"""Inductor: the ops get their lowerings, the scheduler's final nodes are turned into plain data and put into the derived
+order right before emission, and the compiled files are made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ from torch._inductor.lowering import clone as lower_clone
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
+from torch.export.pt2_archive._package import package_pt2
 from torch.fx.node import has_side_effect
-from torch.utils import _pytree as pytree
 from torch.utils._sympy.value_ranges import bound_sympy
 
-from penstock.export.derive import Derivation
-from penstock.export.emission import Buffer, Emission, EmittedNode
-from penstock.export.ops import KEEP, OWN, WEIGHT
+from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
+from penstock.torch_private.graph import gives_view
+from penstock.ops import KEEP, OWN, WEIGHT
 
 MAIN_GRAPH = "main"
 # The wrapper calls this after the launches of each step.
@@ -97,10 +97,7 @@ def _reaches_weight(node: torch.fx.Node) -> bool:
             return True
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
             return False
-        if isinstance(node.target, torch._ops.OpOverload):
-            if not any(r.alias_info is not None for r in node.target._schema.returns):
-                return False
-        elif getattr(node.target, "__name__", "") != "getitem":
+        if node.target is not operator.getitem and not gives_view(node.target):
             return False
         node = node.args[0]
 
@@ -208,7 +205,7 @@ _patch_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def scheduled(plan: Callable[[Emission], Derivation | None]) -> Iterator[None]:
+def scheduled(plan: Callable[[Emission], EmissionOrder | None]) -> Iterator[None]:
     """While this is active, every graph's final nodes go through `plan`, which may give a derived order.
 
     `Scheduler.codegen` is the last point before emission: every pass that reorders has run. The compiler also writes a
@@ -218,13 +215,13 @@ def scheduled(plan: Callable[[Emission], Derivation | None]) -> Iterator[None]:
         codegen, enter_context = Scheduler.codegen, Scheduler.enter_context
 
         def codegen_in_order(self: Scheduler) -> None:
-            derivation = plan(_emission(self))
-            if derivation is None:
+            order = plan(_emission(self))
+            if order is None:
                 codegen(self)
                 return
             nodes = list(self.nodes)
-            self.nodes = [nodes[index] for index in derivation.order]
-            step_of = {id(nodes[index]): step for step, index in enumerate(derivation.step_nodes)}
+            self.nodes = [nodes[index] for index in order.order]
+            step_of = {id(nodes[index]): step for step, index in enumerate(order.step_nodes)}
             ended: list[int] = []
 
             def write_ends() -> None:
@@ -316,31 +313,19 @@ def compile_graph(
     return files
 
 
+def pack_archive(files: Mapping[str, Sequence[str]], extra: Mapping[str, str]) -> bytes:
+    """A .pt2 archive of the compiled methods' files and some text files."""
+    buffer = io.BytesIO()
+    package_pt2(
+        buffer,
+        aoti_files={method: list(paths) for method, paths in files.items()},
+        extra_files=dict(extra),
+    )
+    return buffer.getvalue()
+
+
 def cpp_compiler() -> str:
     """The C++ compiler that Inductor would call."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
-
-
-# ----------------------------------------------------------------------------------------------------------- pytrees
-
-
-def dump_treespec(spec: Any) -> str:
-    return pytree.treespec_dumps(spec)
-
-
-def flat_treespec(count: int) -> Any:
-    """The spec of a call with `count` positional arguments."""
-    return pytree.tree_structure(((0,) * count, {}))
-
-
-def flat_output_spec(count: int) -> Any:
-    return pytree.tree_structure((0,) * count)
-
-
-def symbol_range(shape_env: Any, symbol: Any) -> tuple[int, int | None]:
-    """Lowest and highest value of a dynamic size; None where there is no bound."""
-    found = shape_env.var_to_range[symbol]
-    upper = found.upper
-    return int(found.lower), int(upper) if upper.is_number and upper.is_finite and upper < 2**62 else None

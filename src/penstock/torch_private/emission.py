@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,13 @@ class Emission:
     outputs: tuple[str, ...]
     # Name -> names whose memory it shares.
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class EmissionOrder(Protocol):
+    """In which order to emit the nodes of an Emission, by their indices, and which of them end a step."""
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    @property
+    def step_nodes(self) -> tuple[int, ...]: ...

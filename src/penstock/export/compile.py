@@ -1,0 +1,319 @@
+"""penstock.compile: from offloaded programs to a weightless program file and a weights file."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from tqdm import tqdm
+
+from penstock.budget import format_bytes, parse_bytes
+from penstock.errors import (
+    BudgetError,
+    CheckpointError,
+    CompileError,
+    DeviceError,
+    NotOffloadedError,
+    OutputExistsError,
+    OutputPathError,
+    ProgramError,
+)
+from penstock.export.catalog import Catalog, build_catalog, state_names
+from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option
+from penstock.export.method import CompiledMethod, compile_method
+from penstock.export.offload import fetches, refuse_training, require_program
+from penstock.export.package import pack_program
+from penstock.export.peak import PeakMeter, Peaks, peak_lines
+from penstock.export.toolchain import check_toolchain
+from penstock.export.values import Checkpoint, has_value, is_zero, mismatches, tensor_pieces
+from penstock.plan.floor import Floor, floor_bytes
+from penstock.program import Program
+from penstock.version import VERSION
+from penstock.weight import State, Weight
+from penstock.weights import Chunk, layout_identity, write_ptd
+from penstock.weights.partial import partial_file
+
+DEFAULT_METHOD = "forward"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What was written, and what it took."""
+
+    program_path: Path
+    weights_path: Path
+    program: Program
+    # What sets the floor, for explanations.
+    floor: Floor
+    peaks: Peaks
+    # Device memory still allocated after each method, on CUDA targets.
+    device_bytes_after: dict[str, int]
+
+
+def compile(
+    programs: ExportedProgram | Mapping[str, ExportedProgram],
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    weights: Any = None,
+    weight_offload_budget: int | str | None = None,
+    overwrite: bool = False,
+    inductor_configs: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compile offloaded programs into `path` (.pt2, no weights in it) and the .ptd beside it (every weight once).
+
+    programs               what apply_weight_offload returned; a mapping for several methods over the same weights
+    device                 the target, "cpu" or "cuda[:n]"; where the model sits does not matter. The default is "cuda"
+                           where there is a GPU, else "cpu"
+    weights                where the values come from, if not from the program: a .safetensors file, a folder of them
+                           (with or without index.json), a mapping of tensors, or a list of those, later ones winning
+    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"
+    overwrite              replace existing files
+    inductor_configs       further options for torch._inductor.config
+    """
+    methods = _methods(programs)
+    target = _device(device)
+    program_path, weights_path = _paths(path, overwrite)
+    budget_bytes = None if weight_offload_budget is None else parse_bytes(weight_offload_budget)
+    options = _options(inductor_configs)
+    with PeakMeter(target) as meter:
+        catalog = build_catalog(methods)
+        values = _Values(catalog, None if weights is None else Checkpoint(weights), _read_names(methods, catalog))
+        check_toolchain()
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+            compiled, device_bytes_after = _compile_methods(methods, target, catalog, Path(folder), options)
+            program, floor = _program(compiled, catalog, values, target, budget_bytes)
+            packed = pack_program(program, {c.method.name: c.files for c in compiled})
+            del compiled
+            _write(program, packed, values, program_path, weights_path)
+    for line in peak_lines(meter.peaks):
+        print(line, flush=True)
+    return Compiled(program_path, weights_path, program, floor, meter.peaks, device_bytes_after)
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def _methods(programs: Any) -> dict[str, ExportedProgram]:
+    methods = dict(programs) if isinstance(programs, Mapping) else {DEFAULT_METHOD: programs}
+    if not methods:
+        raise ProgramError("no program was given")
+    for name, ep in methods.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ProgramError(f"{name!r} is not a method name: letters, digits and underscores, as in Python")
+        require_program(ep)
+        refuse_training(ep)
+        if not fetches(ep.graph):
+            raise NotOffloadedError(f"method {name!r} did not go through penstock.apply_weight_offload")
+    return methods
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"{device!r} is no device: {error}") from error
+    if target.type not in ("cpu", "cuda"):
+        raise DeviceError(f"cannot compile for {target.type!r}; valid targets are 'cpu' and 'cuda'")
+    if target.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("cannot compile for CUDA here: torch sees no GPU (the compiler tunes kernels on it)")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"there is no device cuda:{index}; torch sees {torch.cuda.device_count()}")
+    return torch.device("cuda", index)
+
+
+def _paths(path: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
+    program_path = Path(path)
+    if program_path.suffix != ".pt2":
+        raise OutputPathError(f"{program_path} must end in .pt2; the weights go to the .ptd beside it")
+    if not program_path.parent.is_dir():
+        raise OutputPathError(f"the folder {program_path.parent} does not exist")
+    weights_path = program_path.with_suffix(".ptd")
+    existing = [str(p) for p in (program_path, weights_path) if p.exists()]
+    if existing and not overwrite:
+        raise OutputExistsError(f"{' and '.join(existing)} exist; pass overwrite=True to replace")
+    return program_path, weights_path
+
+
+def _options(configs: Mapping[str, Any] | None) -> dict[str, Any]:
+    options = dict(configs or {})
+    for name in options:
+        if name in REQUIRED_OPTIONS:
+            raise CompileError(f"inductor_configs: {name!r} is set by penstock and cannot be overridden")
+        if not known_option(name):
+            raise CompileError(f"inductor_configs: torch {torch.__version__} has no option {name!r}")
+    return options
+
+
+# ------------------------------------------------------------------------------------------------------------ values
+
+
+def _read_names(methods: Mapping[str, ExportedProgram], catalog: Catalog) -> set[str]:
+    """Names of the weights that some method's graph reads."""
+    names: set[str] = set()
+    for method, ep in methods.items():
+        users = {node.name: bool(node.users) for node in ep.graph.find_nodes(op="placeholder")}
+        for spec in ep.graph_signature.input_specs:
+            if users[spec.arg.name] and spec.target is not None and (method, spec.target) in catalog.name_of:
+                names.add(catalog.name_of[method, spec.target])
+    return names
+
+
+class _Values:
+    """Gives the bytes of every weight and stored state; refuses at once if some have none."""
+
+    def __init__(self, catalog: Catalog, checkpoint: Checkpoint | None, read: set[str]) -> None:
+        self._catalog = catalog
+        self._checkpoint = checkpoint
+        self.states = {name: self._with_init(state) for name, state in catalog.states.items()}
+        wanted: list[Weight | State] = [w for name, w in catalog.weights.items() if name in read]
+        stored = [state for state in self.states.values() if state.init == "stored"]
+        valued = {name for name, tensor in catalog.tensors.items() if has_value(tensor)}
+        if checkpoint is None:
+            missing = [item.name for item in (*wanted, *stored) if item.name not in valued]
+            if missing:
+                raise CheckpointError(
+                    f"{len(missing)} tensors of the program have no values (the model is on meta): "
+                    f"{_listed(missing)}; pass weights=<checkpoint>"
+                )
+            return
+        # A state that starts as zeros may lack in the checkpoint, but if it is there it must fit.
+        optional = frozenset(catalog.transient & valued) | {n for n, s in self.states.items() if s.init == "zeros"}
+        problems = mismatches([*wanted, *self.states.values()], optional, checkpoint)
+        if problems:
+            hint = ""
+            if any(item.name in catalog.transient and item.name not in valued for item in wanted):
+                hint = "\n(non-persistent buffers of a model on meta: give them with weights=[checkpoint, {name: tensor}])"
+            raise CheckpointError(
+                f"the checkpoint {checkpoint.description} does not fit the program, {len(problems)} mismatches:\n  "
+                + "\n  ".join(problems)
+                + hint
+            )
+
+    def _with_init(self, state: State) -> State:
+        tensor = self._catalog.tensors[state.name]
+        if self._checkpoint is not None and state.name in self._checkpoint:
+            return replace(state, init="stored")
+        if has_value(tensor):
+            return replace(state, init="zeros" if is_zero(tensor) else "stored")
+        if state.name in self._catalog.transient:
+            # By definition no checkpoint has it, and a model on meta has no value: caches start empty.
+            warnings.warn(f"state {state.name!r} has no first value (the model is on meta): it starts as zeros", stacklevel=5)
+            return replace(state, init="zeros")
+        return replace(state, init="stored")
+
+    def pieces(self, item: Weight | State) -> Iterable[Chunk]:
+        names = item.names if isinstance(item, Weight) else (item.name,)
+        found = self._checkpoint.find(names) if self._checkpoint is not None else None
+        if found is not None:
+            assert self._checkpoint is not None
+            return self._checkpoint.pieces(found, item.dim_order)
+        return tensor_pieces(self._catalog.tensors[item.name], item.dim_order)
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# -------------------------------------------------------------------------------------------------------- compilation
+
+
+def _compile_methods(
+    methods: Mapping[str, ExportedProgram],
+    device: torch.device,
+    catalog: Catalog,
+    folder: Path,
+    options: Mapping[str, Any],
+) -> tuple[list[CompiledMethod], dict[str, int]]:
+    states = state_names(methods)
+    compiled: list[CompiledMethod] = []
+    device_bytes_after: dict[str, int] = {}
+    # disable=None: silent unless standard error is a terminal.
+    with tqdm(methods.items(), desc="compiling", unit="method", disable=None) as bar:
+        for name, ep in bar:
+            bar.set_postfix_str(name)
+            weight_names = {target: known for (method, target), known in catalog.name_of.items() if method == name}
+            compiled.append(compile_method(name, ep, device, states, weight_names, folder, options))
+            gc.collect()  # the compiler's graphs hold cycles, and with them what it allocated for tuning
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                device_bytes_after[name] = torch.cuda.memory_allocated(device)
+    return compiled, device_bytes_after
+
+
+def _program(
+    compiled: Sequence[CompiledMethod],
+    catalog: Catalog,
+    values: _Values,
+    device: torch.device,
+    budget_bytes: int | None,
+) -> tuple[Program, Floor]:
+    schedules = [c.method.schedule for c in compiled]
+    # The order of first access, method after method.
+    order = dict.fromkeys(name for schedule in schedules for name in schedule.weight_names)
+    weights = tuple(catalog.weights[name] for name in order)
+    states = tuple(values.states.values())
+    floor = floor_bytes(schedules, {weight.name: weight for weight in weights})
+    if budget_bytes is not None and budget_bytes < floor.floor_bytes:
+        raise BudgetError(
+            f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at least "
+            f"{floor.floor_bytes} bytes"
+        )
+    program = Program(
+        methods=tuple(c.method for c in compiled),
+        weights=weights,
+        states=states,
+        identity=layout_identity(weights, states),
+        floor_bytes=floor.floor_bytes,
+        budget_bytes=budget_bytes,
+        unused=tuple(sorted(n for name, w in catalog.weights.items() if name not in order for n in w.names)),
+        device=device.type,
+        built_with=_built_with(device),
+    )
+    return program, floor
+
+
+def _built_with(device: torch.device) -> dict[str, str]:
+    versions = {
+        "penstock": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        versions["cuda"] = str(torch.version.cuda)
+        versions["gpu"] = properties.name
+        versions["capability"] = f"{properties.major}.{properties.minor}"
+    return versions
+
+
+def _write(program: Program, packed: bytes, values: _Values, program_path: Path, weights_path: Path) -> None:
+    """Both files or none: the program appears only after the weights are whole."""
+    total_bytes = program.weight_bytes + sum(s.nbytes for s in program.states if s.init == "stored")
+    with (
+        partial_file(program_path, len(packed)) as file,
+        tqdm(total=total_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar,
+    ):
+        file.write(0, packed)
+        write_ptd(
+            weights_path,
+            program.weights,
+            values.pieces,
+            states=program.states,
+            identity=program.identity,
+            on_bytes=bar.update,
+        )

@@ -1,0 +1,161 @@
+"""Compiles one method: weightless program, schedule, code, and the check of one against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from penstock.errors import CompileError, PenstockError, ScheduleError
+from penstock.export.derive import Derivation, derive
+from penstock.torch_private.emission import Emission
+from penstock.torch_private.inductor import MAIN_GRAPH, compile_graph, scheduled
+from penstock.export.weightless import WeightlessProgram, make_weightless
+from penstock.export.wrapper import check_wrapper, constant_count
+from penstock.program import Method, Temporary
+from penstock.schedule import Access, Schedule
+
+
+@dataclass(frozen=True)
+class CompiledMethod:
+    method: Method
+    # What goes into the package.
+    files: tuple[str, ...]
+
+
+class _Recorder:
+    """Derives the order of the main graph as the compiler gets to it, and refuses fetches anywhere else."""
+
+    def __init__(self) -> None:
+        self.derivation: Derivation | None = None
+        # The compiler wraps what is raised inside it; the real error is kept here.
+        self.failure: PenstockError | None = None
+
+    def __call__(self, emission: Emission) -> Derivation | None:
+        try:
+            return self._derive(emission)
+        except PenstockError as failure:
+            self.failure = failure
+            raise
+
+    def _derive(self, emission: Emission) -> Derivation | None:
+        if emission.graph != MAIN_GRAPH:
+            inside = sorted(node.fetch for node in emission.nodes if node.fetch is not None)
+            if inside:
+                raise ScheduleError(f"accesses {inside} are fetched inside the subgraph {emission.graph!r}")
+            return None
+        if self.derivation is not None:
+            raise ScheduleError("the compiler emitted the main graph twice; the record would be of the first")
+        self.derivation = derive(emission)
+        return self.derivation
+
+
+class _ScheduleOnly(BaseException):
+    """Stops the compiler once the schedule is known. Not an Exception: the compiler must not wrap it."""
+
+
+def compile_method(
+    name: str,
+    ep: ExportedProgram,
+    device: torch.device,
+    states: frozenset[str],
+    weight_names: Mapping[str, str],
+    folder: Path,
+    options: Mapping[str, Any],
+) -> CompiledMethod:
+    """`weight_names` maps the names in this program to those of the weights file."""
+    program = make_weightless(ep, device, states)
+    recorder = _Recorder()
+    files = _compile(name, program, device, folder, recorder, options)
+    if recorder.derivation is None:
+        raise CompileError(f"method {name!r}: the compiler emitted no main graph")
+    method = _method(name, program, recorder.derivation, weight_names)
+    source = wrapper_source(files)
+    check_wrapper(source, method.schedule)
+    folded = constant_count(source)
+    if folded:
+        raise CompileError(f"method {name!r}: the compiled program holds {folded} constants; it must hold none")
+    return CompiledMethod(method, tuple(files))
+
+
+def schedule_method(
+    name: str, ep: ExportedProgram, device: torch.device, states: frozenset[str], weight_names: Mapping[str, str]
+) -> Method:
+    """What compile_method would record, without emitting or building any code."""
+    program = make_weightless(ep, device, states)
+    recorder = _Recorder()
+
+    def stop(emission: Emission) -> Derivation | None:
+        if recorder(emission) is not None:
+            raise _ScheduleOnly
+        return None
+
+    try:
+        _compile(name, program, device, Path(), recorder, {}, stop)
+    except _ScheduleOnly:
+        assert recorder.derivation is not None
+        return _method(name, program, recorder.derivation, weight_names)
+    raise CompileError(f"method {name!r}: the compiler emitted no main graph")
+
+
+def _compile(
+    name: str,
+    program: WeightlessProgram,
+    device: torch.device,
+    folder: Path,
+    recorder: _Recorder,
+    options: Mapping[str, Any],
+    plan: Any = None,
+) -> list[str]:
+    try:
+        with scheduled(plan or recorder):
+            return compile_graph(
+                program.module, program.example_inputs, device, str(folder / name / "program.so"), dict(options)
+            )
+    except Exception as error:
+        if recorder.failure is not None:
+            raise type(recorder.failure)(f"method {name!r}: {recorder.failure}") from error
+        raise CompileError(f"method {name!r}: Inductor could not compile it: {_first_lines(error)}") from error
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " | ".join(lines[:6])
+
+
+def _method(
+    name: str, program: WeightlessProgram, derivation: Derivation, weight_names: Mapping[str, str]
+) -> Method:
+    def weight(number: int) -> str:
+        return weight_names[program.weight_of[number]]
+
+    return Method(
+        name=name,
+        schedule=Schedule(
+            method=name,
+            accesses=tuple(
+                Access(number, weight(number), number in program.pinned) for number in derivation.accesses
+            ),
+            steps=derivation.steps,
+        ),
+        signature=program.signature,
+        states=program.states,
+        activation_example_bytes=derivation.activation.example_bytes,
+        activation_bound_bytes=derivation.activation.bound_bytes,
+        temporaries=tuple(
+            Temporary(t.name, t.kernel, t.nbytes, tuple(dict.fromkeys(weight(n) for n in t.accesses)))
+            for t in derivation.temporaries
+        ),
+    )
+
+
+def wrapper_source(files: list[str]) -> str:
+    """The text of the generated wrapper among a method's files."""
+    wrappers = [file for file in files if file.endswith("wrapper.cpp")]
+    if len(wrappers) != 1:
+        raise CompileError(f"expected one generated wrapper, found {wrappers}")
+    return Path(wrappers[0]).read_text()

@@ -1,0 +1,66 @@
+"""What an fx node's op does, by its schema; and which memory a tensor lies in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import Graph, Node
+
+
+def op_name(target: Any) -> str | None:
+    """The name of an operator with its namespace, such as "aten::linear"; None for anything else."""
+    return str(target._schema.name) if isinstance(target, OpOverload) else None
+
+
+def argument(node: Node, name: str) -> Any:
+    """The value of an op's argument, however it was passed; its default where it was not."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    position = next(i for i, a in enumerate(schema.arguments) if a.name == name)
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, schema.arguments[position].default_value)
+
+
+def gives_view(target: Any) -> bool:
+    """Whether the op's results are declared to share memory with its first input, unwritten."""
+    if not isinstance(target, OpOverload):
+        return False
+    aliases = [result.alias_info for result in target._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def higher_order_name(target: Any) -> str | None:
+    """The name of a higher-order operator (control flow, kernel wrappers); None for anything else."""
+    return str(target.name()) if isinstance(target, HigherOrderOperator) else None
+
+
+def namespace(target: Any) -> str | None:
+    return str(target.namespace) if isinstance(target, OpOverload) else None
+
+
+def move_to_front(graph: Graph, node: Node) -> None:
+    graph._root.append(node)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors over one storage, also on meta, where there is no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The fake mode that a fake tensor belongs to; None for anything else."""
+    return getattr(value, "fake_mode", None)
+
+
+def shape_symbols(tensor: torch.Tensor, fake_mode: Any) -> dict[str, tuple[int, int | None]]:
+    """Dynamic sizes of a fake tensor: name -> lowest and highest value; None where there is no bound."""
+    symbols: dict[str, tuple[int, int | None]] = {}
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt):
+            for symbol in size.node.expr.free_symbols:
+                found = fake_mode.shape_env.var_to_range[symbol]
+                finite = found.upper.is_number and found.upper.is_finite and found.upper < 2**62
+                symbols[str(symbol)] = (int(found.lower), int(found.upper) if finite else None)
+    return symbols

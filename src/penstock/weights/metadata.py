@@ -1,0 +1,134 @@
+"""What a .ptd of ours carries beyond the FlatTensor tables: identity, dtypes, kinds and checksums, as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.errors import WeightsFileError
+from penstock.weights.format import METADATA_KEY
+
+METADATA_FORMAT = 1
+KINDS = ("weight", "state")
+
+_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One set of bytes in the file, under all its names."""
+
+    name: str
+    aliases: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    kind: str
+    checksum: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    identity: str
+    records: tuple[Record, ...]
+
+
+def encode_metadata(identity: str, records: Sequence[Record]) -> bytes:
+    """The length does not depend on the checksums, so that room can be left for them before they are known."""
+    entries = [
+        {
+            "name": record.name,
+            "aliases": record.aliases,
+            "dtype": record.dtype,
+            "shape": record.shape,
+            "dim_order": record.dim_order,
+            "kind": record.kind,
+            "xxh3_64": f"{record.checksum:016x}",
+        }
+        for record in records
+    ]
+    document = {"format": METADATA_FORMAT, "identity": identity, "entries": entries}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def decode_metadata(path: Path, raw: bytes) -> Metadata:
+    """Checks types and the format's number. Whether the records fit the tables is the index's question."""
+    try:
+        document = json.loads(raw)
+    # ValueError: not UTF-8, not JSON, or a number of absurd length. RecursionError: absurd nesting.
+    except (ValueError, RecursionError) as error:
+        raise WeightsFileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from error
+    top = _Object(path, METADATA_KEY, document)
+    version = top.typed("format", int)
+    if version != METADATA_FORMAT:
+        raise WeightsFileError(f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT}")
+    entries = top.typed("entries", list)
+    return Metadata(
+        identity=top.text("identity"),
+        records=tuple(_record(_Object(path, f"{METADATA_KEY} entry {i}", entry)) for i, entry in enumerate(entries)),
+    )
+
+
+def _record(entry: _Object) -> Record:
+    name = entry.text("name")
+    entry = _Object(entry.path, f"{METADATA_KEY} entry {name!r}", entry.value)
+    kind = entry.text("kind")
+    if kind not in KINDS:
+        entry.fail("kind", kind, " or ".join(KINDS))
+    checksum = entry.text("xxh3_64")
+    if not _CHECKSUM.fullmatch(checksum):
+        entry.fail("xxh3_64", checksum, "16 hexadecimal digits")
+    return Record(
+        name=name,
+        aliases=entry.items("aliases", str),
+        dtype=entry.text("dtype"),
+        shape=entry.items("shape", int),
+        dim_order=entry.items("dim_order", int),
+        kind=kind,
+        checksum=int(checksum, 16),
+    )
+
+
+class _Object:
+    """A JSON object of which every value is asked for by name and type."""
+
+    def __init__(self, path: Path, where: str, value: Any) -> None:
+        self.path = path
+        self.where = where
+        self.value = value
+        if type(value) is not dict:
+            raise WeightsFileError(f"{path}: {where} has type {type(value).__name__}, needs dict")
+
+    def fail(self, name: str, has: object, needs: str) -> NoReturn:
+        # A list or an object may be nested too deeply to be printed.
+        shown = type(has).__name__ if isinstance(has, list | dict) else f"{has!r:.200}"
+        raise WeightsFileError(f"{self.path}: {self.where}: {name} has {shown}, needs {needs}")
+
+    def typed(self, name: str, kind: type) -> Any:
+        value = self.value.get(name)
+        # Not isinstance: True is no number here.
+        if type(value) is not kind:
+            self.fail(name, value, kind.__name__)
+        return value
+
+    def text(self, name: str) -> str:
+        value: str = self.typed(name, str)
+        # JSON can spell half a surrogate pair, which no terminal, file or flatbuffer can hold.
+        if not value.isascii() and value != value.encode(errors="replace").decode():
+            self.fail(name, value, "a string that UTF-8 can hold")
+        return value
+
+    def items(self, name: str, kind: type) -> tuple[Any, ...]:
+        values = self.typed(name, list)
+        for value in values:
+            if type(value) is not kind:
+                self.fail(name, value, f"a list of {kind.__name__}")
+        return tuple(values)

@@ -1,0 +1,108 @@
+"""A file that is whole or absent: written under `<path>.partial`, renamed when complete, removed on any failure."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import DiskFullError, WeightsFileError
+
+# What the system says when a file cannot grow: the disk, the quota, the limit on one file's size.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# What it says when a file system cannot reserve space at all.
+_NO_RESERVING = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class PartialFile:
+    """The open file while it is being written. Bytes that nobody writes read as zero."""
+
+    fd: int
+    path: Path
+    partial: Path
+    total_bytes: int
+
+    def reserve(self) -> None:
+        """Asks for all the room before the first byte is written, which may be hours before the last."""
+        with self._room():
+            try:
+                os.posix_fallocate(self.fd, 0, self.total_bytes)
+            except OSError as error:
+                if error.errno not in _NO_RESERVING:
+                    raise
+                # The writes themselves will then find out whether there is room.
+                os.ftruncate(self.fd, self.total_bytes)
+
+    def write(self, offset_bytes: int, chunk: bytes | memoryview) -> None:
+        view = memoryview(chunk)
+        with self._room():
+            while view:
+                written_bytes = os.pwrite(self.fd, view, offset_bytes)
+                offset_bytes += written_bytes
+                view = view[written_bytes:]
+
+    def publish(self) -> None:
+        with self._room():
+            os.fsync(self.fd)
+            os.replace(self.partial, self.path)
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            # Give back what was taken, or the number below would say what is left beside our own half.
+            os.ftruncate(self.fd, 0)
+            raise _disk_full(error, self.path, self.total_bytes) from error
+
+
+@contextmanager
+def partial_file(path: Path, total_bytes: int) -> Iterator[PartialFile]:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise _disk_full(error, path, total_bytes) from error
+    try:
+        if not _lock(fd, partial):
+            raise WeightsFileError(f"{path}: {partial.name} has another writer, needs to be written by one at a time")
+        try:
+            # What a killed writer left behind has no lock on it any more, and is written over.
+            os.ftruncate(fd, 0)
+            file = PartialFile(fd, path, partial, total_bytes)
+            file.reserve()
+            yield file
+            file.publish()
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, partial: Path) -> bool:
+    """Two writers of one path would write into the same file, and the first to finish would rename both halves."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The other writer may have finished, and renamed the file, between our opening and our locking it.
+        return os.path.samestat(os.fstat(fd), os.stat(partial))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _disk_full(error: OSError, path: Path, needed_bytes: int) -> DiskFullError:
+    disk = os.statvfs(path.parent)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    return DiskFullError(
+        error.errno, f"{path}: needs {needed_bytes} bytes, {free_bytes} bytes are free: {error.strerror}"
+    )
