@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ToolchainError
-from penstock.export.private_torch import cpp_compiler
+from penstock.torch_private.cpp_compiler import cpp_compiler
 
 TIMEOUT_S = 120.0
 _SHOWN_STDERR_LINES = 12

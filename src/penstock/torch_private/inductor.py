@@ -322,10 +322,3 @@ def pack_archive(files: Mapping[str, Sequence[str]], extra: Mapping[str, str]) -
         extra_files=dict(extra),
     )
     return buffer.getvalue()
-
-
-def cpp_compiler() -> str:
-    """The C++ compiler that Inductor would call."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return str(get_cpp_compiler())

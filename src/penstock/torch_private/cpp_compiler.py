@@ -1,4 +1,4 @@
-"""Every use of torch's private interfaces, in one place: they move between versions."""
+"""Which C++ compiler Inductor will call."""
 
 from __future__ import annotations
 

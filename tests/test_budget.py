@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.budget import MAX_BYTES, format_bytes, mb_to_bytes, parse_bytes
+from penstock.errors import BudgetError
+
+
+def _short_id(value: object) -> str:
+    return "huge" if isinstance(value, int) and value.bit_length() > 64 else ascii(value)[:20]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, 0),
+        (8589934592, 8589934592),
+        (MAX_BYTES, MAX_BYTES),
+        ("0", 0),
+        ("8589934592", 8589934592),
+        ("  8589934592\n", 8589934592),
+        ("100B", 100),
+        ("100 B", 100),
+        ("8GiB", 8 * 2**30),
+        ("8gib", 8 * 2**30),
+        ("8GIB", 8 * 2**30),
+        ("8 GB", 8 * 10**9),
+        ("8gb", 8 * 10**9),
+        ("512MiB", 512 * 2**20),
+        ("512 MB", 512 * 10**6),
+        ("1KiB", 1024),
+        ("1KB", 1000),
+        ("1kB", 1000),
+        ("1kb", 1000),
+        ("2TiB", 2 * 2**40),
+        ("2 TB", 2 * 10**12),
+        ("1.5GiB", 3 * 2**29),
+        ("0.5 KiB", 512),
+        ("1.001KB", 1001),
+        ("7.0", 7),
+        ("0.1MB", 100_000),
+        ("1.10GB", 1_100_000_000),
+    ],
+)
+def test_parse(value: int | str, expected: int) -> None:
+    assert parse_bytes(value) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        False,
+        -1,
+        2**63,
+        1 << 100_000,
+        8.0,
+        float("nan"),
+        None,
+        b"8GiB",
+        "",
+        "   ",
+        "nan",
+        "NaN",
+        "inf",
+        "-1",
+        "-8GiB",
+        "+8GiB",
+        "8G",
+        "8M",
+        "8k",
+        "8Gi",
+        "8Gb",
+        "8Gib",
+        "8gB",
+        "8 giB",
+        "8Mb",
+        "8PiB",
+        "GiB",
+        "8 G iB",
+        "8GiB 2",
+        "1e9",
+        "0x10",
+        "8_000",
+        "8,000",
+        "1,5GiB",
+        ".5GiB",
+        "5.GiB",
+        "1.2.3GiB",
+        "1.1GiB",
+        "0.5",
+        "0.0001KB",
+        "\u0668GiB",
+        "8\u00a0GiB",
+        "8G\u0131B",
+        "8589934592GiB",
+        "9" * 5000,
+        "0." + "0" * 5000 + "GiB",
+    ],
+    ids=_short_id,
+)
+def test_refused_with_what_was_given_and_what_is_valid(value: object) -> None:
+    with pytest.raises(BudgetError) as caught:
+        parse_bytes(value)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert "8GiB" in message and "KiB, MiB, GiB, TiB" in message
+    assert len(message) < 500
+    if isinstance(value, (str, float)) and len(str(value)) < 60:
+        assert repr(value) in message
+
+
+@given(st.integers(min_value=0, max_value=MAX_BYTES))
+def test_wire_form_round_trips(n: int) -> None:
+    assert parse_bytes(str(n)) == n
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1025, "1 KiB (1025 bytes)"),
+        (1536, "1.5 KiB"),
+        (2**20 - 1, "1 MiB (1048575 bytes)"),
+        (2**20, "1 MiB"),
+        (8 * 2**30, "8 GiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (10 * 2**30, "10 GiB"),
+        (2218786816, "2.07 GiB (2218786816 bytes)"),
+        (5000 * 2**40, "5000 TiB"),
+        (-1024, "-1 KiB"),
+    ],
+)
+def test_format(n: int, expected: str) -> None:
+    assert format_bytes(n) == expected
+
+
+@given(st.integers(min_value=0, max_value=2**49))
+def test_format_never_loses_bytes(n: int) -> None:
+    text = format_bytes(n)
+    if "(" in text:
+        assert text.endswith(f"({n} bytes)")
+    else:
+        assert parse_bytes(text) == n
+    assert not text.startswith("1024 ")
+
+
+@pytest.mark.parametrize(("mb", "expected"), [(0, 0), (1, 1048576), (512, 536870912)])
+def test_mb_is_two_to_the_twenty(mb: int, expected: int) -> None:
+    assert mb_to_bytes(mb) == expected
+
+
+@pytest.mark.parametrize("mb", [-1, True, 1.5, "512", None, 2**44, 1 << 100_000], ids=_short_id)
+def test_mb_refused(mb: object) -> None:
+    with pytest.raises(BudgetError, match="weight_offload_budget_mb"):
+        mb_to_bytes(mb)  # type: ignore[arg-type]
