@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ToolchainError
-from penstock.torch_private import cpp_compiler as private_torch, toolchain
+from penstock.export import toolchain
+from penstock.torch_private import cpp_compiler as private_torch
 from penstock.export.toolchain import Toolchain, check_toolchain, needed_libraries
 
 GXX = shutil.which("g++")

@@ -114,7 +114,7 @@ def _compile(
     try:
         with scheduled(plan or recorder):
             return compile_graph(
-                program.module, program.example_inputs, device, str(folder / name / "program.so"), dict(options)
+                program.module, program.example_inputs, device, str(folder / name), dict(options)
             )
     except Exception as error:
         if recorder.failure is not None:

@@ -269,7 +269,7 @@ REQUIRED_OPTIONS = (
 )
 
 
-def _options(device: torch.device, output_path: str) -> dict[str, Any]:
+def _options(device: torch.device, output_folder: str) -> dict[str, Any]:
     shim = (
         f"AOTITorchError aoti_torch_{device.type}_penstock_weight("
         "int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
@@ -278,7 +278,8 @@ def _options(device: torch.device, output_path: str) -> dict[str, Any]:
         "freezing": False,
         "aot_inductor.package": True,
         "aot_inductor.use_runtime_constant_folding": False,
-        "aot_inductor.output_path": output_path,
+        # A folder, not a file: the loader finds what custom ops need by the name that the compiler gives the library.
+        "aot_inductor.output_path": output_folder,
         "aot_inductor.custom_ops_to_c_shims": {WEIGHT: [shim, f"void {STEP_END}(int64_t)"]},
         "post_grad_custom_post_pass": GuardLentWeights(),
         # Padding would copy a misaligned weight on every call, outside of the budget.
@@ -301,11 +302,11 @@ def compile_graph(
     module: torch.fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     device: torch.device,
-    output_path: str,
+    output_folder: str,
     options: dict[str, Any],
 ) -> list[str]:
     """Compile with AOTInductor; gives the files of the package. `inputs` are fake: no data is touched."""
-    merged = {**_options(device, output_path), **options}
+    merged = {**_options(device, output_folder), **options}
     with torch.no_grad():
         files = torch._inductor.aot_compile(module, tuple(inputs), options=merged)
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):

@@ -47,11 +47,12 @@ class PoisonSession:
             outputs = list(function())
         except RuntimeError as error:  # generated code reduces our failure to a generic one: ours is looked up below
             failure = error
+        kept = self._core.penstock_poison_error(self._session).decode()
         whole = self._core.penstock_poison_end(self._session) == 0
+        if failure is not None and not kept:
+            raise failure
         if not whole:
             raise ScheduleError(self._core.penstock_poison_error(self._session).decode()) from failure
-        if failure is not None:
-            raise failure
         for index, output in enumerate(outputs):
             if output.numel() and self._core.penstock_poison_owns(self._session, output.data_ptr()):
                 raise WeightEscapesError(f"output {index} lies in the memory of a lent weight")
