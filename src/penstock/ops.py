@@ -5,6 +5,7 @@ penstock_weight  what a fetch becomes while compiling: a factory without the wei
                  folded or put on the device. Its name is long because the C shim that the compiled code calls is named
                  after it without the namespace.
 own              a copy that the compiler cannot elide
+settle           the identity, computed on the spot: the compiler may not compute its input again in each of its readers
 keep             a late use of lent weights, lowered to nothing; it keeps passes from writing into them
 """
 
@@ -21,11 +22,13 @@ _LIBRARY.define("fetch(Tensor weight, int access, str name) -> Tensor")
 # No pointwise tag and a positional device: a pass that moves constructors rewrites only the keyword.
 _LIBRARY.define("penstock_weight(int access, SymInt[] size, ScalarType dtype, Device device) -> Tensor")
 _LIBRARY.define("own(Tensor value) -> Tensor")
+_LIBRARY.define("settle(Tensor value) -> Tensor")
 _LIBRARY.define("keep(Tensor[] lent) -> ()")
 
 FETCH = torch.ops.penstock.fetch.default
 WEIGHT = torch.ops.penstock.penstock_weight.default
 OWN = torch.ops.penstock.own.default
+SETTLE = torch.ops.penstock.settle.default
 KEEP = torch.ops.penstock.keep.default
 
 
@@ -47,8 +50,10 @@ def _weight_fake(access: int, size: Sequence[int], dtype: torch.dtype, device: t
 _LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
 _LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")
 _LIBRARY.impl("own", lambda value: value.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("settle", lambda value: value.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("keep", lambda lent: None, "CompositeExplicitAutograd")
 torch.library.register_fake("penstock::fetch", _fetch, lib=_LIBRARY)
 torch.library.register_fake("penstock::penstock_weight", _weight_fake, lib=_LIBRARY)
 torch.library.register_fake("penstock::own", lambda value: torch.empty_like(value), lib=_LIBRARY)
+torch.library.register_fake("penstock::settle", lambda value: torch.empty_like(value), lib=_LIBRARY)
 torch.library.register_fake("penstock::keep", lambda lent: None, lib=_LIBRARY)

@@ -50,8 +50,14 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
                 _add_state(catalog, method, spec, tensor)
             else:
                 groups.setdefault(_memory(tensor, spec.target), []).append(spec)
-        for specs in groups.values():
-            _add_weight(catalog, method, ep, specs)
+        # A strict export keeps one input for a tied weight; its other names stand in the state dict alone.
+        listed = {spec.target for spec in ep.graph_signature.input_specs}
+        further: dict[tuple[object, ...], list[str]] = {}
+        for name, value in ep.state_dict.items():
+            if name not in listed and isinstance(value, torch.Tensor):
+                further.setdefault(_memory(value, name), []).append(name)
+        for memory, specs in groups.items():
+            _add_weight(catalog, method, ep, specs, further.get(memory, []))
     _refuse_shared_memory(catalog)
     return catalog
 
@@ -97,8 +103,10 @@ def _transient(spec: InputSpec) -> bool:
     return spec.kind is InputKind.CONSTANT_TENSOR or (spec.kind is InputKind.BUFFER and not spec.persistent)
 
 
-def _add_weight(catalog: Catalog, method: str, ep: ExportedProgram, specs: list[InputSpec]) -> None:
-    names = [spec.target for spec in specs if spec.target is not None]
+def _add_weight(
+    catalog: Catalog, method: str, ep: ExportedProgram, specs: list[InputSpec], further: list[str]
+) -> None:
+    names = [spec.target for spec in specs if spec.target is not None] + further
     tensor = _tensor(ep, specs[0])
     transient = all(_transient(spec) for spec in specs)
     known = {n.name for n in catalog.weights.values() if set(n.names) & set(names)}

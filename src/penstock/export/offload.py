@@ -121,7 +121,9 @@ def _lend_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
     for user in list(source.users):
         if user.target is FETCH:
             continue
-        if _is_view(user) and user.args[0] is source and user.all_input_nodes.count(source) == 1:
+        if op_name(user.target) == "aten::_assert_tensor_metadata":
+            graph.erase_node(user)  # about the dtype and device of a weight: settled here and now, not a read
+        elif _is_view(user) and user.args[0] is source and user.all_input_nodes.count(source) == 1:
 
             def again(view: Node = user) -> Node:
                 base = make()

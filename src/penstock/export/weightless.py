@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.errors import UnsupportedProgramError
 from penstock.layout import canonical
 from penstock.export.offload import WEIGHT_KINDS, access_number, lend, mutated_targets, placeholders
-from penstock.ops import FETCH, OWN, WEIGHT
+from penstock.ops import FETCH, OWN, SETTLE, WEIGHT
 from penstock.program import ConstantSpec, Signature, TensorSpec
 from penstock.torch_private.graph import (
     fake_mode_of,
@@ -25,6 +25,7 @@ from penstock.torch_private.graph import (
     higher_order_name,
     move_to_front,
     namespace,
+    op_name,
     shape_symbols,
 )
 from penstock.torch_private.pytree import dump_spec, flat_call_spec, flat_result_spec
@@ -35,6 +36,9 @@ _PLAIN_OPERATORS = frozenset(
 )
 # Control flow whose listed operands may come back as a result (a loop that makes no trip): position in the arguments.
 _CARRIED_OPERANDS = {"while_loop": 2, "scan": 1, "associative_scan": 1}
+# Reads of a weight that the compiler would rather repeat in each of their readers than store. Repeated, an embedding
+# table would be held until the last reader of what was gathered from it.
+_REPEATED_READS = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_to_copy"))
 _ASYNCHRONOUS_NAMESPACES = frozenset(("_c10d_functional", "c10d", "c10d_functional", "streams", "_dtensor", "symm_mem"))
 
 
@@ -201,6 +205,7 @@ def _rewrite_fetches(
         fetch.replace_all_uses_with(result)
         graph.erase_node(fetch)
         _guard_control_flow(graph, result, number, pinned)
+        _settle_reads(graph, result)
 
 
 def _guard_control_flow(graph: Graph, lent: Node, number: int, pinned: set[int]) -> None:
@@ -222,6 +227,18 @@ def _guard_control_flow(graph: Graph, lent: Node, number: int, pinned: set[int])
             consumer.args = tuple(arguments)
         if value in consumer.all_input_nodes:
             pinned.add(number)
+
+
+def _settle_reads(graph: Graph, lent: Node) -> None:
+    for reader in {consumer for consumer, _ in _users_through_views(lent)}:
+        if op_name(reader.target) not in _REPEATED_READS:
+            continue
+        consumers = [c for c, _ in _users_through_views(reader) if not gives_view(c.target)]
+        if len(consumers) > 1:
+            with graph.inserting_after(reader):
+                settled = graph.call_function(SETTLE, (reader,))
+            settled.meta["val"] = reader.meta["val"]
+            reader.replace_all_uses_with(settled, delete_user_cb=lambda user, settled=settled: user is not settled)
 
 
 def _users_through_views(node: Node) -> list[tuple[Node, Node]]:

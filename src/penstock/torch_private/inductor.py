@@ -24,7 +24,7 @@ from torch.utils._sympy.value_ranges import bound_sympy
 
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
 from penstock.torch_private.graph import gives_view
-from penstock.ops import KEEP, OWN, WEIGHT
+from penstock.ops import KEEP, OWN, SETTLE, WEIGHT
 
 MAIN_GRAPH = "main"
 # The wrapper calls this after the launches of each step.
@@ -49,6 +49,12 @@ def _lower_own(value: Any) -> Any:
     # Realized at once: a lazy copy could be folded into its reader, and the output would be the weight again.
     result.realize()
     return result
+
+
+@register_lowering(SETTLE, type_promotion_kind=None)
+def _lower_settle(value: Any) -> Any:
+    value.realize()
+    return value
 
 
 @register_lowering(KEEP, type_promotion_kind=None)
