@@ -69,6 +69,15 @@ def test_every_damaged_weight_is_listed(tmp_path: Path) -> None:
     assert "'a'" not in message
 
 
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = write(tmp_path / "model.ptd", [TIED])
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset_bytes: preadv(fd, [buffers[0][:9]], offset_bytes))
+    seen: list[int] = []
+    verify_checksums(index, seen.append)
+    assert (sum(seen), max(seen)) == (TIED.nbytes, 9)
+
+
 def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
     crafted = Crafted()
     crafted.metadata = None

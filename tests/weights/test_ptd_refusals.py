@@ -76,7 +76,7 @@ def test_a_longer_file_is_refused_when_it_is_ours(tmp_path: Path) -> None:
     refused(path, rf"has {size} bytes, the header needs {size - 1}")
     # ExecuTorch reads such a file, so one of its files is read.
     crafted.metadata = None
-    assert len(read_index(crafted.write(tmp_path / "foreign.ptd"))) == 3
+    assert len(read_index(crafted.write(tmp_path / "foreign.ptd")).entries) == 3
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,15 @@ def test_tables_that_cannot_be_are_refused(tmp_path: Path, fault: str) -> None:
     refused(crafted.write(tmp_path / "w.ptd"), match)
 
 
+def test_an_empty_segment_shares_no_byte_wherever_it_lies(tmp_path: Path) -> None:
+    crafted = Crafted()
+    crafted.metadata = None
+    crafted.segments.append(Segment(8, 0))
+    crafted.named_data.append(NamedData("empty", 2, Layout(6, (0,), (0,))))
+    index = read_index(crafted.write(tmp_path / "w.ptd"))
+    assert index["first"].offset_bytes < index["empty"].offset_bytes < index["first"].offset_bytes + 24
+
+
 def entry(number: int, **changes: Any) -> Change:
     return lambda crafted: crafted.entry(number).update(changes)
 
@@ -310,6 +319,15 @@ def lengthen_key(content: bytearray) -> None:
     struct.pack_into("<I", content, content.index(b"a key") - 4, 2**32 - 1)
 
 
+def field_that_points_to(content: bytearray, target: int) -> int:
+    (field,) = (at for at in range(0, target, 4) if at + struct.unpack_from("<I", content, at)[0] == target)
+    return field
+
+
+def point_key_at_itself(content: bytearray) -> None:
+    struct.pack_into("<I", content, field_that_points_to(content, content.index(b"a key") - 4), 0)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -317,6 +335,7 @@ def lengthen_key(content: bytearray) -> None:
         (lambda content: clear_slot(content, 2), "the index is damaged: named_data is absent, needs to be a vector"),
         (set_version, r"has FlatTensor version \d+, needs at most 0"),
         (break_key, r"named_data\[0\]\.key is not UTF-8 at byte 0 of 5"),
+        (point_key_at_itself, r"named_data\[0\]\.key has offset 0, needs an offset that points forward"),
         (lengthen_key, r"named_data\[0\]\.key needs bytes \d+ to \d+, the index has \d+"),
         (lambda content: struct.pack_into("<I", content, 0, 2**31), "the root table needs bytes"),
         (lambda content: struct.pack_into("<I", content, 0, 2**32 - 49), "the root table needs bytes"),
@@ -338,9 +357,8 @@ def test_overlapping_keys_cannot_multiply_the_index(tmp_path: Path) -> None:
     items = (NamedData("a" * 64 + inner, 0, None), NamedData("short", 0, None))
     content = bytearray(encode_tables(Tables((Segment(0, 0),), items)))
     string = content.index(b"short") - 4
-    (field,) = (at for at in range(0, string, 4) if at + struct.unpack_from("<I", content, at)[0] == string)
-    target = content.index(inner.encode())
-    struct.pack_into("<I", content, field, target - field)
+    field = field_that_points_to(content, string)
+    struct.pack_into("<I", content, field, content.index(inner.encode()) - field)
     path = tmp_path / "w.ptd"
     path.write_bytes(flatbuffer_with(lambda original: original.__setitem__(slice(None), content)).ljust(70_000, b"\0"))
     refused(path, rf"the index is damaged: named_data\[1\]\.key has {inner_bytes} bytes, needs at most \d+")

@@ -55,7 +55,7 @@ def test_tied_names_share_one_set_of_bytes(tmp_path: Path) -> None:
     assert len({(entry.offset_bytes, entry.length_bytes, entry.checksum) for entry in entries}) == 1
     assert [entry.alias_of for entry in entries] == [None, TIED.name, TIED.name]
     assert [entry.name for entry in index.unique_entries] == [TIED.name, "other"]
-    assert len(index) == 4
+    assert len(index.entries) == 4
     # The bytes are there once: two pages for the weight, one for the other, then the metadata.
     assert index["other"].offset_bytes - index[TIED.name].offset_bytes == 8192
 
@@ -83,7 +83,7 @@ def test_gaps_are_zero_even_over_a_stale_partial_file(tmp_path: Path) -> None:
     for offset_bytes, length_bytes in [*spans, (metadata_bytes, len(data) - metadata_bytes)]:
         data[offset_bytes : offset_bytes + length_bytes] = bytes(length_bytes)
     assert not any(data)
-    assert os.listdir(tmp_path) == ["model.ptd"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_chunks_may_be_any_bytes_like_shape(tmp_path: Path) -> None:

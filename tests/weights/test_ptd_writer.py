@@ -24,7 +24,7 @@ SMALL = Weight("small", "float32", (10,), (0,))
 
 
 def nothing_is_left(folder: Path) -> None:
-    assert os.listdir(folder) == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_failure_leaves_the_older_file_alone(tmp_path: Path) -> None:
         write_ptd(path, [SMALL], failing(ValueError("broken")), identity="i")
     assert read_index(path) == older
     verify_checksums(path)
-    assert os.listdir(tmp_path) == ["model.ptd"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_older_file_is_replaced(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path: Path) -
     write_ptd(path, [SMALL], while_another_tries, identity="i")
     verify_checksums(path)
     assert [entry.name for entry in read_index(path).entries] == ["small"]
-    assert os.listdir(tmp_path) == ["model.ptd"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
@@ -210,7 +210,7 @@ def test_no_room_is_a_disk_full_error(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_disk_full_error_names_the_file_s_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file_bytes = write(tmp_path / "model.ptd", [SMALL]).file_bytes
-    os.unlink(tmp_path / "model.ptd")
+    (tmp_path / "model.ptd").unlink()
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "full")

@@ -52,7 +52,6 @@ class Table:
         self._at_bytes = at_bytes
         self._vtable_bytes = at_bytes - buffer.number(at_bytes, "i", where)
         self._vtable_size_bytes = buffer.number(self._vtable_bytes, "H", where)
-        buffer.check(self._vtable_bytes, self._vtable_size_bytes, where)
 
     def _field(self, slot: int) -> int | None:
         # The vtable starts with its own size and the table's size; the slots follow.

@@ -63,9 +63,6 @@ class WeightsIndex:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
 
 def read_index(path: str | os.PathLike[str]) -> WeightsIndex:
     """Reads and checks the header, the tables and our metadata; files that ExecuTorch wrote have no metadata."""

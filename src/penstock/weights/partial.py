@@ -50,7 +50,7 @@ class PartialFile:
     def publish(self) -> None:
         with self._room():
             os.fsync(self.fd)
-            os.replace(self.partial, self.path)
+            self.partial.replace(self.path)
 
     @contextmanager
     def _room(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ def _lock(fd: int, partial: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The other writer may have finished, and renamed the file, between our opening and our locking it.
-        return os.path.samestat(os.fstat(fd), os.stat(partial))
+        return os.path.samestat(os.fstat(fd), partial.stat())
     except (BlockingIOError, FileNotFoundError):
         return False
 
