@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import penstock
+from penstock.schedule import Schedule
 from penstock.verify.module import PoisonedModule
 
 # The wrapper's own speed does not matter here; building it without optimisation saves a third of the time.
@@ -74,3 +76,18 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 def schedule_weights(module: PoisonedModule, method: str = "forward") -> list[str]:
     return [access.weight for access in module.program.method(method).schedule.accesses]
+
+
+def resident(schedule: Schedule) -> Schedule:
+    """The same record with every weight held until the end of the run: what an all-resident run does."""
+    everything = tuple(access.number for access in schedule.accesses)
+    *steps, last = schedule.steps
+    return dataclasses.replace(schedule, steps=(*steps, dataclasses.replace(last, accesses=everything)))
+
+
+def resident_twin(module: PoisonedModule) -> PoisonedModule:
+    """The same files, with no weight poisoned before the run ends."""
+    twin = PoisonedModule(module.path)
+    methods = tuple(dataclasses.replace(m, schedule=resident(m.schedule)) for m in twin.program.methods)
+    twin.program = dataclasses.replace(twin.program, methods=methods)
+    return twin

@@ -36,7 +36,8 @@ def _fetch(weight: torch.Tensor, access: int, name: str) -> torch.Tensor:
     # A copy, always: an op that returned its own input would make outputs alias the weight.
     order = canonical(weight.shape, weight.stride())
     inverse = [order.index(d) for d in range(weight.dim())]
-    return weight.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+    plain = weight.resolve_conj().resolve_neg()  # as the weights file has it
+    return plain.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
 def _weight_missing(access: int, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -48,6 +49,10 @@ def _weight_fake(access: int, size: Sequence[int], dtype: torch.dtype, device: t
 
 
 _LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
+# A weight that is lazily conjugated or negated reaches the op as it is. Resolved before, it would be a copy that the
+# fetch takes, and no longer the weight itself.
+for _key in ("Conjugate", "Negative"):
+    _LIBRARY.impl("fetch", torch.library.fallthrough_kernel, _key)
 _LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")
 _LIBRARY.impl("own", lambda value: value.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("settle", lambda value: value.clone(), "CompositeExplicitAutograd")

@@ -120,7 +120,7 @@ def program_from_json(text: str) -> Program:
     try:
         table = json.loads(text)
         version = table["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PackageError(f"the offload metadata is damaged: {error!r}") from error
     if version != FORMAT_VERSION:
         raise PackageError(f"the program has format version {version}; this release reads version {FORMAT_VERSION}")
@@ -139,7 +139,7 @@ def program_from_json(text: str) -> Program:
             device=table["device"],
             built_with=dict(table["built_with"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PackageError(f"the offload metadata is damaged: {error!r}") from error
 
 

@@ -46,7 +46,8 @@ def run_poisoned(folder: Path, model: nn.Module, args: tuple[Any, ...], dynamic_
             wanted = leaves(reference(*on_cuda(args)))
         for ours, theirs in zip(found, wanted, strict=True):
             assert ours.device.type == "cuda"
-            torch.testing.assert_close(ours, theirs, check_stride=False, rtol=2e-2, atol=2e-2)
+            # A model may leave a result on the CPU in eager mode (a counter of a loop); compiled code has one device.
+            torch.testing.assert_close(ours, theirs, check_stride=False, check_device=False, rtol=2e-2, atol=2e-2)
         if first is not None and not module.program.states:
             assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, found, strict=True))
         first = [t.clone() for t in found]
@@ -158,7 +159,7 @@ def test_user_triton_kernel_reads_a_weight(tmp_path: Path) -> None:
         torch.testing.assert_close(module(x), model(x))
 
 
-CONFIG = decoder.DecoderConfig(hidden=256, ff=512, layers=3, heads=8, kv_heads=2, vocab=1000, max_len=64, tied=True, dtype=torch.bfloat16)
+CONFIG = decoder.DecoderConfig(hidden=256, ff=512, layers=3, heads=8, kv_heads=2, vocab=1000, max_len=64, tied=True, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
@@ -176,12 +177,12 @@ def test_two_methods_share_a_cache(tmp_path: Path, source: str) -> None:
         for seq in (8, 33):
             tokens, positions = torch.randint(0, 1000, (1, seq), device="cuda"), torch.arange(seq, device="cuda")
             torch.testing.assert_close(
-                module.run_method("prefill", tokens, positions), model(tokens, positions), rtol=3e-2, atol=3e-2
+                module.run_method("prefill", tokens, positions), model(tokens, positions), rtol=1e-3, atol=1e-3
             )
             for i in range(3):
                 tokens, positions = torch.randint(0, 1000, (1, 1), device="cuda"), torch.tensor([seq + i], device="cuda")
                 torch.testing.assert_close(
-                    module.run_method("decode", tokens, positions), model(tokens, positions), rtol=3e-2, atol=3e-2
+                    module.run_method("decode", tokens, positions), model(tokens, positions), rtol=1e-3, atol=1e-3
                 )
 
 
@@ -192,7 +193,7 @@ def test_models(tmp_path: Path, name: str) -> None:
         "bert": hf.bert,
         "t5": hf.t5,
         "vit": hf.vit,
-        "qwen3_moe": lambda: hf.qwen3_moe(experts="batched_mm"),
+        "qwen3_moe": lambda: hf.qwen3_moe(experts="batched_mm")._replace(dynamic_shapes=None),
         "packed_int4": lambda: quantized.quantized_decoder("packed_int4", dataclasses.replace(CONFIG, tied=False)),
     }[name]()
     run_poisoned(tmp_path, case.module, case.args, case.dynamic_shapes)

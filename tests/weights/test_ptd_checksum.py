@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 from penstock.errors import ChecksumError, WeightsFileError
 from penstock.weight import Weight

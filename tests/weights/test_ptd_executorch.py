@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptd_cases import EVERY_KIND, STATES, TIED, payload, write
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, payload, write
 
 from penstock.errors import WeightsFileError
 from penstock.weight import ITEM_BYTES, State, Weight

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 from penstock.errors import PenstockError
 from penstock.weight import ITEM_BYTES

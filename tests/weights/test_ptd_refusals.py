@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptd_cases import EVERY_KIND, TIED, Crafted, write
+from tests.weights.ptd_cases import EVERY_KIND, TIED, Crafted, write
 
 from penstock.errors import WeightsFileError
 from penstock.weights import read_index

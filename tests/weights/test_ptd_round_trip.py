@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from ptd_cases import EVERY_KIND, STATES, TIED, chunks_of, payload, write
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, chunks_of, payload, write
 
 from penstock.errors import WeightsFileError
 from penstock.weight import State, Weight

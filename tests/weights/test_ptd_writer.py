@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptd_cases import STATES, TIED, chunks_of, payload, write
+from tests.weights.ptd_cases import STATES, TIED, chunks_of, payload, write
 
 import penstock.errors
 from penstock.errors import DiskFullError, WeightsFileError

@@ -29,7 +29,6 @@ from penstock.errors import (
     ProgramError,
 )
 from penstock.export.catalog import Catalog, build_catalog, state_names
-from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option
 from penstock.export.method import CompiledMethod, compile_method
 from penstock.export.offload import fetches, refuse_training, require_program
 from penstock.export.package import pack_program
@@ -38,10 +37,11 @@ from penstock.export.toolchain import check_toolchain
 from penstock.export.values import Checkpoint, has_value, is_zero, mismatches, tensor_pieces
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.program import Program
+from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
 from penstock.version import VERSION
 from penstock.weight import State, Weight
 from penstock.weights import Chunk, layout_identity, write_ptd
-from penstock.weights.partial import partial_file
+from penstock.weights.partial import partial_file, restored_on_failure
 
 DEFAULT_METHOD = "forward"
 
@@ -120,7 +120,7 @@ def _methods(programs: Any) -> dict[str, ExportedProgram]:
 
 def _device(device: str | torch.device | None) -> torch.device:
     try:
-        target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise DeviceError(f"{device!r} is no device: {error}") from error
     if target.type not in ("cpu", "cuda"):
@@ -136,7 +136,10 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _paths(path: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
-    program_path = Path(path)
+    try:
+        program_path = Path(path)
+    except TypeError as error:
+        raise OutputPathError(f"{path!r:.80} is not a path: {error}") from error
     if program_path.suffix != ".pt2":
         raise OutputPathError(f"{program_path} must end in .pt2; the weights go to the .ptd beside it")
     if not program_path.parent.is_dir():
@@ -145,6 +148,12 @@ def _paths(path: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
     existing = [str(p) for p in (program_path, weights_path) if p.exists()]
     if existing and not overwrite:
         raise OutputExistsError(f"{' and '.join(existing)} exist; pass overwrite=True to replace")
+    # Found now, not after the compiler has run for minutes.
+    folders = [str(p) for p in (program_path, weights_path) if p.is_dir()]
+    if folders:
+        raise OutputPathError(f"{' and '.join(folders)} cannot be replaced: a folder of that name is there")
+    if not os.access(program_path.parent, os.W_OK | os.X_OK):
+        raise OutputPathError(f"the folder {program_path.parent} cannot be written to")
     return program_path, weights_path
 
 
@@ -153,7 +162,7 @@ def _options(configs: Mapping[str, Any] | None) -> dict[str, Any]:
     for name in options:
         if name in REQUIRED_OPTIONS:
             raise CompileError(f"inductor_configs: {name!r} is set by penstock and cannot be overridden")
-        if not known_option(name):
+        if not isinstance(name, str) or not known_option(name):
             raise CompileError(f"inductor_configs: torch {torch.__version__} has no option {name!r}")
     return options
 
@@ -178,7 +187,9 @@ class _Values:
     def __init__(self, catalog: Catalog, checkpoint: Checkpoint | None, read: set[str]) -> None:
         self._catalog = catalog
         self._checkpoint = checkpoint
-        self.states = {name: self._with_init(state) for name, state in catalog.states.items()}
+        self.states: dict[str, State] = {}
+        for name, state in catalog.states.items():
+            self.states[name] = self._with_init(state)
         wanted: list[Weight | State] = [w for name, w in catalog.weights.items() if name in read]
         stored = [state for state in self.states.values() if state.init == "stored"]
         valued = {name for name, tensor in catalog.tensors.items() if has_value(tensor)}
@@ -196,7 +207,9 @@ class _Values:
         if problems:
             hint = ""
             if any(item.name in catalog.transient and item.name not in valued for item in wanted):
-                hint = "\n(non-persistent buffers of a model on meta: give them with weights=[checkpoint, {name: tensor}])"
+                hint = (
+                    "\n(non-persistent buffers of a model on meta: give them with weights=[checkpoint, {name: tensor}])"
+                )
             raise CheckpointError(
                 f"the checkpoint {checkpoint.description} does not fit the program, {len(problems)} mismatches:\n  "
                 + "\n  ".join(problems)
@@ -211,7 +224,8 @@ class _Values:
             return replace(state, init="zeros" if is_zero(tensor) else "stored")
         if state.name in self._catalog.transient:
             # By definition no checkpoint has it, and a model on meta has no value: caches start empty.
-            warnings.warn(f"state {state.name!r} has no first value (the model is on meta): it starts as zeros", stacklevel=5)
+            text = f"state {state.name!r} has no first value (the model is on meta): it starts as zeros"
+            warnings.warn(text, stacklevel=4)  # that is where compile was called
             return replace(state, init="zeros")
         return replace(state, init="stored")
 
@@ -249,7 +263,7 @@ def _compile_methods(
             compiled.append(compile_method(name, ep, device, states, weight_names, folder, options))
             gc.collect()  # the compiler's graphs hold cycles, and with them what it allocated for tuning
             if device.type == "cuda":
-                torch.cuda.empty_cache()
+                release_device_memory()
                 device_bytes_after[name] = torch.cuda.memory_allocated(device)
     return compiled, device_bytes_after
 
@@ -269,8 +283,8 @@ def _program(
     floor = floor_bytes(schedules, {weight.name: weight for weight in weights})
     if budget_bytes is not None and budget_bytes < floor.floor_bytes:
         raise BudgetError(
-            f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at least "
-            f"{floor.floor_bytes} bytes"
+            f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at "
+            f"least {floor.floor_bytes} bytes"
         )
     program = Program(
         methods=tuple(c.method for c in compiled),
@@ -302,18 +316,21 @@ def _built_with(device: torch.device) -> dict[str, str]:
 
 
 def _write(program: Program, packed: bytes, values: _Values, program_path: Path, weights_path: Path) -> None:
-    """Both files or none: the program appears only after the weights are whole."""
+    """Both files or none: the program appears only after the weights are whole, and if it cannot, they go again."""
     total_bytes = program.weight_bytes + sum(s.nbytes for s in program.states if s.init == "stored")
-    with (
-        partial_file(program_path, len(packed)) as file,
-        tqdm(total=total_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar,
-    ):
+    with partial_file(program_path, len(packed)) as file:
         file.write(0, packed)
-        write_ptd(
-            weights_path,
-            program.weights,
-            values.pieces,
-            states=program.states,
-            identity=program.identity,
-            on_bytes=bar.update,
-        )
+        file.sync()  # a full disk shows now: once the weights are published, only a rename is left
+        with (
+            restored_on_failure(weights_path, followed_by=file),
+            tqdm(total=total_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar,
+        ):
+            write_ptd(
+                weights_path,
+                program.weights,
+                values.pieces,
+                states=program.states,
+                identity=program.identity,
+                on_bytes=bar.update,
+            )
+            file.publish()

@@ -15,7 +15,7 @@ from penstock.export.derive import Derivation, derive
 from penstock.torch_private.emission import Emission
 from penstock.torch_private.inductor import MAIN_GRAPH, compile_graph, scheduled
 from penstock.export.weightless import WeightlessProgram, make_weightless
-from penstock.export.wrapper import check_wrapper, constant_count
+from penstock.export.wrapper import check_weightless, check_wrapper
 from penstock.program import Method, Temporary
 from penstock.schedule import Access, Schedule
 
@@ -76,9 +76,7 @@ def compile_method(
     method = _method(name, program, recorder.derivation, weight_names)
     source = wrapper_source(files)
     check_wrapper(source, method.schedule)
-    folded = constant_count(source)
-    if folded:
-        raise CompileError(f"method {name!r}: the compiled program holds {folded} constants; it must hold none")
+    check_weightless(source, name)
     return CompiledMethod(method, tuple(files))
 
 

@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import (
     AlreadyOffloadedError,
     NotAProgramError,
     NoWeightsError,
     TrainingGraphError,
+    UnsupportedProgramError,
 )
 from penstock.ops import FETCH
-from penstock.torch_private.graph import argument, gives_view, op_name
+from penstock.torch_private.graph import arguments, gives_view, namespace, op_name
 
 WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+# Views that give the bytes another dtype.
+_DTYPE_VIEWS = frozenset(("aten::view", "aten::view_as_complex", "aten::view_as_real", "aten::real", "aten::imag"))
 MUTATION_KINDS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 _GRADIENT_KINDS = (OutputKind.LOSS_OUTPUT, OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT)
 
@@ -37,12 +40,23 @@ def apply_weight_offload(ep: ExportedProgram) -> ExportedProgram:
     refuse_training(ep)
     # Straight from torch.export, mutations are still in-place ops (a KV cache would look like a weight) and quantized
     # weights still are tensor subclasses. Functionalising names the first and flattens the second.
-    program = ep.run_decompositions({})
+    program = _functional(ep)
     lend_weights(program)
     if not fetches(program.graph):
         unused = ", ".join(spec.target or "?" for spec in weight_specs(program)) or "none"
         raise NoWeightsError(f"the program reads no weight (parameters and buffers it never reads: {unused})")
     return program
+
+
+def _functional(ep: ExportedProgram) -> ExportedProgram:
+    try:
+        return ep.run_decompositions({})
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        raise UnsupportedProgramError(
+            f"torch cannot functionalise the program (ExportedProgram.run_decompositions fails on it as well): "
+            f"{type(error).__name__}: {reason}"
+        ) from error
 
 
 def require_program(ep: object) -> None:
@@ -92,6 +106,7 @@ def lend(graph: Graph, weights: Mapping[Node, str]) -> None:
     numbers = itertools.count(1 + max((access_number(node) for node in fetches(graph)), default=-1))
 
     for weight, name in weights.items():
+        _refuse_strides_spelled_out(weight, name)
 
         def fetch(weight: Node = weight, name: str = name) -> Node:
             node = graph.call_function(FETCH, (weight, next(numbers), name))
@@ -104,6 +119,31 @@ def lend(graph: Graph, weights: Mapping[Node, str]) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function" and _is_view(node):
             graph.erase_node(node)
+
+
+def _refuse_strides_spelled_out(weight: Node, name: str) -> None:
+    """as_strided counts in the storage of the weight; a fetch gives the weight alone, without gaps and overlaps."""
+    value = weight.meta["val"]
+    pending = list(weight.users)
+    while pending:
+        node = pending.pop()
+        if view_source(node) is not None:
+            pending.extend(node.users)
+        if not (op_name(node.target) or "").startswith("aten::as_strided"):
+            continue
+        given = arguments(node)
+        offset = given["storage_offset"]
+        if offset is None:
+            offset = given["self"].meta["val"].storage_offset()
+        known = all(isinstance(number, int) for number in (*given["size"], *given["stride"], offset))
+        inside = known and value.numel() > offset + sum(
+            (size - 1) * stride for size, stride in zip(given["size"], given["stride"], strict=True)
+        )
+        if not inside or value.storage_offset() or FETCH(value, 0, name).stride() != value.stride():
+            raise UnsupportedProgramError(
+                f"as_strided at {node.name!r} reads {name!r} by the strides of its storage, which the weight does not "
+                "fill in order from its start; slice or index it instead, or make it contiguous before exporting"
+            )
 
 
 def access_number(fetch: Node) -> int:
@@ -137,19 +177,28 @@ def _lend_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
                 user.replace_input_with(source, make())
 
 
+def view_source(node: Node) -> Node | None:
+    """The node whose memory this one shows, also as one of several views (a split gives them as a list)."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    op = source.target if node.target is operator.getitem else node.target
+    return source if gives_view(op) else None
+
+
 def _is_view(node: Node) -> bool:
     """Whether the node gives its first input's memory under another shape."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+    source = view_source(node)
+    if source is None:
         return False
+    value, result = source.meta.get("val"), node.meta.get("val")
     if node.target is operator.getitem:
-        return _is_view(node.args[0]) and isinstance(node.args[0].meta.get("val"), (list, tuple))
-    if not gives_view(node.target):
-        return False
+        return _is_view(source) and isinstance(value, (list, tuple))
     # `to` is declared as an alias but may cast: a cast is a reader of its own.
-    source, result = node.args[0].meta.get("val"), node.meta.get("val")
     results = result if isinstance(result, (list, tuple)) else [result]
-    return isinstance(source, torch.Tensor) and all(
-        isinstance(r, torch.Tensor) and r.dtype == source.dtype for r in results
+    return isinstance(value, torch.Tensor) and all(
+        isinstance(r, torch.Tensor) and (r.dtype == value.dtype or op_name(node.target) in _DTYPE_VIEWS)
+        for r in results
     )
 
 
@@ -160,33 +209,28 @@ def refuse_training(ep: ExportedProgram) -> None:
                 f"output {spec.arg.name!r} is a {spec.kind.name.lower().replace('_', ' ')}: the program trains. "
                 "Export the forward pass alone"
             )
-    for node in ep.graph.nodes:
+    for node in (node for graph in _graphs(ep.graph_module) for node in graph.nodes):
         if node.op == "call_function" and _trains(node):
             raise TrainingGraphError(
                 f"{node.target} at {node.name!r} runs in training mode; call model.eval() before torch.export.export"
             )
 
 
-# Op name -> the argument that says whether it trains.
-_TRAINING_ARGUMENT = {
-    "aten::dropout": "train",
-    "aten::native_dropout": "train",
-    "aten::feature_dropout": "train",
-    "aten::alpha_dropout": "train",
-    "aten::feature_alpha_dropout": "train",
-    "aten::batch_norm": "training",
-    "aten::native_batch_norm": "training",
-    "aten::_native_batch_norm_legit": "training",
-    "aten::_native_batch_norm_legit_functional": "training",
-}
+def _graphs(module: GraphModule) -> list[Graph]:
+    """The module's graph and those of the bodies in it (branches, loops, no_grad regions)."""
+    return [part.graph for part in module.modules() if isinstance(part, GraphModule)]
 
 
 def _trains(node: Node) -> bool:
-    name = op_name(node.target) or ""
-    flag = _TRAINING_ARGUMENT.get(name)
-    if flag is None or not argument(node, flag):
+    """Whether the op drops at random, or takes and updates statistics, as it would only do in training."""
+    if namespace(node.target) != "aten":
         return False
-    if flag == "train":
-        return argument(node, "p") != 0
-    # Statistics of the batch without running ones are how a norm that tracks nothing works in eval mode too.
-    return argument(node, "running_mean") is not None
+    given = arguments(node)
+    if given.get("dropout_p"):  # attention
+        return True
+    if not any(given.get(flag) for flag in ("train", "training", "use_input_stats")):
+        return False
+    if "eps" in given:
+        # Statistics of the batch without running ones are how a norm that tracks nothing works in eval mode too.
+        return given.get("running_mean") is not None
+    return bool(given.get("p", given.get("dropout", 1)) != 0)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch.export.pt2_archive import is_pt2_package
 
 from penstock.errors import PackageError
-from penstock.torch_private.inductor import pack_archive
 from penstock.program import METADATA_FILE, Program, program_to_json
+from penstock.torch_private.inductor import pack_archive
 
 
 def pack_program(program: Program, files: Mapping[str, Sequence[str]]) -> bytes:

@@ -96,7 +96,7 @@ _checked: dict[tuple[str, str | None, int], Toolchain] = {}
 def check_toolchain() -> Toolchain:
     """The compiler that Inductor will use, after a trial; ToolchainError if it is missing or unusable."""
     compiler = _find_compiler()
-    key = (compiler, os.environ.get("CXX"), os.stat(compiler).st_mtime_ns)
+    key = (compiler, os.environ.get("CXX"), Path(compiler).stat().st_mtime_ns)
     if key not in _checked:
         _checked[key] = _try_out(compiler)
     return _checked[key]
@@ -113,7 +113,7 @@ def _find_compiler() -> str:
     path = shutil.which(name)
     if path is None:
         raise ToolchainError(f"no C++ compiler: {name!r} is not an executable on the PATH. {_REMEDY}.")
-    return os.path.abspath(path)
+    return str(Path(path).absolute())
 
 
 def _try_out(compiler: str) -> Toolchain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,9 @@ _SAFETENSORS_DTYPES = {
     "U64": "uint64",
     "I64": "int64",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
     "F16": "float16",
     "BF16": "bfloat16",
@@ -65,7 +68,9 @@ def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for row in tensor:
             yield from _slabs(row)
     else:
-        yield from tensor.split(max(1, PIECE_BYTES // row_bytes))
+        rows = max(1, PIECE_BYTES // row_bytes)
+        for start in range(0, tensor.shape[0], rows):
+            yield tensor[start : start + rows]
 
 
 def has_value(tensor: torch.Tensor) -> bool:
@@ -75,14 +80,28 @@ def has_value(tensor: torch.Tensor) -> bool:
 def is_zero(tensor: torch.Tensor) -> bool:
     """Whether every byte is zero: what a fresh allocation can stand in for. (A float -0.0 is not.)"""
     zeros = bytes(PIECE_BYTES)
-    return all(piece == zeros[: piece.nbytes] for piece in tensor_pieces(tensor, range(tensor.dim())))
+    # As bytes: memoryviews are compared element by element, at a hundredth of the speed.
+    return all(bytes(piece) == zeros[: piece.nbytes] for piece in tensor_pieces(tensor, range(tensor.dim())))
 
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes, whatever their strides."""
     order = range(a.dim())
-    pairs = zip(tensor_pieces(a.contiguous(), order), tensor_pieces(b.contiguous(), order), strict=True)
-    return all(x == y for x, y in pairs)
+    return _equal_pieces(tensor_pieces(a, order), tensor_pieces(b, order))
+
+
+def _equal_pieces(a: Iterator[memoryview], b: Iterator[memoryview]) -> bool:
+    """Whether two sequences hold the same bytes, wherever they are cut. Pieces are never empty."""
+    nothing = memoryview(b"")
+    left = right = nothing
+    while True:
+        left, right = left or next(a, nothing), right or next(b, nothing)
+        count = min(left.nbytes, right.nbytes)
+        if not count:
+            return not left and not right
+        if bytes(left[:count]) != bytes(right[:count]):
+            return False
+        left, right = left[count:], right[count:]
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -104,71 +123,113 @@ class Checkpoint:
     """Named tensors from safetensors files and from tensors given directly; later sources win."""
 
     def __init__(self, sources: Any) -> None:
-        self._stored: dict[str, StoredTensor] = {}
-        self._given: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, StoredTensor | torch.Tensor] = {}
+        # Name -> number of the source that it comes from.
+        self._source_of: dict[str, int] = {}
         listed = sources if isinstance(sources, (list, tuple)) else [sources]
-        for source in listed:
-            if isinstance(source, Mapping):
-                for name, tensor in source.items():
-                    if not isinstance(tensor, torch.Tensor) or not has_value(tensor):
-                        raise CheckpointError(f"weights: {name!r} must be a tensor with values, got {tensor!r:.80}")
-                    self._given[name] = tensor
-            elif isinstance(source, (str, os.PathLike)):
-                stored = read_checkpoint(Path(source))
-                for name in stored:
-                    self._given.pop(name, None)
-                self._stored.update(stored)
-            else:
-                raise CheckpointError(
-                    f"weights: expected a safetensors file, a folder of them, a mapping of tensors, or a list of those; "
-                    f"got {type(source).__name__}"
-                )
+        if not listed:
+            raise CheckpointError("weights: the list of sources is empty")
+        for number, source in enumerate(listed):
+            found = _source_tensors(source)
+            self._tensors.update(found)
+            self._source_of.update(dict.fromkeys(found, number))
         self.description = ", ".join(str(s) if not isinstance(s, Mapping) else "given tensors" for s in listed)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._given or name in self._stored
+        return name in self._tensors
 
     def find(self, names: Sequence[str]) -> str | None:
-        """The first of a tied weight's names that the checkpoint has."""
-        return next((name for name in names if name in self), None)
+        """Of a tied weight's names the one that the latest source has; the first of them where it has several."""
+        present = [name for name in names if name in self]
+        return max(present, key=self._source_of.__getitem__, default=None)
+
+    def rivals(self, found: str, names: Sequence[str]) -> list[str]:
+        """Further names of a tied weight under which the same source holds something else."""
+        order = range(len(self.layout(found)[1]))
+        return [
+            name
+            for name in names
+            if name != found
+            and self._source_of.get(name) == self._source_of[found]
+            and not (
+                self.layout(name) == self.layout(found)
+                and _equal_pieces(self.pieces(name, order), self.pieces(found, order))
+            )
+        ]
 
     def layout(self, name: str) -> tuple[str, tuple[int, ...]]:
-        if name in self._given:
-            tensor = self._given[name]
-            return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        return self._stored[name].dtype, self._stored[name].shape
+        tensor = self._tensors[name]
+        return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
     def pieces(self, name: str, dim_order: Sequence[int]) -> Iterator[memoryview]:
-        if name in self._given:
-            yield from tensor_pieces(self._given[name], dim_order)
-        elif tuple(dim_order) == tuple(range(len(dim_order))):
-            yield from _file_pieces(self._stored[name])
-        else:
-            yield from _permuted_pieces(self._stored[name], dim_order)
+        tensor = self._tensors[name]
+        if isinstance(tensor, torch.Tensor):
+            return tensor_pieces(tensor, dim_order)
+        return _stored_pieces(tensor, dim_order)
 
 
-def _file_pieces(stored: StoredTensor) -> Iterator[memoryview]:
+def _source_tensors(source: Any) -> Mapping[str, StoredTensor | torch.Tensor]:
+    if isinstance(source, Mapping):
+        for name, tensor in source.items():
+            _check_given(name, tensor)
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return read_checkpoint(Path(source))
+    raise CheckpointError(
+        f"weights: expected a safetensors file, a folder of them, a mapping of tensors, or a list of those; "
+        f"got {type(source).__name__}"
+    )
+
+
+def _check_given(name: Any, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"weights: {name!r} must be a tensor with values, got {type(tensor).__name__}")
+    if not has_value(tensor):
+        raise CheckpointError(f"weights: {name!r} must be a tensor with values, got one on meta")
+    # The bytes of a subclass or of another layout are not those that its shape and dtype tell of.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise CheckpointError(f"weights: {name!r} must be a plain tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(f"weights: {name!r} must be a strided tensor, got {tensor.layout}")
+
+
+def _stored_pieces(stored: StoredTensor, dim_order: Sequence[int]) -> Iterator[memoryview]:
+    try:
+        with stored.path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < stored.offset_bytes + stored.length_bytes:
+                raise _changed(stored)
+            if tuple(dim_order) == tuple(range(len(dim_order))):
+                yield from _file_pieces(stored, file.fileno())
+            else:
+                yield from _permuted_pieces(stored, dim_order, file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{stored.path}: {stored.name!r} cannot be read: {error}") from error
+
+
+def _changed(stored: StoredTensor) -> CheckpointError:
+    return CheckpointError(f"{stored.path}: {stored.name!r} ends early; the file changed while it was read")
+
+
+def _file_pieces(stored: StoredTensor, fd: int) -> Iterator[memoryview]:
     # Reads, not a mapping: mapped pages would count as this process's memory until the kernel drops them.
     buffer = bytearray(min(PIECE_BYTES, stored.length_bytes))
-    with stored.path.open("rb", buffering=0) as file:
-        done = 0
-        while done < stored.length_bytes:
-            view = memoryview(buffer)[: min(PIECE_BYTES, stored.length_bytes - done)]
-            count = os.preadv(file.fileno(), [view], stored.offset_bytes + done)
-            if count == 0:
-                raise CheckpointError(f"{stored.path}: {stored.name!r} ends early; the file changed while it was read")
-            yield view[:count]
-            done += count
+    done = 0
+    while done < stored.length_bytes:
+        view = memoryview(buffer)[: min(PIECE_BYTES, stored.length_bytes - done)]
+        count = os.preadv(fd, [view], stored.offset_bytes + done)
+        if count == 0:
+            raise _changed(stored)
+        yield view[:count]
+        done += count
 
 
-def _permuted_pieces(stored: StoredTensor, dim_order: Sequence[int]) -> Iterator[memoryview]:
+def _permuted_pieces(stored: StoredTensor, dim_order: Sequence[int], fd: int) -> Iterator[memoryview]:
     if not stored.length_bytes:
         return
     start = stored.offset_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     shift = stored.offset_bytes - start
-    with stored.path.open("rb") as file:
-        # A private copy-on-write mapping, only because torch wants writable memory; nothing writes.
-        mapped = mmap.mmap(file.fileno(), shift + stored.length_bytes, access=mmap.ACCESS_COPY, offset=start)
+    # A private copy-on-write mapping, only because torch wants writable memory; nothing writes.
+    mapped = mmap.mmap(fd, shift + stored.length_bytes, access=mmap.ACCESS_COPY, offset=start)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=shift, count=stored.length_bytes)
     if stored.offset_bytes % ITEM_BYTES[stored.dtype]:
         flat = flat.clone()  # the file does not align the tensor for its own dtype
@@ -183,6 +244,13 @@ def _permuted_pieces(stored: StoredTensor, dim_order: Sequence[int]) -> Iterator
 
 def read_checkpoint(path: Path) -> dict[str, StoredTensor]:
     """A .safetensors file, or a folder with an index.json or with one or more .safetensors files."""
+    try:
+        return _read_checkpoint(path)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+
+
+def _read_checkpoint(path: Path) -> dict[str, StoredTensor]:
     if not path.exists():
         raise CheckpointError(f"checkpoint {path} does not exist")
     if path.is_file():
@@ -205,11 +273,10 @@ def read_checkpoint(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(path: Path) -> dict[str, StoredTensor]:
-    try:
-        placed = json.loads(path.read_text())["weight_map"]
-        files = {str(file): path.parent / str(file) for file in placed.values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a checkpoint index: {error!r}") from error
+    placed = _read_json(path, path.read_bytes(), "a checkpoint index").get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise CheckpointError(f"{path} is not a checkpoint index: it needs a weight_map of names and files")
+    files = {file: path.parent / file for file in placed.values()}
     missing = sorted(name for name, file in files.items() if not file.is_file())
     if missing:
         raise CheckpointError(f"{path} names files that are not there: {', '.join(missing)}")
@@ -222,37 +289,77 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The table of a safetensors file: 8 bytes of length, JSON, data. The library gives no offsets, hence by hand."""
-    total_bytes = path.stat().st_size
     with path.open("rb") as file:
+        total_bytes = os.fstat(file.fileno()).st_size
         length_bytes = int.from_bytes(file.read(8), "little")
         if total_bytes < 8 or length_bytes > min(total_bytes - 8, 100_000_000):
             raise CheckpointError(f"{path} is not a safetensors file: its header would have {length_bytes} bytes")
-        try:
-            header = json.loads(file.read(length_bytes))
-            if not isinstance(header, dict):
-                raise ValueError("the header is not a table")
-            header.pop("__metadata__", None)
-            tensors = {name: _stored_tensor(path, name, entry, 8 + length_bytes) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
-    for stored in tensors.values():
-        if stored.offset_bytes + stored.length_bytes > total_bytes:
+        header = _read_json(path, file.read(length_bytes), "a safetensors file")
+    header.pop("__metadata__", None)
+    base_bytes = 8 + length_bytes
+    tensors = {name: _stored_tensor(path, name, entry, base_bytes) for name, entry in header.items()}
+    # As the format has it: one tensor after the other, without gaps. Anything else is a header of some other data.
+    end_bytes = base_bytes
+    for stored in sorted(tensors.values(), key=lambda stored: (stored.offset_bytes, stored.length_bytes)):
+        if stored.offset_bytes != end_bytes:
             raise CheckpointError(
-                f"{path}: {stored.name!r} ends at byte {stored.offset_bytes + stored.length_bytes}, the file has "
-                f"{total_bytes}: it is truncated"
+                f"{path}: {stored.name!r} starts at byte {stored.offset_bytes}, where the tensor before it ends at "
+                f"{end_bytes}: the file is damaged"
             )
+        end_bytes += stored.length_bytes
+        if end_bytes > total_bytes:
+            raise CheckpointError(
+                f"{path}: {stored.name!r} ends at byte {end_bytes}, the file has {total_bytes}: it is truncated"
+            )
+    if end_bytes != total_bytes:
+        raise CheckpointError(
+            f"{path}: the last tensor ends at byte {end_bytes}, the file has {total_bytes}: it is damaged"
+        )
     return tensors
 
 
-def _stored_tensor(path: Path, name: str, entry: dict[str, Any], base_bytes: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"], str(entry["dtype"]))
+def _read_json(path: Path, raw: bytes, kind: str) -> dict[str, Any]:
+    try:
+        table = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not {kind}: {error}") from error
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{path} is not {kind}: its JSON is no table")
+    return table
+
+
+def _stored_tensor(path: Path, name: str, entry: Any, base_bytes: int) -> StoredTensor:
+    fields = entry if isinstance(entry, dict) else {}
+    offsets, shape = _whole_numbers(fields.get("data_offsets")), _whole_numbers(fields.get("shape"))
+    given = fields.get("dtype")
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _malformed(path, name, fields, "data_offsets", "where it begins and ends")
+    if shape is None:
+        raise _malformed(path, name, fields, "shape", "a list of whole numbers")
+    if not isinstance(given, str):
+        raise _malformed(path, name, fields, "dtype", "a string")
+    begin, end = offsets
+    dtype = _SAFETENSORS_DTYPES.get(given, given)
     if dtype in ITEM_BYTES:
-        needed = Weight(name, dtype, shape, tuple(range(len(shape)))).nbytes
-        if end - begin != needed or begin < 0:
-            raise ValueError(f"{name!r} has {end - begin} bytes where its shape needs {needed}")
-    return StoredTensor(name, path, dtype, shape, base_bytes + int(begin), int(end - begin))
+        needed = math.prod(shape) * ITEM_BYTES[dtype]
+        if end - begin != needed:
+            raise CheckpointError(f"{path}: {name!r} has {end - begin} bytes where its shape needs {needed}")
+    return StoredTensor(name, path, dtype, shape, base_bytes + begin, end - begin)
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...] | None:
+    # Not isinstance: True is no number here.
+    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+        return tuple(value)
+    return None
+
+
+def _malformed(path: Path, name: str, fields: dict[str, Any], field: str, needs: str) -> CheckpointError:
+    value = fields.get(field)
+    # A table, or a list in a list, may be nested too deeply to be printed.
+    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value))
+    shown = type(value).__name__ if nested else f"{value!r:.80}"
+    return CheckpointError(f"{path} is not a safetensors file: {name!r} has {field} {shown}, needs {needs}")
 
 
 def mismatches(wanted: Sequence[Weight | State], optional: frozenset[str], checkpoint: Checkpoint) -> list[str]:
@@ -270,4 +377,7 @@ def mismatches(wanted: Sequence[Weight | State], optional: frozenset[str], check
             problems.append(f"{found}: has shape {list(shape)}, needs {list(item.shape)}")
         if dtype != item.dtype:
             problems.append(f"{found}: has dtype {dtype}, needs {item.dtype}")
+        if (dtype, shape) == (item.dtype, item.shape):
+            rivals = checkpoint.rivals(found, names)
+            problems.extend(f"{name}: differs from {found}, to which the program ties it" for name in rivals)
     return problems

@@ -16,12 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
 from penstock.layout import canonical
-from penstock.export.offload import WEIGHT_KINDS, access_number, lend, mutated_targets, placeholders
+from penstock.export.offload import WEIGHT_KINDS, access_number, lend, mutated_targets, placeholders, view_source
 from penstock.ops import FETCH, OWN, SETTLE, WEIGHT
 from penstock.program import ConstantSpec, Signature, TensorSpec
 from penstock.torch_private.graph import (
     fake_mode_of,
-    gives_view,
     higher_order_name,
     move_to_front,
     namespace,
@@ -112,6 +111,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
     _order_placeholders(graph, [node for _, node in state_nodes] + input_nodes)
     graph.lint()
 
+    _free_layouts(graph, moves=any(_elsewhere(value, device) for value in values.values()))
     module = _retarget(GraphModule(ep.graph_module, graph), device, fake_mode)
     example_inputs = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     flat_outputs = module.graph.output_node().args[0]
@@ -233,7 +233,7 @@ def _settle_reads(graph: Graph, lent: Node) -> None:
     for reader in {consumer for consumer, _ in _users_through_views(lent)}:
         if op_name(reader.target) not in _REPEATED_READS:
             continue
-        consumers = [c for c, _ in _users_through_views(reader) if not gives_view(c.target)]
+        consumers = [c for c, _ in _users_through_views(reader) if view_source(c) is None]
         if len(consumers) > 1:
             with graph.inserting_after(reader):
                 settled = graph.call_function(SETTLE, (reader,))
@@ -245,7 +245,7 @@ def _users_through_views(node: Node) -> list[tuple[Node, Node]]:
     """(consumer, the value it takes) for every consumer of a node and of views of it."""
     found: list[tuple[Node, Node]] = []
     for user in list(node.users):
-        if gives_view(user.target):
+        if view_source(user) is node:
             found.extend(_users_through_views(user))
         found.append((user, node))
     return found
@@ -302,8 +302,8 @@ def _is_tensor(node: Node) -> bool:
 
 def _base(node: Node) -> Node:
     """The node whose memory a chain of views shows."""
-    while gives_view(node.target) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
+    while (source := view_source(node)) is not None:
+        node = source
     return node
 
 
@@ -313,6 +313,26 @@ def _base(node: Node) -> Node:
 def _order_placeholders(graph: Graph, wanted: list[Node]) -> None:
     for node in reversed(wanted):
         move_to_front(graph, node)
+
+
+def _elsewhere(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type not in (device.type, "meta")
+
+
+def _free_layouts(graph: Graph, moves: bool) -> None:
+    """Undo what export settled for the layouts of the device it ran on: attention, say, strides its result otherwise on
+    a GPU, and a reshape that became a view on the CPU is not one there."""
+    for node in graph.nodes:
+        name = op_name(node.target)
+        if name == "aten::view" and node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        elif name == "aten::as_strided" and moves:
+            base = _base(node)
+            if base.op != "placeholder" and base.target is not WEIGHT:
+                raise UnsupportedProgramError(
+                    f"as_strided at {node.name!r} spells out the memory layout of {base.name!r} on the device of the "
+                    "export, which may differ on the target; export the model on the target device"
+                )
 
 
 def _retarget(module: GraphModule, device: torch.device, fake_mode: Any) -> GraphModule:

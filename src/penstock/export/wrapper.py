@@ -22,6 +22,7 @@ _ALIAS = re.compile(
     r"\s*((?:std::move|reinterpret_tensor_wrapper|wrap_with_raii_handle_if_needed|borrow_arrayref_tensor_as_tensor"
     r"|RAIIAtenTensorHandle|ConstantHandle|copy_arrayref_tensor_to_tensor)?[\s(]*\w+\b)"
 )
+_CONSTANT_NAME = re.compile(r'constants_info_\[\d+\]\.original_fqn = "([^"]*)"')
 _CONSTANTS = re.compile(r"AOTInductorModelBase\(\s*\d+\s*,\s*\d+\s*,\s*(\d+)\s*,")
 
 
@@ -36,12 +37,15 @@ def check_wrapper(source: str, schedule: Schedule) -> None:
     _check_spans(body, schedule, ends, fetches)
 
 
-def constant_count(source: str) -> int:
-    """How many constants the compiled program holds."""
+def check_weightless(source: str, method: str) -> None:
+    """Raise CompileError if the compiled program holds any constant: a weight, or something folded from one."""
     match = _CONSTANTS.search(source)
     if match is None:
-        raise CompileError("the generated wrapper does not say how many constants it has")
-    return int(match.group(1))
+        raise CompileError(f"method {method!r}: the generated wrapper does not say how many constants it has")
+    count = int(match.group(1))
+    if count:
+        names = ", ".join(_CONSTANT_NAME.findall(source)[:8])
+        raise CompileError(f"method {method!r}: the compiled program holds {count} constants ({names}); it must hold none")
 
 
 def _check_events(body: str, schedule: Schedule) -> tuple[dict[int, int], dict[int, tuple[int, str]]]:
@@ -101,9 +105,9 @@ def _check_spans(body: str, schedule: Schedule, ends: dict[int, int], fetches: d
             owner[alias.group(1)] = owner[base.group(1)]
 
     for word in re.finditer(r"\b[A-Za-z_]\w*\b", body):
-        number = owner.get(word.group())
-        if number is None:
+        if word.group() not in owner:
             continue
+        number = owner[word.group()]
         end = ends[schedule.last_step[number]]
         if word.start() > end:
             access = schedule.access_by_number[number]

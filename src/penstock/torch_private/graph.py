@@ -14,13 +14,15 @@ def op_name(target: Any) -> str | None:
     return str(target._schema.name) if isinstance(target, OpOverload) else None
 
 
-def argument(node: Node, name: str) -> Any:
-    """The value of an op's argument, however it was passed; its default where it was not."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    position = next(i for i, a in enumerate(schema.arguments) if a.name == name)
-    if position < len(node.args):
-        return node.args[position]
-    return node.kwargs.get(name, schema.arguments[position].default_value)
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call of an operator by name, however they were passed; defaults where they were not."""
+    if not isinstance(node.target, OpOverload):
+        return {}
+    declared = node.target._schema.arguments
+    values = {a.name: a.default_value for a in declared}
+    values.update(zip(values, node.args, strict=False))
+    values.update(node.kwargs)
+    return values
 
 
 def gives_view(target: Any) -> bool:

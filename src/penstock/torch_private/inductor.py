@@ -15,7 +15,7 @@ import torch
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.lowering import clone as lower_clone
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch.export.pt2_archive._package import package_pt2
@@ -65,6 +65,26 @@ def _lower_keep(lent: Any) -> None:
 has_side_effect(KEEP)
 
 
+# Ops whose lowerings keep an argument (a group size, say) as a constant tensor of the program. A weightless program
+# holds no constants at all, which is how a folded weight is noticed; so these are called as they are.
+_CALLED_AS_THEY_ARE = [
+    overload
+    for name in ("_weight_int4pack_mm_for_cpu",)
+    if (overload := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
+]
+
+
+@contextlib.contextmanager
+def _plain_calls() -> Iterator[None]:
+    """Replaces those lowerings for the time of one compilation: other users of the process keep theirs."""
+    before = {op: lowerings[op] for op in _CALLED_AS_THEY_ARE if op in lowerings}
+    lowerings.update((op, fallback_handler(op, add_to_fallback_set=False)) for op in before)
+    try:
+        yield
+    finally:
+        lowerings.update(before)
+
+
 class GuardLentWeights:
     """The last graph pass: outputs that alias a lent weight become copies, and no later pass may write into one.
 
@@ -112,7 +132,7 @@ def _reaches_weight(node: torch.fx.Node) -> bool:
 
 
 def _access_number(node: BaseSchedulerNode) -> int | None:
-    kernel = node.node
+    kernel: Any = node.node
     if kernel is None or getattr(kernel, "op_overload", None) is not WEIGHT:
         return None
     return int(kernel.constant_args[0])
@@ -134,26 +154,25 @@ def _asynchronous(node: BaseSchedulerNode) -> bool:
     kinds = {type(n.node).__name__ for n in node.get_nodes()}
     if kinds & {"_CollectiveKernel", "_AllReduceKernel", "_AllReduce_Kernel", "_WaitKernel"}:
         return True
-    streams = getattr(node.scheduler, "node_to_stream", None)  # only where torch has user streams
-    return bool(streams) and any(streams.get(n, 0) for n in (node, *node.get_nodes()))
+    streams = getattr(node.scheduler, "node_to_stream", {})  # only where torch has user streams
+    return any(streams.get(n, 0) for n in (node, *node.get_nodes()))
 
 
 def _buffer(name: str, buffer: Any) -> Buffer | None:
     """The memory that a scheduler buffer takes; None where it takes none of its own."""
     kernel = buffer.node
-    layout = kernel.layout if hasattr(kernel, "layout") else None
+    layout: Any = getattr(kernel, "layout", None)
     no_memory = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE, ir.NonOwningLayout)
-    if layout is None or isinstance(layout, no_memory) or not isinstance(layout, ir.Layout):
+    if not isinstance(layout, ir.Layout) or isinstance(layout, no_memory):
         return None
     if buffer.get_aliases() or buffer.get_mutations():
         return None
-    elements = layout.storage_size() if hasattr(layout, "storage_size") else V.graph.sizevars.simplify(layout.numel())
-    nbytes = elements * layout.dtype.itemsize
+    nbytes = layout.storage_size() * layout.dtype.itemsize
     return Buffer(name, _size_hint(nbytes), _size_bound(nbytes))
 
 
 def _size_hint(expression: Any) -> int:
-    sizevars = V.graph.sizevars
+    sizevars: Any = V.graph.sizevars
     # Renamed between the supported versions of torch.
     hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
     try:
@@ -244,7 +263,7 @@ def scheduled(plan: Callable[[Emission], EmissionOrder | None]) -> Iterator[None
                         ended.append(step_of[id(node)])
                 return enter_context(scheduler, node)
 
-            Scheduler.enter_context = enter  # type: ignore[method-assign]
+            Scheduler.enter_context = enter  # type: ignore[method-assign, assignment]
             try:
                 codegen(self)
             finally:
@@ -313,11 +332,13 @@ def compile_graph(
 ) -> list[str]:
     """Compile with AOTInductor; gives the files of the package. `inputs` are fake: no data is touched."""
     merged = {**_options(device, output_folder), **options}
-    with torch.no_grad():
+    with torch.no_grad(), _plain_calls():
         files = torch._inductor.aot_compile(module, tuple(inputs), options=merged)
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+    listed = files if isinstance(files, list) else []
+    names = [file for file in listed if isinstance(file, str)]
+    if not names or len(names) != len(listed):
         raise TypeError(f"AOTInductor gave {files!r} where a list of file names was expected")
-    return files
+    return names
 
 
 def pack_archive(files: Mapping[str, Sequence[str]], extra: Mapping[str, str]) -> bytes:
@@ -329,3 +350,9 @@ def pack_archive(files: Mapping[str, Sequence[str]], extra: Mapping[str, str]) -
         extra_files=dict(extra),
     )
     return buffer.getvalue()
+
+
+def release_device_memory() -> None:
+    """Give back what tuning left on the GPU: the library's workspaces and the allocator's cache."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch._inductor.package import load_package
+from torch._inductor.package.package import load_package
 
 
 class CompiledMethod:
@@ -19,7 +19,7 @@ class CompiledMethod:
         )
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(self._model.loader.run(list(inputs)))  # type: ignore[union-attr]
+        return list(self._model.loader.run(list(inputs)))
 
     @property
     def constant_names(self) -> list[str]:

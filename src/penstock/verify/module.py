@@ -25,12 +25,12 @@ class PoisonedModule:
     """Runs the methods of `program_path` with the weights of the .ptd beside it (or of `weights_path`)."""
 
     def __init__(self, program_path: str | Path, weights_path: str | Path | None = None) -> None:
-        self._path = Path(program_path)
-        self.program = read_program(self._path)
-        self._index = read_index(weights_path or self._path.with_suffix(".ptd"))
+        self.path = Path(program_path)
+        self.program = read_program(self.path)
+        self._index = read_index(weights_path or self.path.with_suffix(".ptd"))
         if self._index.identity != self.program.identity:
             raise IdentityError(
-                f"{self._index.path} has identity {self._index.identity}, {self._path} needs {self.program.identity}"
+                f"{self._index.path} has identity {self._index.identity}, {self.path} needs {self.program.identity}"
             )
         with open(self._index.path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory; nothing writes
@@ -58,7 +58,7 @@ class PoisonedModule:
 
     def compiled(self, name: str) -> CompiledMethod:
         if name not in self._methods:
-            self._methods[name] = CompiledMethod(self._path, name)
+            self._methods[name] = CompiledMethod(self.path, name)
         return self._methods[name]
 
     def run_method(self, name: str, *arguments: Any, **keywords: Any) -> Any:

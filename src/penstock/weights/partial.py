@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -47,10 +48,23 @@ class PartialFile:
                 offset_bytes += written_bytes
                 view = view[written_bytes:]
 
-    def publish(self) -> None:
+    def sync(self) -> None:
         with self._room():
             os.fsync(self.fd)
-            self.partial.replace(self.path)
+
+    def publish(self) -> None:
+        """The end of the block does this, if the block has not."""
+        if not self.published:
+            self.sync()
+            with self._room():
+                self.partial.replace(self.path)
+
+    @property
+    def published(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.fd), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     @contextmanager
     def _room(self) -> Iterator[None]:
@@ -88,6 +102,32 @@ def partial_file(path: Path, total_bytes: int) -> Iterator[PartialFile]:
             raise
     finally:
         os.close(fd)
+
+
+@contextmanager
+def restored_on_failure(path: Path, followed_by: PartialFile) -> Iterator[None]:
+    """If the block fails, `path` is what it was before: the same file, or none.
+
+    For a file that is published just before another one that belongs to it. Once that one is there, both stay.
+    """
+    previous = path.with_name(path.name + ".previous")
+    previous.unlink(missing_ok=True)  # from a process that was killed
+    existed = path.exists()
+    if existed:
+        # A second name takes no room. On file systems without hard links the older file cannot be kept.
+        with contextlib.suppress(OSError):
+            os.link(path, previous)
+    try:
+        yield
+    except BaseException:
+        if not followed_by.published:
+            if not existed:
+                path.unlink(missing_ok=True)
+            elif previous.exists():
+                previous.replace(path)
+        raise
+    finally:
+        previous.unlink(missing_ok=True)
 
 
 def _lock(fd: int, partial: Path) -> bool:

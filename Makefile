@@ -1,0 +1,55 @@
+# `make demo` and `make test` do all the set-up themselves, in a virtual environment of their own.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= 2.13.0
+# Two workers: a compile keeps one core busy, and CI has two.
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+
+# One thread per worker, and no pool of compiler processes beside the workers.
+TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+
+.PHONY: demo test lint types unit gate native clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/python -m examples.demo --out demo-out
+
+test: lint types unit gate
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Exporting from a checkpoint must not need memory that grows with it: a 1.2 GB model inside 900 MiB of host memory.
+gate: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m bench.export_memory --layers 8 --hidden 2048 --ff 5632 --vocab 32000 \
+	    --source safetensors --device cpu --out $(VENV)/gate --delete | tee $(VENV)/gate.log
+	EXPORT_HOST_PEAK_MB_LIMIT=900 $(BIN)/python -m penstock.export.peak_check $(VENV)/gate.log
+
+# The native core beside the sources, for running without an installation.
+native:
+	$(PYTHON) setup.py -q build_ext --inplace
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: left to itself, pip would take the newest build with everything for every GPU.
+$(VENV)/.runtime: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install -q torch==$(TORCH) numpy
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build demo-out src/*.egg-info src/penstock/libpenstock.so

@@ -1,0 +1,126 @@
+"""Real architectures, small and random: exported, compiled, and run under poison beside eager and beside all-resident."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.plan.floor import floor_bytes
+from penstock.weights import read_index, verify_checksums
+from tests.harness import bits, compare_runs, compiled, leaves, resident_twin
+from tests.zoo import Case, decoder, export, hf, quantized, unet
+
+pytest.importorskip("torchao")
+
+CASES: dict[str, Callable[[], Case]] = {
+    "qwen3_moe": hf.qwen3_moe,
+    "qwen3_moe_int4": lambda: quantized.quantized_qwen3_moe("int4"),
+    "bert": hf.bert,
+    "vit": hf.vit,
+    "t5": hf.t5,
+    "llama": lambda: hf.llama(tied=True),
+    "unet": lambda: unet.unet(channels_last=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model(tmp_path: Path, name: str) -> None:
+    case = CASES[name]()
+    reference = copy.deepcopy(case.module)
+    result = compiled(tmp_path, penstock.apply_weight_offload(export(case)))
+    module = penstock_module(result)
+    compare_runs(module, reference, case.args, runs=2)
+    poisoned, kept = leaves(module(*case.args)), leaves(resident_twin(module)(*case.args))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(poisoned, kept, strict=True))
+    # Not everything was lent at once, and never more than the floor allows.
+    peak_bytes = module.sessions["forward"].peak_bytes
+    assert 0 < peak_bytes <= result.program.floor_bytes < result.program.weight_bytes
+    check_files(result)
+    if name == "t5":
+        (table,) = [w for w in result.program.weights if len(w.names) == 4]
+        assert set(table.names) == {f"model.{n}.weight" for n in TIED_IN_T5}
+    if name == "qwen3_moe_int4":
+        assert any(w.dtype == "uint8" for w in result.program.weights)
+
+
+TIED_IN_T5 = ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+
+
+def penstock_module(result: penstock.Compiled):  # type: ignore[no-untyped-def]
+    from penstock.verify.module import PoisonedModule
+
+    return PoisonedModule(result.program_path)
+
+
+def check_files(result: penstock.Compiled) -> None:
+    program, index = result.program, read_index(result.weights_path)
+    assert index.identity == program.identity
+    assert [e.name for e in index.unique_entries if e.kind == "weight"] == [w.name for w in program.weights]
+    verify_checksums(result.weights_path)
+    schedules = [m.schedule for m in program.methods]
+    assert floor_bytes(schedules, {w.name: w for w in program.weights}).floor_bytes == program.floor_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_decoder_with_two_methods_and_a_cache(tmp_path: Path, tied: bool) -> None:
+    config = decoder.DecoderConfig(tied=tied, layers=3)
+    cases = decoder.methods(config)
+    model = copy.deepcopy(cases["prefill"].module)
+    result = compiled(tmp_path, {name: penstock.apply_weight_offload(export(case)) for name, case in cases.items()})
+    module = penstock_module(result)
+    twin = resident_twin(module)
+    generator = torch.Generator().manual_seed(1)
+    for seq in (8, 5, 20):
+        calls = [("prefill", torch.randint(0, 256, (1, seq), generator=generator), torch.arange(seq))]
+        calls += [
+            ("decode", torch.randint(0, 256, (1, 1), generator=generator), torch.tensor([seq + i])) for i in range(3)
+        ]
+        for method, tokens, positions in calls:
+            found = module.run_method(method, tokens, positions)
+            with torch.no_grad():
+                torch.testing.assert_close(found, model(tokens, positions))
+            assert torch.equal(bits(found), bits(twin.run_method(method, tokens, positions)))
+    # The cache is state: one buffer per name for both methods, outside of the weights, written by both.
+    caches = {name for name, _ in model.named_buffers() if name.endswith("_cache")}
+    assert {s.name for s in result.program.states} == caches
+    assert all(s.init == "zeros" for s in result.program.states)
+    for name, buffer in model.named_buffers():
+        if name in caches:
+            torch.testing.assert_close(module.states[name], buffer)
+    # Every weight once, shared by the methods.
+    expected = sum(p.numel() * p.element_size() for p in model.parameters()) + model.inv_freq.numel() * 4
+    assert result.program.weight_bytes == expected
+    assert result.weights_path.stat().st_size < expected + 4096 * (len(result.program.weights) + 8)
+    check_files(result)
+    prefill = result.program.method("prefill")
+    assert set(prefill.signature.symbols.values()) == {(2, 32)}
+    assert prefill.activation_bound_bytes is not None
+    assert prefill.activation_bound_bytes > prefill.activation_example_bytes
+
+
+def test_llama_3_8b_floor_from_meta() -> None:
+    """The figures of the design, from what the compiler would emit for the real shapes. Nothing is built or allocated."""
+    from penstock.export.catalog import build_catalog, state_names
+    from penstock.export.method import schedule_method
+
+    case = decoder.methods(decoder.LLAMA3_8B, device="meta")["decode"]
+    methods = {"decode": penstock.apply_weight_offload(export(case))}
+    catalog = build_catalog(methods)
+    names = {target: name for (_, target), name in catalog.name_of.items()}
+    method = schedule_method("decode", methods["decode"], torch.device("cpu"), state_names(methods), names)
+
+    assert sum(catalog.weights[n].nbytes for n in method.schedule.weight_names) == 16_060_522_752
+    assert len(method.schedule.steps) > 32 * 9
+    floor = floor_bytes([method.schedule], catalog.weights)
+    table_bytes = 128256 * 4096 * 2
+    assert 2 * table_bytes < floor.floor_bytes <= 2_230_000_000
+    assert "head.weight" in floor.pair
+    direct = floor_bytes([method.schedule], catalog.weights, direct=frozenset(["embed.weight"]))
+    assert table_bytes < direct.floor_bytes <= 1_300_000_000
+    # The cache is state, whatever its size: two tensors of each layer.
+    assert sum(s.nbytes for s in catalog.states.values()) == 32 * 2 * 8 * 8192 * 128 * 2

@@ -1,0 +1,142 @@
+"""Every private interface of torch that penstock.torch_private leans on. A failure here names the one that moved."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+SCHEDULER_METHODS = ("codegen", "enter_context", "flush")
+NODE_METHODS = ("used_or_aliased_buffer_names", "get_nodes", "get_outputs", "get_name", "get_buffer_names")
+
+
+@pytest.mark.parametrize("name", SCHEDULER_METHODS)
+def test_scheduler_method(name: str) -> None:
+    from torch._inductor.scheduler import Scheduler
+
+    assert callable(getattr(Scheduler, name, None)), f"torch._inductor.scheduler.Scheduler.{name} is gone"
+
+
+def test_scheduler_hooks_keep_their_arguments() -> None:
+    from torch._inductor.scheduler import Scheduler
+
+    assert list(inspect.signature(Scheduler.codegen).parameters) == ["self"]
+    assert list(inspect.signature(Scheduler.enter_context).parameters) == ["self", "node"]
+
+
+def test_codegen_is_the_last_point_before_emission() -> None:
+    """It hands its nodes straight to emission; a pass that reorders after it would undo the placement."""
+    from torch._inductor.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.codegen)
+    assert "_codegen" in source
+    assert "reorder" not in source
+    assert "self.enter_context(node)" in inspect.getsource(Scheduler._codegen)
+
+
+@pytest.mark.parametrize("name", NODE_METHODS)
+def test_scheduler_node_method(name: str) -> None:
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+    assert callable(getattr(BaseSchedulerNode, name, None)), f"BaseSchedulerNode.{name} is gone"
+
+
+@pytest.mark.parametrize("name", ["get_aliases", "get_mutations", "get_name"])
+def test_scheduler_buffer_method(name: str) -> None:
+    from torch._inductor.scheduler import SchedulerBuffer
+
+    assert callable(getattr(SchedulerBuffer, name, None)), f"SchedulerBuffer.{name} is gone"
+
+
+@pytest.mark.parametrize("name", ["NoneLayout", "MultiOutputLayout", "MutationLayoutSHOULDREMOVE", "NonOwningLayout", "MultiOutput"])
+def test_ir_class(name: str) -> None:
+    from torch._inductor import ir
+
+    assert inspect.isclass(getattr(ir, name, None)), f"torch._inductor.ir.{name} is gone"
+
+
+def test_graph_lowering_keeps_never_reuse_buffers() -> None:
+    from torch._inductor.graph import GraphLowering
+
+    source = inspect.getsource(GraphLowering.__init__)
+    for name in ("never_reuse_buffers", "removed_buffers"):
+        assert f"self.{name}" in source, f"GraphLowering.{name} is gone"
+
+
+def test_post_pass_runs_between_noop_removal_and_reinplacing() -> None:
+    """The guard's place: after no-ops were removed, before anything is written in place."""
+    from torch._inductor.fx_passes import post_grad
+
+    source = inspect.getsource(post_grad.post_grad_passes)
+    noop, guard, inplace = (
+        source.index("remove_noop_ops"),
+        source.index("config.post_grad_custom_post_pass"),
+        source.index("reinplace_inplaceable_ops"),
+    )
+    assert noop < guard < inplace
+
+
+def test_options_exist() -> None:
+    from penstock.torch_private.inductor import REQUIRED_OPTIONS, _options, known_option
+
+    names = set(REQUIRED_OPTIONS) | set(_options(torch.device("cpu"), "folder"))
+    missing = [name for name in sorted(names) if not known_option(name)]
+    assert not missing, f"torch._inductor.config lacks {missing}"
+    assert not known_option("no_such_option")
+    assert not known_option("aot_inductor.no_such_option")
+
+
+def test_wrapper_names_still_match() -> None:
+    """The text check leans on these: the class of the model base and the name of its run function."""
+    from torch._inductor.codegen import cpp_wrapper_cpu
+
+    source = inspect.getsource(cpp_wrapper_cpu)
+    for text in ("AOTInductorModelBase(", "run_impl", "num_constants", "RAIIAtenTensorHandle"):
+        assert text in source, f"the C++ wrapper no longer writes {text!r}"
+
+
+def test_pytree_specs_round_trip() -> None:
+    from penstock.torch_private.pytree import flatten, unflatten
+
+    leaves, spec = flatten(({"a": 1, "b": [2, 3]},), {"k": (4,)})
+    assert leaves == [1, 2, 3, 4]
+    assert unflatten([10, 20, 30, 40], spec) == (({"a": 10, "b": [20, 30]},), {"k": (40,)})
+
+
+def test_storage_key_tells_memory_apart_on_meta_too() -> None:
+    from penstock.torch_private.graph import storage_key
+
+    for device in ("cpu", "meta"):
+        a = torch.empty(4, device=device)
+        assert storage_key(a) == storage_key(a.view(2, 2))
+        b = torch.empty(4, device=device)
+        assert storage_key(a) != storage_key(b)
+
+
+def test_schema_questions() -> None:
+    from penstock.torch_private.graph import gives_view, higher_order_name, namespace, op_name
+
+    aten = torch.ops.aten
+    assert op_name(aten.linear.default) == "aten::linear"
+    assert op_name(len) is None
+    assert gives_view(aten.t.default)
+    assert gives_view(aten.split.Tensor)
+    assert not gives_view(aten.mm.default)
+    assert not gives_view(aten.add_.Tensor)
+    assert higher_order_name(torch.ops.higher_order.cond) == "cond"
+    assert higher_order_name(aten.mm.default) is None
+    assert namespace(torch.ops._c10d_functional.wait_tensor.default) == "_c10d_functional"
+
+
+def test_package_loader_still_takes_what_we_pass() -> None:
+    from torch._inductor.package import load_package
+
+    parameters = inspect.signature(load_package).parameters
+    assert {"model_name", "run_single_threaded", "num_runners", "device_index"} <= set(parameters)
+
+
+def test_package_pt2_still_takes_what_we_pass() -> None:
+    from torch.export.pt2_archive._package import package_pt2
+
+    assert {"aoti_files", "extra_files"} <= set(inspect.signature(package_pt2).parameters)
