@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    # Raised inside torch while it copies a program; nothing a reader of the demo could do about.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
 
     started = time.perf_counter()
     cases = methods(CONFIG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from penstock.weight import State, Weight
 
 FORMAT_VERSION = 1
 METADATA_FILE = "penstock.json"
+
+# What zipfile raises over a damaged archive, or one of a kind that torch never writes (compressed, encrypted), and what
+# decoding text raises.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -150,11 +155,17 @@ def read_program(path: str | Path) -> Program:
             names = [name for name in archive.namelist() if name.endswith(f"/extra/{METADATA_FILE}")]
             if len(names) != 1:
                 raise PackageError(f"{path} is no weightless program: it has no {METADATA_FILE}")
-            return program_from_json(archive.read(names[0]).decode())
-    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
-        raise PackageError(f"{path} is not a .pt2 archive, or is damaged: {error}") from error
+            text = archive.read(names[0]).decode()
     except FileNotFoundError as error:
         raise PackageError(f"{path} does not exist") from error
+    except (IsADirectoryError, PermissionError) as error:
+        raise PackageError(f"{path} cannot be read: {error}") from error
+    except _DAMAGE as error:
+        raise PackageError(f"{path} is not a .pt2 archive, or is damaged: {error}") from error
+    try:
+        return program_from_json(text)
+    except PackageError as error:
+        raise PackageError(f"{path}: {error}") from error
 
 
 def _spec_to_json(spec: TensorSpec | ConstantSpec) -> dict[str, Any]:

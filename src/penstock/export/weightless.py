@@ -111,8 +111,8 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
     _order_placeholders(graph, [node for _, node in state_nodes] + input_nodes)
     graph.lint()
 
-    _free_layouts(graph, moves=any(_elsewhere(value, device) for value in values.values()))
-    module = _retarget(GraphModule(ep.graph_module, graph), device, fake_mode)
+    moves = any(_elsewhere(value, device) for value in values.values())
+    module = _retarget(GraphModule(ep.graph_module, graph), device, fake_mode, moves=moves)
     example_inputs = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     flat_outputs = module.graph.output_node().args[0]
     # A flat call: pytrees are the caller's business, recorded in the signature.
@@ -128,11 +128,18 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
         signature=Signature(
             inputs=tuple(inputs),
             outputs=outputs,
-            in_spec=dump_spec(in_spec),
-            out_spec=dump_spec(out_spec),
+            in_spec=_dump("inputs", in_spec),
+            out_spec=_dump("outputs", out_spec),
             symbols=_symbols(values.values(), fake_mode),
         ),
     )
+
+
+def _dump(what: str, spec: Any) -> str:
+    try:
+        return dump_spec(spec)
+    except NotImplementedError as error:
+        raise UnsupportedProgramError(f"the structure of the {what} cannot be written to a file: {error}") from error
 
 
 def _refuse_unsupported(ep: ExportedProgram) -> None:
@@ -319,37 +326,40 @@ def _elsewhere(value: Any, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type not in (device.type, "meta")
 
 
-def _free_layouts(graph: Graph, moves: bool) -> None:
+def _free_layouts(graph: Graph, *, moves: bool, body: bool) -> None:
     """Undo what export settled for the layouts of the device it ran on: attention, say, strides its result otherwise on
     a GPU, and a reshape that became a view on the CPU is not one there."""
     for node in graph.nodes:
-        name = op_name(node.target)
-        if name == "aten::view" and node.target is torch.ops.aten.view.default:
+        if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
-        elif name == "aten::as_strided" and moves:
+        elif op_name(node.target) == "aten::as_strided" and moves:
             base = _base(node)
-            if base.op != "placeholder" and base.target is not WEIGHT:
+            # Weights and inputs lie as they always did; what a body is handed may be anything.
+            if body or (base.op != "placeholder" and base.target is not WEIGHT):
                 raise UnsupportedProgramError(
                     f"as_strided at {node.name!r} spells out the memory layout of {base.name!r} on the device of the "
                     "export, which may differ on the target; export the model on the target device"
                 )
 
 
-def _retarget(module: GraphModule, device: torch.device, fake_mode: Any) -> GraphModule:
+def _retarget(
+    module: GraphModule, device: torch.device, fake_mode: Any, *, moves: bool, body: bool = False
+) -> GraphModule:
     """A copy of the module, with bodies of control flow, whose every device is the target: where the model sits does
     not matter, and none of it is moved."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
+    _free_layouts(graph, moves=moves, body=body)
     bodies: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            attribute = _attribute(module, node.target)  # type: ignore[arg-type]
+            attribute = _attribute(module, str(node.target))
             if not isinstance(attribute, GraphModule):
                 raise UnsupportedProgramError(
                     f"{node.target!r} is read as an attribute ({type(attribute).__name__}), not through the program's "
                     "signature; such a tensor would end up inside the program"
                 )
-            bodies[str(node.target)] = _retarget(attribute, device, fake_mode)
+            bodies[str(node.target)] = _retarget(attribute, device, fake_mode, moves=moves, body=True)
         node.args = _on_device(node.args, device)
         node.kwargs = _on_device(node.kwargs, device)
         if "val" in node.meta:

@@ -43,8 +43,14 @@ def _lower_weight(*args: Any) -> Any:
     return result
 
 
+_lower_clone_call = fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)
+
+
 @register_lowering(OWN, type_promotion_kind=None)
 def _lower_own(value: Any) -> Any:
+    if value.get_dtype().is_complex:
+        # Only torch's own clone knows whether the value is lazily conjugated; generated code would copy the bare bytes.
+        return _lower_clone_call(value)
     result = lower_clone(value)
     # Realized at once: a lazy copy could be folded into its reader, and the output would be the weight again.
     result.realize()
