@@ -54,6 +54,9 @@ class PoisonSession final : public Session {
     if (lent.number != request.access)
       return fail("the schedule diverges at position " + number_text((int64_t)next_access_) + ": recorded access " +
                   number_text(lent.number) + ", fetched access " + number_text(request.access));
+    if (lent.last_step < next_step_)
+      return fail("access " + number_text(request.access) + " was fetched after step " + number_text(lent.last_step) +
+                  ", its recorded last reader, had ended");
     void* data = nullptr;
     if (!lend(lent, request.device_index, &data)) return false;
     next_access_++;

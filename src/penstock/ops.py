@@ -1,9 +1,9 @@
 """The custom ops that stand in a program. Importing this module registers them.
 
 fetch            what the pass puts in front of a use of a weight; takes the weight, runs eagerly, survives export.save
-penstock_weight  what a fetch becomes while compiling: a factory without the weight, so that nothing of it can be cloned,
-                 folded or put on the device. Its name is long because the C shim that the compiled code calls is named
-                 after it without the namespace.
+penstock_weight  what a fetch becomes while compiling: a factory without the weight, so that nothing of it can be
+                 cloned, folded or put on the device. Its name is long because the C shim that the compiled code calls
+                 is named after it without the namespace.
 own              a copy that the compiler cannot elide
 settle           the identity, computed on the spot: the compiler may not compute its input again in each of its readers
 keep             a late use of lent weights, lowered to nothing; it keeps passes from writing into them

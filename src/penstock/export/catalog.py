@@ -10,9 +10,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from penstock.errors import MethodConflictError, UnsupportedProgramError
-from penstock.layout import canonical
 from penstock.export.offload import WEIGHT_KINDS, mutated_targets
 from penstock.export.values import equal_values, has_value
+from penstock.layout import canonical
 from penstock.torch_private.graph import storage_key
 from penstock.weight import ITEM_BYTES, State, Weight
 
@@ -29,6 +29,8 @@ class Catalog:
     name_of: dict[tuple[str, str], str] = field(default_factory=dict)
     # Buffers that no checkpoint is expected to hold: non-persistent ones and lifted constants.
     transient: set[str] = field(default_factory=set)
+    # Names in a state dict that no program takes as an input: a strict export leaves out what it never reads.
+    unlisted: set[str] = field(default_factory=set)
 
 
 def state_names(methods: Mapping[str, ExportedProgram]) -> frozenset[str]:
@@ -41,6 +43,7 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
     states = state_names(methods)
     for method, ep in methods.items():
         groups: dict[tuple[object, ...], list[InputSpec]] = {}
+        state_memory: set[tuple[object, ...]] = set()
         for spec in ep.graph_signature.input_specs:
             if spec.kind not in WEIGHT_KINDS:
                 continue
@@ -48,6 +51,7 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
             tensor = _tensor(ep, spec)
             if spec.target in states:
                 _add_state(catalog, method, spec, tensor)
+                state_memory.add(_memory(tensor, spec.target))
             else:
                 groups.setdefault(_memory(tensor, spec.target), []).append(spec)
         # A strict export keeps one input for a tied weight; its other names stand in the state dict alone.
@@ -57,7 +61,16 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
             if name not in listed and isinstance(value, torch.Tensor):
                 further.setdefault(_memory(value, name), []).append(name)
         for memory, specs in groups.items():
-            _add_weight(catalog, method, ep, specs, further.get(memory, []))
+            tied = further.pop(memory, [])
+            written = sorted(states.intersection(tied))
+            if written:
+                raise UnsupportedProgramError(
+                    f"{specs[0].target!r} in method {method!r} and {written[0]!r} are one buffer, which another method "
+                    "writes under the second name; give it one name"
+                )
+            _add_weight(catalog, method, ep, specs, tied)
+        catalog.unlisted.update(n for memory, names in further.items() if memory not in state_memory for n in names)
+    catalog.unlisted -= {name for weight in catalog.weights.values() for name in weight.names} | set(catalog.states)
     _refuse_shared_memory(catalog)
     return catalog
 
@@ -69,12 +82,15 @@ def _tensor(ep: ExportedProgram, spec: InputSpec) -> torch.Tensor:
         raise UnsupportedProgramError(f"{spec.target!r} has no tensor in the program (found {type(value).__name__})")
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and has_value(value):
         raise UnsupportedProgramError(
-            f"{spec.target!r} is a {type(value).__name__}, not a plain tensor; apply_weight_offload flattens such weights"
+            f"{spec.target!r} is a {type(value).__name__}, not a plain tensor; apply_weight_offload flattens such "
+            "weights"
         )
     if _dtype(value) not in ITEM_BYTES:
         raise UnsupportedProgramError(f"{spec.target!r} has dtype {_dtype(value)}, which has no whole-byte elements")
     if value.layout is not torch.strided:
-        raise UnsupportedProgramError(f"{spec.target!r} has layout {value.layout}; only strided tensors can be offloaded")
+        raise UnsupportedProgramError(
+            f"{spec.target!r} has layout {value.layout}; only strided tensors can be offloaded"
+        )
     return value
 
 
@@ -166,8 +182,8 @@ def _add_state(catalog: Catalog, method: str, spec: InputSpec, tensor: torch.Ten
         _weight(known.name, catalog.tensors[known.name], ()), catalog.tensors[known.name], tensor
     ):
         raise MethodConflictError(
-            f"state {spec.target!r} in method {method!r} ({found.dtype} {list(found.shape)}) differs from the one of that "
-            f"name in an earlier method ({known.dtype} {list(known.shape)}, or other first values)"
+            f"state {spec.target!r} in method {method!r} ({found.dtype} {list(found.shape)}) differs from the one of "
+            f"that name in an earlier method ({known.dtype} {list(known.shape)}, or other first values)"
         )
     if _transient(spec):
         catalog.transient.add(spec.target)
@@ -175,7 +191,7 @@ def _add_state(catalog: Catalog, method: str, spec: InputSpec, tensor: torch.Ten
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last byte of the tensor inside its storage."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 

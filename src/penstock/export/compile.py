@@ -279,6 +279,7 @@ def _program(
     # The order of first access, method after method.
     order = dict.fromkeys(name for schedule in schedules for name in schedule.weight_names)
     weights = tuple(catalog.weights[name] for name in order)
+    unread = {name for weight in catalog.weights.values() if weight.name not in order for name in weight.names}
     states = tuple(values.states.values())
     floor = floor_bytes(schedules, {weight.name: weight for weight in weights})
     if budget_bytes is not None and budget_bytes < floor.floor_bytes:
@@ -293,7 +294,7 @@ def _program(
         identity=layout_identity(weights, states),
         floor_bytes=floor.floor_bytes,
         budget_bytes=budget_bytes,
-        unused=tuple(sorted(n for name, w in catalog.weights.items() if name not in order for n in w.names)),
+        unused=tuple(sorted(unread | catalog.unlisted)),
         device=device.type,
         built_with=_built_with(device),
     )
@@ -320,7 +321,6 @@ def _write(program: Program, packed: bytes, values: _Values, program_path: Path,
     total_bytes = program.weight_bytes + sum(s.nbytes for s in program.states if s.init == "stored")
     with partial_file(program_path, len(packed)) as file:
         file.write(0, packed)
-        file.sync()  # a full disk shows now: once the weights are published, only a rename is left
         with (
             restored_on_failure(weights_path, followed_by=file),
             tqdm(total=total_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError, UnsupportedProgramError, WeightEscapesError, WeightWrittenError
-from penstock.torch_private.emission import Emission, EmittedNode
 from penstock.schedule import Step
+from penstock.torch_private.emission import Emission, EmittedNode
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _temporaries(nodes: tuple[EmittedNode, ...], lent: dict[str, int], ours: set
 
 
 def _activation_peak(emission: Emission, order: list[int], lent: set[str]) -> ActivationPeak:
-    """Sum of what is alive at once. Buffers that the compiler reuses in place count twice for a moment: an upper bound."""
+    """Sum of what is alive at once. Buffers that the compiler reuses in place count twice for a moment: a bound."""
     last_use: dict[str, int] = {}
     for position, index in enumerate(order):
         for name in emission.nodes[index].uses | set(emission.nodes[index].defines):

@@ -12,12 +12,12 @@ from torch.export import ExportedProgram
 
 from penstock.errors import CompileError, PenstockError, ScheduleError
 from penstock.export.derive import Derivation, derive
-from penstock.torch_private.emission import Emission
-from penstock.torch_private.inductor import MAIN_GRAPH, compile_graph, scheduled
 from penstock.export.weightless import WeightlessProgram, make_weightless
 from penstock.export.wrapper import check_weightless, check_wrapper
 from penstock.program import Method, Temporary
 from penstock.schedule import Access, Schedule
+from penstock.torch_private.emission import Emission
+from penstock.torch_private.inductor import MAIN_GRAPH, compile_graph, scheduled
 
 
 @dataclass(frozen=True)

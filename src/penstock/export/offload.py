@@ -19,7 +19,7 @@ from penstock.errors import (
     UnsupportedProgramError,
 )
 from penstock.ops import FETCH
-from penstock.torch_private.graph import arguments, gives_view, namespace, op_name
+from penstock.torch_private.graph import arguments, namespace, op_name, view_source
 
 WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 # Views that give the bytes another dtype.
@@ -50,7 +50,8 @@ def apply_weight_offload(ep: ExportedProgram) -> ExportedProgram:
 
 def _functional(ep: ExportedProgram) -> ExportedProgram:
     try:
-        return ep.run_decompositions({})
+        program: ExportedProgram = ep.run_decompositions({})
+        return program
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         raise UnsupportedProgramError(
@@ -91,7 +92,7 @@ def lend_weights(ep: ExportedProgram) -> None:
     nodes = placeholders(graph)
     lend(graph, {nodes[spec.arg.name]: spec.target for spec in weight_specs(ep) if spec.target is not None})
     # A returned weight is now a fetch of it: the signature names outputs by node.
-    for output, output_spec in zip(graph.output_node().args[0], ep.graph_signature.output_specs, strict=True):  # type: ignore[arg-type]
+    for output, output_spec in zip(graph.output_node().args[0], ep.graph_signature.output_specs, strict=True):
         if isinstance(output_spec.arg, TensorArgument) and isinstance(output, Node):
             output_spec.arg = TensorArgument(name=output.name)
     graph.lint()
@@ -175,15 +176,6 @@ def _lend_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
         else:
             with graph.inserting_before(user):
                 user.replace_input_with(source, make())
-
-
-def view_source(node: Node) -> Node | None:
-    """The node whose memory this one shows, also as one of several views (a split gives them as a list)."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-        return None
-    source = node.args[0]
-    op = source.target if node.target is operator.getitem else node.target
-    return source if gives_view(op) else None
 
 
 def _is_view(node: Node) -> bool:

@@ -233,7 +233,8 @@ def _permuted_pieces(stored: StoredTensor, dim_order: Sequence[int], fd: int) ->
     flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=shift, count=stored.length_bytes)
     if stored.offset_bytes % ITEM_BYTES[stored.dtype]:
         flat = flat.clone()  # the file does not align the tensor for its own dtype
-    tensor = torch.empty(0, dtype=getattr(torch, stored.dtype)).set_(
+    # On the CPU by name: the caller may have another default, such as meta, on which such models are built.
+    tensor = torch.empty(0, dtype=getattr(torch, stored.dtype), device="cpu").set_(
         flat.untyped_storage(),
         flat.storage_offset() // ITEM_BYTES[stored.dtype],
         stored.shape,

@@ -5,7 +5,7 @@ The program given is left as it is: everything here works on a copy of its graph
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +15,31 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
+from penstock.export.offload import WEIGHT_KINDS, access_number, fetches, lend, mutated_targets, placeholders
 from penstock.layout import canonical
-from penstock.export.offload import WEIGHT_KINDS, access_number, lend, mutated_targets, placeholders, view_source
 from penstock.ops import FETCH, OWN, SETTLE, WEIGHT
 from penstock.program import ConstantSpec, Signature, TensorSpec
 from penstock.torch_private.graph import (
     fake_mode_of,
     higher_order_name,
+    memory_of,
     move_to_front,
     namespace,
     op_name,
     shape_symbols,
+    view_source,
+    writes,
 )
 from penstock.torch_private.pytree import dump_spec, flat_call_spec, flat_result_spec
 
 # Higher-order ops that call a kernel on the spot: their operands live as long as any reader's.
 _PLAIN_OPERATORS = frozenset(
-    ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation", "auto_functionalized", "auto_functionalized_v2")
+    (
+        "triton_kernel_wrapper_functional",
+        "triton_kernel_wrapper_mutation",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+    )
 )
 # Control flow whose listed operands may come back as a result (a loop that makes no trip): position in the arguments.
 _CARRIED_OPERANDS = {"while_loop": 2, "scan": 1, "associative_scan": 1}
@@ -99,15 +107,24 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
             graph.erase_node(node)
         else:
             raise UnsupportedProgramError(
-                f"input {spec.arg.name!r} ({spec.kind.name.lower()}, {type(spec.arg).__name__}) is neither a tensor nor "
-                "a constant; pass it as a tensor"
+                f"input {spec.arg.name!r} ({spec.kind.name.lower()}, {type(spec.arg).__name__}) is neither a tensor "
+                "nor a constant; pass it as a tensor"
             )
 
     lend(graph, target_of)  # constants that a decomposition lifted after the pass
-    outputs = _rewrite_outputs(ep, graph, {name: node for name, node in state_nodes}, nodes)
+    # What is written while what was read of it lives on (in this method or in another one).
+    for node in (*dict(state_nodes).values(), *_mutated_inputs(ep, nodes)):
+        _own_carried(graph, node)
+    outputs = _rewrite_outputs(ep, graph, dict(state_nodes), nodes)
     for node, target in target_of.items():
         _rewrite_fetches(graph, node, target, device, weight_of, pinned)
         graph.erase_node(node)
+    strays = [access_number(fetch) for fetch in fetches(graph)]
+    if strays:
+        raise UnsupportedProgramError(
+            f"accesses {strays} fetch something other than a weight of the program: it was changed after "
+            "apply_weight_offload, which must come last"
+        )
     _order_placeholders(graph, [node for _, node in state_nodes] + input_nodes)
     graph.lint()
 
@@ -130,7 +147,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
             outputs=outputs,
             in_spec=_dump("inputs", in_spec),
             out_spec=_dump("outputs", out_spec),
-            symbols=_symbols(values.values(), fake_mode),
+            symbols=_symbols(ep, values.values()),
         ),
     )
 
@@ -146,6 +163,11 @@ def _refuse_unsupported(ep: ExportedProgram) -> None:
     for node in ep.graph.nodes:
         if node.op != "call_function":
             continue
+        if writes(node.target):
+            raise UnsupportedProgramError(
+                f"{node.target} at {node.name!r} writes in place, and what it writes may be state: the program was "
+                "exported again after apply_weight_offload; call run_decompositions({}) on it"
+            )
         if namespace(node.target) in _ASYNCHRONOUS_NAMESPACES:
             raise UnsupportedProgramError(
                 f"{node.target} at {node.name!r}: collectives and user streams read beyond their launch and cannot be "
@@ -173,11 +195,11 @@ def _tensor_spec(name: str, value: torch.Tensor) -> TensorSpec:
     )
 
 
-def _symbols(values: Any, fake_mode: Any) -> dict[str, tuple[int, int | None]]:
+def _symbols(ep: ExportedProgram, values: Any) -> dict[str, tuple[int, int | None]]:
     symbols: dict[str, tuple[int, int | None]] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
-            symbols.update(shape_symbols(value, fake_mode))
+            symbols.update(shape_symbols(value, ep.range_constraints))
     return symbols
 
 
@@ -216,24 +238,26 @@ def _rewrite_fetches(
 
 
 def _guard_control_flow(graph: Graph, lent: Node, number: int, pinned: set[int]) -> None:
-    """Bodies of control flow read their operands where no schedule can follow; carried operands may come back out."""
-    for user in _users_through_views(lent):
-        consumer, value = user
+    """Bodies of control flow read their operands where no schedule can follow."""
+    _own_carried(graph, lent)
+    for consumer, _ in _users_through_views(lent):
         name = higher_order_name(consumer.target)
-        if name is None or name in _PLAIN_OPERATORS:
-            continue
-        position = _CARRIED_OPERANDS.get(name)
-        if position is not None and _contains(consumer.args[position], value):
-            with graph.inserting_before(consumer):
-                copy = graph.call_function(OWN, (value,))
-            copy.meta["val"] = value.meta["val"]
-            arguments = list(consumer.args)
-            arguments[position] = torch.fx.map_arg(
-                arguments[position], lambda n, value=value, copy=copy: copy if n is value else n
-            )
-            consumer.args = tuple(arguments)
-        if value in consumer.all_input_nodes:
+        if name is not None and name not in _PLAIN_OPERATORS:
             pinned.add(number)
+
+
+def _own_carried(graph: Graph, source: Node) -> None:
+    """Carried operands may come back out of control flow: what comes out must be a copy."""
+    for consumer, value in _users_through_views(source):
+        position = _CARRIED_OPERANDS.get(higher_order_name(consumer.target) or "")
+        if position is None or not _contains(consumer.args[position], value):
+            continue
+        with graph.inserting_before(consumer):
+            copy = graph.call_function(OWN, (value,))
+        copy.meta["val"] = value.meta["val"]
+        arguments = list(consumer.args)
+        arguments[position] = torch.fx.map_arg(arguments[position], _replacing(value, copy))
+        consumer.args = tuple(arguments)
 
 
 def _settle_reads(graph: Graph, lent: Node) -> None:
@@ -245,7 +269,8 @@ def _settle_reads(graph: Graph, lent: Node) -> None:
             with graph.inserting_after(reader):
                 settled = graph.call_function(SETTLE, (reader,))
             settled.meta["val"] = reader.meta["val"]
-            reader.replace_all_uses_with(settled, delete_user_cb=lambda user, settled=settled: user is not settled)
+            for user in [user for user in reader.users if user is not settled]:
+                user.replace_input_with(reader, settled)
 
 
 def _users_through_views(node: Node) -> list[tuple[Node, Node]]:
@@ -256,6 +281,10 @@ def _users_through_views(node: Node) -> list[tuple[Node, Node]]:
             found.extend(_users_through_views(user))
         found.append((user, node))
     return found
+
+
+def _replacing(old: Node, new: Node) -> Callable[[Node], Node]:
+    return lambda node: new if node is old else node
 
 
 def _contains(arguments: Any, node: Node) -> bool:
@@ -279,10 +308,10 @@ def _rewrite_outputs(
     copies: list[tuple[Node, Node]] = []
     for value, spec in zip(results, ep.graph_signature.output_specs, strict=True):
         if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
-            copies.append((states[spec.target], value))  # type: ignore[index]
+            copies.append((states[spec.target], value))
             written.append(value)
         elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-            copies.append((inputs[spec.target], value))  # type: ignore[index]
+            copies.append((inputs[spec.target], value))
             written.append(value)
         elif spec.kind is OutputKind.USER_OUTPUT and isinstance(value, Node) and _is_tensor(value):
             specs.append(_tensor_spec(spec.arg.name, value.meta["val"]))
@@ -295,7 +324,7 @@ def _rewrite_outputs(
             )
     with graph.inserting_before(output):
         # A result that shares memory with state would change with the next run.
-        kept = [graph.call_function(OWN, (value,)) if _base(value) in written else value for value in kept]
+        kept = [graph.call_function(OWN, (value,)) if memory_of(value) in written else value for value in kept]
         for target, value in copies:
             if value is not target:
                 graph.call_function(torch.ops.aten.copy_.default, (target, value))
@@ -303,15 +332,13 @@ def _rewrite_outputs(
     return tuple(specs)
 
 
+def _mutated_inputs(ep: ExportedProgram, inputs: dict[str, Node]) -> list[Node]:
+    specs = ep.graph_signature.output_specs
+    return [inputs[s.target] for s in specs if s.kind is OutputKind.USER_INPUT_MUTATION and s.target is not None]
+
+
 def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _base(node: Node) -> Node:
-    """The node whose memory a chain of views shows."""
-    while (source := view_source(node)) is not None:
-        node = source
-    return node
 
 
 # ------------------------------------------------------------------------------------------------------------ device
@@ -333,7 +360,7 @@ def _free_layouts(graph: Graph, *, moves: bool, body: bool) -> None:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
         elif op_name(node.target) == "aten::as_strided" and moves:
-            base = _base(node)
+            base = memory_of(node)
             # Weights and inputs lie as they always did; what a body is handed may be anything.
             if body or (base.op != "placeholder" and base.target is not WEIGHT):
                 raise UnsupportedProgramError(

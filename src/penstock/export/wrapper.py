@@ -50,14 +50,7 @@ def check_weightless(source: str, method: str) -> None:
 
 def _check_events(body: str, schedule: Schedule) -> tuple[dict[int, int], dict[int, tuple[int, str]]]:
     """Compare the sequence of fetches and step ends; give the positions of both."""
-    expected: list[tuple[str, int]] = []
-    starts: dict[int, list[int]] = {}
-    for access in schedule.accesses:
-        starts.setdefault(schedule.first_step[access.number], []).append(access.number)
-    for index in range(len(schedule.steps)):
-        expected.extend(("access", number) for number in starts.get(index, ()))
-        expected.append(("end of step", index))
-
+    expected = _recorded_events(schedule)
     ends: dict[int, int] = {}
     fetches: dict[int, tuple[int, str]] = {}
     found: list[tuple[str, int]] = []
@@ -83,6 +76,23 @@ def _check_events(body: str, schedule: Schedule) -> tuple[dict[int, int], dict[i
                 f"{_describe(want, schedule)}, emitted {_describe(have, schedule)}"
             )
     return ends, fetches
+
+
+def _recorded_events(schedule: Schedule) -> list[tuple[str, int]]:
+    """The calls that the record promises: accesses as listed, each after the ends of the steps before its reader."""
+    expected: list[tuple[str, int]] = []
+    ended = 0
+    for access in schedule.accesses:
+        first = schedule.first_step.get(access.number)
+        if first is None:
+            raise ScheduleError(
+                f"method {schedule.method!r}: no recorded step reads access {access.number} (weight {access.weight!r})"
+            )
+        expected.extend(("end of step", index) for index in range(ended, first))
+        ended = max(ended, first)
+        expected.append(("access", access.number))
+    expected.extend(("end of step", index) for index in range(ended, len(schedule.steps)))
+    return expected
 
 
 def _describe(event: tuple[str, int] | None, schedule: Schedule) -> str:

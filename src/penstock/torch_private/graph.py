@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +35,27 @@ def gives_view(target: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
+def writes(target: Any) -> bool:
+    """Whether the op is declared to write into one of its inputs."""
+    return isinstance(target, OpOverload) and bool(target._schema.is_mutable)
+
+
+def view_source(node: Node) -> Node | None:
+    """The node whose memory this one shows, also as one of several views (a split gives them as a list)."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    op = source.target if node.target is operator.getitem else node.target
+    return source if gives_view(op) else None
+
+
+def memory_of(node: Node) -> Node:
+    """The node whose memory this one shows through however many views."""
+    while (source := view_source(node)) is not None:
+        node = source
+    return node
+
+
 def higher_order_name(target: Any) -> str | None:
     """The name of a higher-order operator (control flow, kernel wrappers); None for anything else."""
     return str(target.name()) if isinstance(target, HigherOrderOperator) else None
@@ -56,13 +79,16 @@ def fake_mode_of(value: Any) -> Any:
     return getattr(value, "fake_mode", None)
 
 
-def shape_symbols(tensor: torch.Tensor, fake_mode: Any) -> dict[str, tuple[int, int | None]]:
-    """Dynamic sizes of a fake tensor: name -> lowest and highest value; None where there is no bound."""
+def shape_symbols(tensor: torch.Tensor, declared: Mapping[Any, Any]) -> dict[str, tuple[int, int | None]]:
+    """Dynamic sizes of a fake tensor: name -> lowest and highest value; None where there is no bound.
+
+    `declared` are the ranges of an ExportedProgram. The tracer assumes narrower ones: never a size of 0 or 1.
+    """
     symbols: dict[str, tuple[int, int | None]] = {}
     for size in tensor.shape:
         if isinstance(size, torch.SymInt):
             for symbol in size.node.expr.free_symbols:
-                found = fake_mode.shape_env.var_to_range[symbol]
+                found = declared[symbol] if symbol in declared else size.node.shape_env.var_to_range[symbol]
                 finite = found.upper.is_number and found.upper.is_finite and found.upper < 2**62
                 symbols[str(symbol)] = (int(found.lower), int(found.upper) if finite else None)
     return symbols

@@ -1,12 +1,11 @@
-"""Inductor: the ops get their lowerings, the scheduler's final nodes are turned into plain data and put into the derived
-order right before emission, and the compiled files are made.
+"""Inductor: the ops get their lowerings, the scheduler's final nodes are turned into plain data and put into the
+derived order right before emission, and the compiled files are made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,9 +21,9 @@ from torch.export.pt2_archive._package import package_pt2
 from torch.fx.node import has_side_effect
 from torch.utils._sympy.value_ranges import bound_sympy
 
-from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
-from penstock.torch_private.graph import gives_view
 from penstock.ops import KEEP, OWN, SETTLE, WEIGHT
+from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
+from penstock.torch_private.graph import memory_of
 
 MAIN_GRAPH = "main"
 # The wrapper calls this after the launches of each step.
@@ -92,46 +91,41 @@ def _plain_calls() -> Iterator[None]:
 
 
 class GuardLentWeights:
-    """The last graph pass: outputs that alias a lent weight become copies, and no later pass may write into one.
+    """The last graph pass: outputs that alias a lent weight or a written input become copies, and no later pass may
+    write into a weight.
 
-    It runs after no-ops were removed (which also removes a user's own clone of a weight) and before reinplacing (which
-    would write into anything without a later use that is not an input: hence the late `keep`).
+    It runs after no-ops were removed (which also removes a user's own clone of a weight, or of the value that a state
+    takes) and before reinplacing (which would write into anything without a later use that is not an input: hence the
+    late `keep`).
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         lent = graph.find_nodes(op="call_function", target=WEIGHT)
-        if not lent:
-            return
+        # Inputs are written at the very end, by copies of their new values.
+        writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        written = {memory_of(node) for write in writes for node in write.args[:2]}
         output = graph.output_node()
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
 
         def owned(value: Any) -> Any:
-            if not isinstance(value, torch.fx.Node) or not _reaches_weight(value):
+            if not isinstance(value, torch.fx.Node):
+                return value
+            memory = memory_of(value)
+            if memory.target is not WEIGHT and memory not in written:
                 return value
             if value not in copies:
-                with graph.inserting_before(output):
+                with graph.inserting_before(writes[0] if memory in written else output):
                     copies[value] = graph.call_function(OWN, (value,))
                 copies[value].meta["val"] = OWN(value.meta["val"])
             return copies[value]
 
         output.args = torch.fx.map_arg(output.args, owned)
-        with graph.inserting_before(output):
-            graph.call_function(KEEP, (lent,))
+        if lent:
+            with graph.inserting_before(output):
+                graph.call_function(KEEP, (lent,))
 
     def uuid(self) -> None:
         """None: never cache by this pass."""
-
-
-def _reaches_weight(node: torch.fx.Node) -> bool:
-    """Whether the node is a lent weight or a view of one, through however many views."""
-    while True:
-        if node.target is WEIGHT:
-            return True
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
-            return False
-        if node.target is not operator.getitem and not gives_view(node.target):
-            return False
-        node = node.args[0]
 
 
 # ---------------------------------------------------------------------------------------------------------- emission

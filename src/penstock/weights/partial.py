@@ -48,15 +48,11 @@ class PartialFile:
                 offset_bytes += written_bytes
                 view = view[written_bytes:]
 
-    def sync(self) -> None:
-        with self._room():
-            os.fsync(self.fd)
-
     def publish(self) -> None:
         """The end of the block does this, if the block has not."""
         if not self.published:
-            self.sync()
             with self._room():
+                os.fsync(self.fd)
                 self.partial.replace(self.path)
 
     @property
@@ -112,18 +108,19 @@ def restored_on_failure(path: Path, followed_by: PartialFile) -> Iterator[None]:
     """
     previous = path.with_name(path.name + ".previous")
     previous.unlink(missing_ok=True)  # from a process that was killed
-    existed = path.exists()
+    existed = os.path.lexists(path)
     if existed:
-        # A second name takes no room. On file systems without hard links the older file cannot be kept.
+        # A second name (of the link, if it is one) takes no room. On file systems without hard links the older file
+        # cannot be kept.
         with contextlib.suppress(OSError):
-            os.link(path, previous)
+            os.link(path, previous, follow_symlinks=False)
     try:
         yield
     except BaseException:
         if not followed_by.published:
             if not existed:
                 path.unlink(missing_ok=True)
-            elif previous.exists():
+            elif os.path.lexists(previous):
                 previous.replace(path)
         raise
     finally:
