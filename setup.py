@@ -29,7 +29,7 @@ class BuildCore(build_ext):
         command = [compiler, *FLAGS, *ext.sources, "-o", str(partial), "-ldl"]
         self.announce(" ".join(command), level=2)
         subprocess.run(command, cwd=ROOT, check=True)
-        os.replace(partial, target)
+        partial.replace(target)
 
 
 setup(

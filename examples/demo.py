@@ -47,28 +47,29 @@ def main() -> None:
 
 
 def show(result: penstock.Compiled) -> None:
-    program = result.program
+    program, floor = result.program, result.floor
     index = read_index(result.weights_path)
     verify_checksums(index)
+    code_bytes = result.program_path.stat().st_size
     print()
-    print(f"{result.program_path}   {format_bytes(result.program_path.stat().st_size)}, code only")
-    print(f"{result.weights_path}   {format_bytes(index.file_bytes)}, {len(index.unique_entries)} entries, checksums right")
+    print(f"{result.program_path}   {format_bytes(code_bytes)}, code only")
+    print(f"{result.weights_path}   {format_bytes(index.file_bytes)}, checksums right")
     print()
     print(f"{'method':10} {'steps':>6} {'accesses':>9} {'weights':>12} {'activations':>12} {'temporaries':>12}")
+    weights = {w.name: w.nbytes for w in program.weights}
     for method in program.methods:
-        weights = {w.name: w.nbytes for w in program.weights}
-        bytes_read = sum(weights[name] for name in method.schedule.weight_names)
-        activation = method.activation_bound_bytes
-        print(
-            f"{method.name:10} {len(method.schedule.steps):6} {len(method.schedule.accesses):9} "
-            f"{bytes_read / 2**20:8.1f} MiB {'unbounded' if activation is None else f'{activation / 2**20:8.1f} MiB':>12} "
-            f"{len(method.temporaries):12}"
-        )
-    floor = result.floor
+        read = _mib(sum(weights[name] for name in method.schedule.weight_names))
+        activation = _mib(method.activation_bound_bytes)
+        steps, accesses = len(method.schedule.steps), len(method.schedule.accesses)
+        print(f"{method.name:10} {steps:6} {accesses:9} {read:>12} {activation:>12} {len(method.temporaries):12}")
     print()
     print(f"weights {format_bytes(program.weight_bytes)}, state (KV cache) {format_bytes(program.state_bytes)}")
-    print(f"floor   {format_bytes(program.floor_bytes)}: the smallest budget this model can run in")
-    print(f"        set by step {floor.step_index} of {floor.method}: {' + '.join(floor.pair)}, next copy {floor.next_copy}")
+    print(f"floor   {format_bytes(program.floor_bytes)}: the smallest budget this model can run in, set by step")
+    print(f"        {floor.step_index} of {floor.method}: {' + '.join(floor.pair)}, next copy {floor.next_copy}")
+
+
+def _mib(count: int | None) -> str:
+    return "unbounded" if count is None else f"{count / 2**20:.1f} MiB"
 
 
 def prove(result: penstock.Compiled, model: torch.nn.Module, device: str) -> None:

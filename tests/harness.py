@@ -31,7 +31,9 @@ def compiled(
     **options: Any,
 ) -> penstock.Compiled:
     configs = {**FAST, **options.pop("inductor_configs", {})}
-    return penstock.compile(programs, folder / "model.pt2", device=options.pop("device", "cpu"), inductor_configs=configs, **options)
+    return penstock.compile(
+        programs, folder / "model.pt2", device=options.pop("device", "cpu"), inductor_configs=configs, **options
+    )
 
 
 def poisoned(folder: Path, model: torch.nn.Module, args: tuple[Any, ...], **options: Any) -> PoisonedModule:

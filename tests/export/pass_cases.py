@@ -15,7 +15,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 
 class Net(nn.Module):
-    """`forward(net, *args, **kwargs)` over named tensors. A name says what the tensor becomes: buffer_..., transient_...
+    """`forward(net, *args, **kwargs)` over named tensors. A name says what a tensor becomes: buffer_..., transient_...
     (a non-persistent buffer), constant_... (an attribute that export lifts), and a parameter otherwise."""
 
     def __init__(self, forward: Callable[..., Any], **tensors: Tensor) -> None:
@@ -37,7 +37,9 @@ class Net(nn.Module):
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
     """Every pattern of bits that the dtype allows may come up, NaNs with payloads among them."""
     empty = torch.empty(shape, dtype=dtype)
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (empty.numel() * empty.element_size(),), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (empty.numel() * empty.element_size(),), dtype=torch.uint8
+    )
     return raw.view(dtype).view(shape)
 
 

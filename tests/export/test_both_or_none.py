@@ -249,5 +249,3 @@ def test_what_is_printed(
     assert first == "EXPORT_GPU_PEAK_MEMORY_MB: 0"
     assert second == f"EXPORT_HOST_PEAK_MEMORY_MB: {-(-result.peaks.host_peak_bytes // 2**20)}"
     assert err == ""
-
-

@@ -290,9 +290,7 @@ def test_non_persistent_buffers_may_differ(quick: None, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- budgets
 
 
-def test_budgets_at_and_below_the_floor(
-    quick: None, tmp_path: Path, program: torch.export.ExportedProgram
-) -> None:
+def test_budgets_at_and_below_the_floor(quick: None, tmp_path: Path, program: torch.export.ExportedProgram) -> None:
     floor = build(program, tmp_path).program.floor_bytes
     assert floor > 1
     for below in (floor - 1, 0, str(floor - 1)):
@@ -507,5 +505,3 @@ def test_values_are_those_of_the_time_of_writing_and_the_program_stays(
     before = str(program.graph), {name: bytes_of(t) for name, t in program.state_dict.items()}
     build(program, tmp_path)
     assert (str(program.graph), {name: bytes_of(t) for name, t in program.state_dict.items()}) == before
-
-

@@ -191,9 +191,7 @@ def test_a_place_that_cannot_be_written_to(
 
 
 @pytest.mark.parametrize("path", [None, 5, b"model.pt2", ["model.pt2"]])
-def test_what_is_no_path(
-    no_compiler: None, tmp_path: Path, program: torch.export.ExportedProgram, path: Any
-) -> None:
+def test_what_is_no_path(no_compiler: None, tmp_path: Path, program: torch.export.ExportedProgram, path: Any) -> None:
     with pytest.raises(OutputPathError, match=re.escape(f"{path!r} is not a path")):
         penstock.compile(program, path, device="cpu")
 
@@ -355,5 +353,3 @@ def test_a_compiler_that_gives_no_wrapper_or_two(
         monkeypatch.setattr(method_module, "compile_graph", lambda *args, files=files: files)
         with unchanged(tmp_path), pytest.raises(CompileError):
             build(program, tmp_path)
-
-

@@ -29,7 +29,8 @@ def fetch_arguments(program: torch.export.ExportedProgram) -> list[tuple[int, st
     return sorted(
         (node.args[1], node.args[2])
         for node in program.graph.nodes
-        if node.op == "call_function" and "penstock.fetch" in str(node.target).replace("penstock_fetch", "penstock.fetch")
+        if node.op == "call_function"
+        and "penstock.fetch" in str(node.target).replace("penstock_fetch", "penstock.fetch")
     )
 
 

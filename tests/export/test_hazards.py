@@ -285,7 +285,9 @@ def test_8_tied_weight_is_fetched_anew_for_each_use(tmp_path: Path) -> None:
 def test_9_collectives_are_refused_by_name() -> None:
     program = offloaded(Stack(1), (torch.randn(3, 16),))
     with program.graph.inserting_before(program.graph.output_node()):
-        program.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (program.graph.output_node().args[0][0],))
+        program.graph.call_function(
+            torch.ops._c10d_functional.wait_tensor.default, (program.graph.output_node().args[0][0],)
+        )
     with pytest.raises(UnsupportedProgramError, match="_c10d_functional.wait_tensor"):
         make_weightless(program, torch.device("cpu"), frozenset())
 
@@ -382,7 +384,10 @@ def node(name: str, *, uses: set[str] = frozenset(), mutates: tuple[str, ...] = 
 
 
 def emission(
-    *more: EmittedNode, reader: bool = True, outputs: tuple[str, ...] = ("out",), aliases: dict[str, tuple[str, ...]] | None = None
+    *more: EmittedNode,
+    reader: bool = True,
+    outputs: tuple[str, ...] = ("out",),
+    aliases: dict[str, tuple[str, ...]] | None = None,
 ) -> Emission:
     """A fetch (two nodes, as the compiler has it), a reader of it, and whatever else."""
     nodes = [

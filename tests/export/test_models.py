@@ -1,4 +1,4 @@
-"""Real architectures, small and random: exported, compiled, and run under poison beside eager and beside all-resident."""
+"""Real architectures, small and random: exported, compiled, and run under poison beside eager and all-resident."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_decoder_with_two_methods_and_a_cache(tmp_path: Path, tied: bool) -> Non
 
 
 def test_llama_3_8b_floor_from_meta() -> None:
-    """The figures of the design, from what the compiler would emit for the real shapes. Nothing is built or allocated."""
+    """The figures of the design, from what the compiler would emit for the real shapes. Nothing is built."""
     from penstock.export.catalog import build_catalog, state_names
     from penstock.export.method import schedule_method
 

@@ -236,8 +236,11 @@ def test_one_weight_used_far_apart_is_fetched_anew() -> None:
     program = penstock.apply_weight_offload(torch.export.export(Tied().eval(), (torch.arange(5),)))
     record = schedule({"forward": program}).schedule
     spans = {a.number: (record.first_step[a.number], record.last_step[a.number]) for a in record.accesses}
-    (gather, project) = [spans[a.number] for a in record.accesses if "embed.weight" in (a.weight, "embed.weight") and
-                         a.weight in ("embed.weight", "head.weight")]
+    (gather, project) = [
+        spans[a.number]
+        for a in record.accesses
+        if "embed.weight" in (a.weight, "embed.weight") and a.weight in ("embed.weight", "head.weight")
+    ]
     # Each use is over with its own step; the layers' steps lie between.
     assert gather == (0, 0)
     assert project == (len(record.steps) - 1,) * 2
@@ -310,7 +313,9 @@ def test_layouts() -> None:
     program = check(make, (X,))
     for variant in (program, reloaded(program), program.run_decompositions()):
         weights = build_catalog({"forward": variant}).weights
-        assert {n: weights[n].dim_order for n in ("last", "transposed", "permuted", "gapped", "expanded", "inside")} == {
+        assert {
+            n: weights[n].dim_order for n in ("last", "transposed", "permuted", "gapped", "expanded", "inside")
+        } == {
             "last": (0, 2, 3, 1),
             "transposed": (1, 0),
             "permuted": (1, 2, 0),
@@ -463,7 +468,9 @@ def test_quantized_weights_are_flattened_to_plain_tensors(name: str) -> None:
     program = penstock.apply_weight_offload(ep)
     assert_lent(program)
     assert {type(t) for t in tensors_of(program).values()} <= {Tensor, nn.Parameter}
-    integers = [w for w in build_catalog({"forward": program}).weights.values() if w.dtype in ("int8", "uint8", "int32")]
+    integers = [
+        w for w in build_catalog({"forward": program}).weights.values() if w.dtype in ("int8", "uint8", "int32")
+    ]
     assert sum(w.nbytes for w in integers) > 1000
     assert {w.name for w in integers} & set(uses(program))
     for variant in (program, reloaded(program)):
@@ -649,9 +656,22 @@ def test_weights_in_custom_operators() -> None:
 def test_nested_arguments_and_results() -> None:
     def forward(net: Net, x: Tensor, *, table: Any, listed: Any, flag: bool, nothing: None, count: int) -> Any:
         y = x @ net.w + table["p"]["q"] * count
-        return {"y": y, "again": [y, (y, None, 7, "text", 2.5)], "input": x, "part": table["p"], "flag": flag, "w": net.w}
+        return {
+            "y": y,
+            "again": [y, (y, None, 7, "text", 2.5)],
+            "input": x,
+            "part": table["p"],
+            "flag": flag,
+            "w": net.w,
+        }
 
-    kwargs = {"table": {"p": {"q": torch.randn(4)}}, "listed": [torch.ones(2), 3], "flag": True, "nothing": None, "count": 5}
+    kwargs = {
+        "table": {"p": {"q": torch.randn(4)}},
+        "listed": [torch.ones(2), 3],
+        "flag": True,
+        "nothing": None,
+        "count": 5,
+    }
     program = check(lambda: Net(forward, w=torch.randn(4, 4)), (X,), kwargs)
     signature = make_weightless(program, CPU, frozenset()).signature
     assert {type(spec).__name__ for spec in signature.inputs} == {"TensorSpec", "ConstantSpec"}
@@ -741,7 +761,7 @@ def test_numbers_that_vary_from_call_to_call_are_refused_by_name() -> None:
 def test_results_that_cannot_be_written_to_a_file_are_refused_by_name() -> None:
     from collections import namedtuple
 
-    Pair = namedtuple("Pair", "left right")  # noqa: PYI024  a class that torch does not know by name
+    Pair = namedtuple("Pair", "left right")
 
     def forward(net: Net, x: Tensor) -> Any:
         return Pair(x + net.w, x)
@@ -893,7 +913,9 @@ def test_eval_mode_is_not_refused(name: str) -> None:
     check(lambda: Trains(make()), (torch.randn(shape),))
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.0), nn.LSTM(4, 4, 2, dropout=0.0), nn.BatchNorm1d(4, track_running_stats=False)])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.0), nn.LSTM(4, 4, 2, dropout=0.0), nn.BatchNorm1d(4, track_running_stats=False)]
+)
 def test_training_mode_that_changes_nothing_is_not_refused(layer: nn.Module) -> None:
     """The mode is no part of an exported program: what counts is what its operators do."""
     ep = torch.export.export(Trains(layer).train(), (torch.randn(3, 4),))

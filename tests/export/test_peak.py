@@ -81,18 +81,16 @@ def test_peaks_are_there_only_when_the_block_has_ended() -> None:
     meter = PeakMeter("cpu")
     with pytest.raises(RuntimeError, match="has not ended"):
         _ = meter.peaks
-    with pytest.raises(ZeroDivisionError):
-        with meter:
-            with pytest.raises(RuntimeError, match="has not ended"):
-                _ = meter.peaks
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), meter:
+        with pytest.raises(RuntimeError, match="has not ended"):
+            _ = meter.peaks
+        raise ZeroDivisionError
     assert meter.peaks.host_peak_bytes > 0
 
 
 def test_one_meter_at_a_time() -> None:
-    with PeakMeter("cpu"):
-        with pytest.raises(RuntimeError, match="already"):
-            PeakMeter("cpu").__enter__()
+    with PeakMeter("cpu"), pytest.raises(RuntimeError, match="already"):
+        PeakMeter("cpu").__enter__()
     with PeakMeter("cpu"):
         pass
 

@@ -301,5 +301,3 @@ def test_a_record_of_other_calls_fails_the_run(runners: list[Runner]) -> None:
         last = schedule.accesses[-1]
         with pytest.raises(ScheduleError, match=f"access {last.number} was fetched after the last recorded one"):
             runner.run(Schedule(schedule.method, schedule.accesses[:-1], schedule.steps))
-
-

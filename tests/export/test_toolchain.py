@@ -13,8 +13,8 @@ import pytest
 
 from penstock.errors import ToolchainError
 from penstock.export import toolchain
-from penstock.torch_private import cpp_compiler as private_torch
 from penstock.export.toolchain import Toolchain, check_toolchain, needed_libraries
+from penstock.torch_private import cpp_compiler as private_torch
 
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++ to wrap")
@@ -97,7 +97,7 @@ def test_another_mtime_or_cxx_is_another_compiler(install: Install, monkeypatch:
 
 def test_static_libstdcxx_is_refused(install: Install) -> None:
     archive = subprocess.run([str(GXX), "-print-file-name=libstdc++.a"], capture_output=True, text=True, check=True)
-    if not os.path.isabs(archive.stdout.strip()):
+    if not Path(archive.stdout.strip()).is_absolute():
         pytest.skip("there is no libstdc++.a to link")
     script = install(f'exec {GXX} -static-libstdc++ "$@"')
     message = refused()

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the export side: kernels by Triton, templates, tuning, and device memory while compiling."""
+"""What only a GPU can show of the export side: kernels by Triton, templates, tuning, device memory while compiling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def on_cuda(value: Any) -> Any:
     return torch.utils._pytree.tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def run_poisoned(folder: Path, model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, **options: Any) -> PoisonedModule:
+def run_poisoned(
+    folder: Path, model: nn.Module, args: tuple[Any, ...], dynamic_shapes: Any = None, **options: Any
+) -> PoisonedModule:
     """Compile on CUDA from a model that stays on the CPU; three runs, within bf16/fp32 rounding of eager on the GPU."""
     reference = copy.deepcopy(model).eval().cuda()
     before = torch.cuda.memory_allocated()
@@ -159,7 +161,9 @@ def test_user_triton_kernel_reads_a_weight(tmp_path: Path) -> None:
         torch.testing.assert_close(module(x), model(x))
 
 
-CONFIG = decoder.DecoderConfig(hidden=256, ff=512, layers=3, heads=8, kv_heads=2, vocab=1000, max_len=64, tied=True, dtype=torch.float32)
+CONFIG = decoder.DecoderConfig(
+    hidden=256, ff=512, layers=3, heads=8, kv_heads=2, vocab=1000, max_len=64, tied=True, dtype=torch.float32
+)
 
 
 @pytest.mark.parametrize("source", ["cpu", "cuda"])
@@ -180,7 +184,10 @@ def test_two_methods_share_a_cache(tmp_path: Path, source: str) -> None:
                 module.run_method("prefill", tokens, positions), model(tokens, positions), rtol=1e-3, atol=1e-3
             )
             for i in range(3):
-                tokens, positions = torch.randint(0, 1000, (1, 1), device="cuda"), torch.tensor([seq + i], device="cuda")
+                tokens, positions = (
+                    torch.randint(0, 1000, (1, 1), device="cuda"),
+                    torch.tensor([seq + i], device="cuda"),
+                )
                 torch.testing.assert_close(
                     module.run_method("decode", tokens, positions), model(tokens, positions), rtol=1e-3, atol=1e-3
                 )

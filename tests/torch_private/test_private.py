@@ -49,7 +49,9 @@ def test_scheduler_buffer_method(name: str) -> None:
     assert callable(getattr(SchedulerBuffer, name, None)), f"SchedulerBuffer.{name} is gone"
 
 
-@pytest.mark.parametrize("name", ["NoneLayout", "MultiOutputLayout", "MutationLayoutSHOULDREMOVE", "NonOwningLayout", "MultiOutput"])
+@pytest.mark.parametrize(
+    "name", ["NoneLayout", "MultiOutputLayout", "MutationLayoutSHOULDREMOVE", "NonOwningLayout", "MultiOutput"]
+)
 def test_ir_class(name: str) -> None:
     from torch._inductor import ir
 

@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, ScheduleError, WeightEscapesError, We
 from penstock.schedule import Schedule, Step
 from penstock.verify.module import PoisonedModule
 from penstock.verify.poison import PoisonSession
-from tests.harness import bits, compiled, offloaded
+from tests.harness import compiled, offloaded
 
 
 class Chain(nn.Module):
@@ -141,7 +141,9 @@ def test_without_guards_the_derivation_refuses(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.iterdir())
 
 
-def test_without_guards_and_checks_the_session_notices_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_guards_and_checks_the_session_notices_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_guards(monkeypatch, "_refuse_writes", "_refuse_escapes")
     monkeypatch.setattr(Scratch, "forward", lambda self, x, index, which: write_into_copy(self, x, index))
     module = PoisonedModule(compiled(tmp_path, offloaded(Scratch(), ARGUMENTS)).program_path)
@@ -160,7 +162,9 @@ def write_into_copy(model: Scratch, x: torch.Tensor, index: torch.Tensor) -> tor
     return (copy * 2).sum()
 
 
-def test_without_guards_and_checks_the_session_notices_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_guards_and_checks_the_session_notices_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_guards(monkeypatch, "_refuse_escapes")
     # Read by a step as well: a weight that only the output reads has no reader at all, which is refused elsewhere.
     monkeypatch.setattr(Scratch, "forward", lambda self, x, index, which: read_and_return(self, x))
@@ -207,4 +211,3 @@ def test_bytes_on_a_device_are_refused(path: Path) -> None:
     weights = {name: tensor.to("meta") for name, tensor in module._weights.items()}
     with pytest.raises(PenstockError, match="host"):
         PoisonSession(module.program.methods[0].schedule, weights)
-

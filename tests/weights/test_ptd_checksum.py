@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 from penstock.errors import ChecksumError, WeightsFileError
 from penstock.weight import Weight
 from penstock.weights import read_index, verify_checksums, write_ptd
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 
 def flip(path: Path, offset_bytes: int, bit: int) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, payload, write
 
 from penstock.errors import WeightsFileError
 from penstock.weight import ITEM_BYTES, State, Weight
 from penstock.weights import WeightsIndex, layout_identity, read_index, write_ptd
 from penstock.weights.format import SCALAR_TYPES
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, payload, write
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch.extension.flat_tensor.serialize.serialize")

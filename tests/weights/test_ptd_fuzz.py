@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 from penstock.errors import PenstockError
 from penstock.weight import ITEM_BYTES
 from penstock.weights import WeightsIndex, read_index
 from penstock.weights.format import parse_header
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 FUZZED = settings(max_examples=120, deadline=2000, database=None)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.weights.ptd_cases import EVERY_KIND, TIED, Crafted, write
 
 from penstock.errors import WeightsFileError
 from penstock.weights import read_index
 from penstock.weights.format import INDEX_LIMIT_BYTES
 from penstock.weights.tables import Layout, NamedData, Segment, Tables, encode_tables
+from tests.weights.ptd_cases import EVERY_KIND, TIED, Crafted, write
 
 Change = Callable[[Crafted], Any]
 

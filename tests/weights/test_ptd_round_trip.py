@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, chunks_of, payload, write
 
 from penstock.errors import WeightsFileError
 from penstock.weight import State, Weight
 from penstock.weights import read_index, write_ptd
 from penstock.weights.format import PAGE_BYTES, parse_header
+from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, chunks_of, payload, write
 
 
 def test_every_dtype_and_dim_order_comes_back(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.weights.ptd_cases import STATES, TIED, chunks_of, payload, write
 
 import penstock.errors
 from penstock.errors import DiskFullError, WeightsFileError
 from penstock.weight import State, Weight
 from penstock.weights import read_index, verify_checksums, write_ptd
+from tests.weights.ptd_cases import STATES, TIED, chunks_of, payload, write
 
 SMALL = Weight("small", "float32", (10,), (0,))
 

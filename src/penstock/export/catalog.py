@@ -119,9 +119,7 @@ def _transient(spec: InputSpec) -> bool:
     return spec.kind is InputKind.CONSTANT_TENSOR or (spec.kind is InputKind.BUFFER and not spec.persistent)
 
 
-def _add_weight(
-    catalog: Catalog, method: str, ep: ExportedProgram, specs: list[InputSpec], further: list[str]
-) -> None:
+def _add_weight(catalog: Catalog, method: str, ep: ExportedProgram, specs: list[InputSpec], further: list[str]) -> None:
     names = [spec.target for spec in specs if spec.target is not None] + further
     tensor = _tensor(ep, specs[0])
     transient = all(_transient(spec) for spec in specs)

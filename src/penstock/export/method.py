@@ -111,9 +111,7 @@ def _compile(
 ) -> list[str]:
     try:
         with scheduled(plan or recorder):
-            return compile_graph(
-                program.module, program.example_inputs, device, str(folder / name), dict(options)
-            )
+            return compile_graph(program.module, program.example_inputs, device, str(folder / name), dict(options))
     except Exception as error:
         if recorder.failure is not None:
             raise type(recorder.failure)(f"method {name!r}: {recorder.failure}") from error
@@ -125,9 +123,7 @@ def _first_lines(error: Exception) -> str:
     return f"{type(error).__name__}: " + " | ".join(lines[:6])
 
 
-def _method(
-    name: str, program: WeightlessProgram, derivation: Derivation, weight_names: Mapping[str, str]
-) -> Method:
+def _method(name: str, program: WeightlessProgram, derivation: Derivation, weight_names: Mapping[str, str]) -> Method:
     def weight(number: int) -> str:
         return weight_names[program.weight_of[number]]
 
@@ -135,9 +131,7 @@ def _method(
         name=name,
         schedule=Schedule(
             method=name,
-            accesses=tuple(
-                Access(number, weight(number), number in program.pinned) for number in derivation.accesses
-            ),
+            accesses=tuple(Access(number, weight(number), number in program.pinned) for number in derivation.accesses),
             steps=derivation.steps,
         ),
         signature=program.signature,

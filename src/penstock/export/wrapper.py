@@ -45,7 +45,9 @@ def check_weightless(source: str, method: str) -> None:
     count = int(match.group(1))
     if count:
         names = ", ".join(_CONSTANT_NAME.findall(source)[:8])
-        raise CompileError(f"method {method!r}: the compiled program holds {count} constants ({names}); it must hold none")
+        raise CompileError(
+            f"method {method!r}: the compiled program holds {count} constants ({names}); it must hold none"
+        )
 
 
 def _check_events(body: str, schedule: Schedule) -> tuple[dict[int, int], dict[int, tuple[int, str]]]:

@@ -1,4 +1,4 @@
-"""A compiled model, run under poison: the slowest and most distrustful way to run it, for tests and for verifying files.
+"""A compiled model, run under poison: the slowest and most distrustful way, for tests and for verifying files.
 
 Weights come from the .ptd, states are held as a module would hold them, and every run is checked by a PoisonSession.
 """
@@ -32,7 +32,7 @@ class PoisonedModule:
             raise IdentityError(
                 f"{self._index.path} has identity {self._index.identity}, {self.path} needs {self.program.identity}"
             )
-        with open(self._index.path, "rb") as file:
+        with Path(self._index.path).open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory; nothing writes
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self._weights = {weight.name: self._stored(weight.name) for weight in self.program.weights}
@@ -69,9 +69,7 @@ class PoisonedModule:
             self.sessions[name] = PoisonSession(method.schedule, self._weights, on_cuda=on_cuda)
         inputs = [self.states[state] for state in method.states] + _tensors(method, arguments, keywords)
         outputs = iter(self.sessions[name].run(lambda: compiled(inputs)))
-        leaves = [
-            spec.value if isinstance(spec, ConstantSpec) else next(outputs) for spec in method.signature.outputs
-        ]
+        leaves = [spec.value if isinstance(spec, ConstantSpec) else next(outputs) for spec in method.signature.outputs]
         return unflatten(leaves, method.signature.out_spec)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -81,7 +79,9 @@ class PoisonedModule:
 def _tensors(method: Method, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[torch.Tensor]:
     leaves, spec = flatten(arguments, keywords)
     if spec != method.signature.in_spec:
-        raise PackageError(f"method {method.name!r} was called with {spec}, it was exported for {method.signature.in_spec}")
+        raise PackageError(
+            f"method {method.name!r} was called with {spec}, it was exported for {method.signature.in_spec}"
+        )
     tensors: list[torch.Tensor] = []
     for leaf, expected in zip(leaves, method.signature.inputs, strict=True):
         if isinstance(expected, ConstantSpec):
