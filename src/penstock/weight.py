@@ -67,7 +67,8 @@ class State:
     dtype: str
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
-    # "zeros", or "stored": the first value lies in the weights file under the state's name.
+    # "zeros", or "stored": the first value lies in the weights file under the state's name. A weights file that holds a
+    # value for a state that the program starts as zeros has the last word.
     init: str
 
     @property

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,9 @@ from penstock.weights import Chunk, layout_identity, write_ptd
 from penstock.weights.partial import partial_file, restored_on_failure
 
 DEFAULT_METHOD = "forward"
+
+# The compiler is patched while it runs, and the peak is that of the process: a second thread waits for its turn.
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def compile(
     program_path, weights_path = _paths(path, overwrite)
     budget_bytes = None if weight_offload_budget is None else parse_bytes(weight_offload_budget)
     options = _options(inductor_configs)
-    with PeakMeter(target) as meter:
+    with _one_at_a_time, PeakMeter(target) as meter:
         catalog = build_catalog(methods)
         values = _Values(catalog, None if weights is None else Checkpoint(weights), _read_names(methods, catalog))
         check_toolchain()

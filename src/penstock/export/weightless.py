@@ -73,8 +73,9 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
     mapped: dict[Node, Node] = {}
     output = graph.graph_copy(ep.graph, mapped)
     graph.output(output)
-    nodes = placeholders(graph)
-    values = {node.name: node.meta["val"] for node in ep.graph.find_nodes(op="placeholder")}
+    # By the names of the signature: a copy renames what is named like a builtin (an argument called "input").
+    nodes = {name: mapped[node] for name, node in placeholders(ep.graph).items()}
+    values = {name: node.meta["val"] for name, node in placeholders(ep.graph).items()}
     fake_mode = _fake_mode(values.values())
 
     weight_of: dict[int, str] = {}
@@ -100,7 +101,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
                 target_of[node] = spec.target
         elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
             input_nodes.append(node)
-            inputs.append(_tensor_spec(node.name, values[node.name]))
+            inputs.append(_tensor_spec(spec.arg.name, values[spec.arg.name]))
         elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
             inputs.append(ConstantSpec(spec.arg.name, spec.arg.value))
             node.replace_all_uses_with(spec.arg.value)  # type: ignore[arg-type]

@@ -314,13 +314,7 @@ def _options(device: torch.device, output_folder: str) -> dict[str, Any]:
 
 def known_option(name: str) -> bool:
     """Whether torch._inductor.config has such an option."""
-    node: Any = inductor_config
-    try:
-        for part in name.split("."):
-            node = getattr(node, part)
-    except AttributeError:
-        return False
-    return True
+    return name in inductor_config.get_config_copy()
 
 
 def compile_graph(

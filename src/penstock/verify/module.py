@@ -50,7 +50,7 @@ class PoisonedModule:
         dtype = getattr(torch, state.dtype)
         stored_shape = [state.shape[d] for d in state.dim_order]
         buffer = torch.zeros(stored_shape, dtype=dtype)
-        if state.init == "stored":
+        if state.name in self._index:
             source = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
             source.copy_(self._stored(state.name))
         inverse = [state.dim_order.index(d) for d in range(len(state.shape))]

@@ -13,7 +13,7 @@ def layout_identity(weights: Iterable[Weight], states: Iterable[State]) -> str:
     """The same for a fine-tuned model; another one as soon as a name, a tie, a dtype, a shape or a layout differs."""
     document = {
         "weights": sorted((w.name, sorted(w.aliases), w.dtype, w.shape, w.dim_order) for w in weights),
-        "states": sorted((s.name, s.dtype, s.shape, s.dim_order, s.init) for s in states),
+        "states": sorted((s.name, s.dtype, s.shape, s.dim_order) for s in states),
     }
     canonical = json.dumps(document, separators=(",", ":"), sort_keys=True)
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,46 @@
+"""Small things that real programs do: arguments named like builtins, and compiles from several threads."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.verify.module import PoisonedModule
+from tests.harness import FAST, offloaded
+
+
+def test_arguments_named_like_builtins_from_two_threads(tmp_path: Path) -> None:
+    """nn.Linear's argument is called `input`, which a copied graph renames. The compiler is patched while it runs, so
+    the second thread waits for the first."""
+    model = nn.Linear(4, 4)
+    program = offloaded(model, (torch.ones(2, 4),))
+    failures: list[BaseException] = []
+
+    def build(name: str) -> None:
+        try:
+            penstock.compile(program, tmp_path / f"{name}.pt2", device="cpu", inductor_configs=FAST)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=build, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    x = torch.randn(2, 4)
+    for name in ("one", "two"):
+        module = PoisonedModule(tmp_path / f"{name}.pt2")
+        assert [spec.name for spec in module.program.methods[0].signature.inputs] == ["input"]
+        torch.testing.assert_close(module(x), model(x))
+
+
+def test_an_unknown_method_is_named() -> None:
+    program = penstock.read_program
+    with pytest.raises(penstock.PenstockError, match="does not exist"):
+        program("no-such-file.pt2")
