@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError
-from penstock.export import values
-from penstock.export.values import Checkpoint, equal_values, has_value, is_zero, mismatches, tensor_pieces
+from penstock.export import safetensors_file, values
+from penstock.export.checkpoint import Checkpoint, mismatches
+from penstock.export.values import equal_values, has_value, is_zero, tensor_pieces
 from penstock.layout import contiguous_strides
 from penstock.weight import ITEM_BYTES, State, Weight
 
@@ -310,7 +311,7 @@ def test_the_library_loads_what_we_read(tmp_path: Path) -> None:
 def test_every_dtype_that_the_library_knows_is_known() -> None:
     known = {name: str(dtype).removeprefix("torch.") for name, dtype in safetensors_torch._TYPES.items()}
     assert known.items() <= SAFETENSORS_DTYPES.items()
-    assert values._SAFETENSORS_DTYPES == SAFETENSORS_DTYPES
+    assert safetensors_file.DTYPES == SAFETENSORS_DTYPES
 
 
 @pytest.mark.parametrize("name", SAFETENSORS_DTYPES)
@@ -718,7 +719,7 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path: Path, order: tuple[in
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "PIECE_BYTES", 100)
+    monkeypatch.setattr(safetensors_file, "PIECE_BYTES", 100)
     path = tmp_path / "model.safetensors"
     safetensors_torch.save_file({"w": torch.ones(100)}, path)
     pieces = Checkpoint(path).pieces("w", (0,))

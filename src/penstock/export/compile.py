@@ -30,12 +30,13 @@ from penstock.errors import (
     ProgramError,
 )
 from penstock.export.catalog import Catalog, build_catalog, state_names
+from penstock.export.checkpoint import Checkpoint, mismatches
 from penstock.export.method import CompiledMethod, compile_method
 from penstock.export.offload import fetches, refuse_training, require_program
 from penstock.export.package import pack_program
 from penstock.export.peak import PeakMeter, Peaks, peak_lines
 from penstock.export.toolchain import check_toolchain
-from penstock.export.values import Checkpoint, has_value, is_zero, mismatches, tensor_pieces
+from penstock.export.values import has_value, is_zero, tensor_pieces
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.program import Program
 from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
