@@ -355,7 +355,7 @@ def test_offsets_that_are_aligned_for_nothing(
         assert tensor.data_ptr() % tensor.element_size() == 0  # else it depends on the machine whether it can be read
         return tensor_pieces(tensor, order)
 
-    monkeypatch.setattr(values, "tensor_pieces", aligned_pieces)
+    monkeypatch.setattr(safetensors_file, "tensor_pieces", aligned_pieces)
     raw = random_bytes("complex64", 60)
     start = pad + shift
     header = {"pad": entry("U8", (start,), 0, start), "w": entry("C64", (3, 4, 5), start, start + 480)}
