@@ -107,19 +107,28 @@ class GuardLentWeights:
         output = graph.output_node()
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
 
-        def owned(value: Any) -> Any:
-            if not isinstance(value, torch.fx.Node):
-                return value
-            memory = memory_of(value)
-            if memory.target is not WEIGHT and memory not in written:
-                return value
+        def copy_of(value: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
             if value not in copies:
-                with graph.inserting_before(writes[0] if memory in written else output):
+                with graph.inserting_before(before):
                     copies[value] = graph.call_function(OWN, (value,))
                 copies[value].meta["val"] = OWN(value.meta["val"])
             return copies[value]
 
+        def owned(value: Any) -> Any:
+            if not isinstance(value, torch.fx.Node):
+                return value
+            memory = memory_of(value)
+            if memory in written:
+                return copy_of(value, writes[0])
+            return copy_of(value, output) if memory.target is WEIGHT else value
+
         output.args = torch.fx.map_arg(output.args, owned)
+        overwritten: set[torch.fx.Node] = set()
+        for write in writes:
+            target, value = write.args[:2]
+            if memory_of(value) in overwritten:  # two states that change places: the clone between them was a no-op
+                write.args = (target, copy_of(value, writes[0]), *write.args[2:])
+            overwritten.add(memory_of(target))
         if lent:
             with graph.inserting_before(output):
                 graph.call_function(KEEP, (lent,))
