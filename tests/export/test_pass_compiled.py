@@ -1,4 +1,4 @@
-"""Offloaded programs, compiled and run under poison beside eager mode. Each model holds many cases: a compilation is slow.
+"""Offloaded programs, compiled and run under poison beside eager mode. Each model holds many cases: compiling is slow.
 
 What is only moved must agree to the bit, what is computed within rounding. Outputs are spoiled after every call, and
 must neither change later on nor show in the next call.
@@ -145,7 +145,8 @@ class Weights(Net):
             self.plain, self.plain, self.plain.t(), self.plain[1:3], self.cloned.clone(), self.halves.chunk(2)[1],
             rows[2], self.last, self.transposed, self.gapped, self.gapped.t().reshape(-1), self.expanded,
             self.inside.contiguous(), raw, raw + 1, self.scale, self.empty, self.empty.t(), torch.cat([self.empty, x]),
-            self.buffer_count + 1, self.z.conj(), self.z.mH[1:], self.z.real, self.z.conj().imag, self.buffer_conjugated,
+            self.buffer_count + 1, self.z.conj(), self.z.mH[1:], self.z.real, self.z.conj().imag,
+            self.buffer_conjugated,
             torch.view_as_real(self.buffer_y), self.w.as_strided((2, 2), (1, 4), 2), x, torch.cat([self.cloned]),
         ]  # fmt: skip
         for _ in range(3):
@@ -284,6 +285,8 @@ class Stateful(Net):
             buffer_complex=torch.randn(4, dtype=torch.complex64),
             buffer_steps=torch.tensor(7),
             buffer_set=torch.ones(4),
+            buffer_window=torch.randn(4, 4),
+            buffer_turned=torch.randn(4, 4),
         )
 
     def write(self, x: Tensor, at: Tensor) -> dict[str, Any]:
@@ -303,9 +306,12 @@ class Stateful(Net):
         self.buffer_steps += 1
         self.buffer_set.copy_(self.w[0])
         self.buffer_minus.mul_(1)
+        self.buffer_window[1:].copy_(self.buffer_window[:-1].clone())  # a window that slides by one
+        self.buffer_turned.copy_(self.buffer_turned.t().clone())
         exact = [
             old, self.buffer_stored, self.buffer_stored.t(), self.buffer_stored.split(2)[0], self.buffer_stored.clone(),
-            self.transient_seen, self.transient_seen.unbind(0)[1], self.transient_seen.clone(), self.written[1:].clone(),
+            self.transient_seen, self.transient_seen.unbind(0)[1], self.transient_seen.clone(),
+            self.written[1:].clone(),
             self.buffer_one, self.buffer_two.clone(), self.buffer_transposed, self.buffer_steps, self.buffer_set,
             self.buffer_minus.clone(), self.buffer_cache[0].clone(), self.buffer_complex.conj(),
         ]  # fmt: skip
@@ -380,7 +386,9 @@ class Flow(Net):
         positive = x.sum() > 0
         chosen = torch.cond(positive, lambda v, p: v @ p, lambda v, p: v[:, :2] * p, (x, part)) + rest
         copied = torch.cond(positive, lambda v: self.yes.clone(), lambda v: self.no + v, (x,))
-        turned = torch.cond(positive, lambda v, t: t[1:].clone(), lambda v, t: t[1:] * v[1:], (x, self.turned.t()))
+        turned = torch.cond(
+            positive, lambda v, t: t[1:].contiguous(), lambda v, t: (t[1:] * v[1:]).contiguous(), (x, self.turned.t())
+        )
 
         def more(i: Tensor, *values: Tensor) -> Tensor:
             return (i < count) & (self.limit.sum() < 1e9)

@@ -23,7 +23,7 @@ from torch.utils._sympy.value_ranges import bound_sympy
 
 from penstock.ops import KEEP, OWN, SETTLE, WEIGHT
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
-from penstock.torch_private.graph import memory_of
+from penstock.torch_private.graph import memory_of, op_name
 
 MAIN_GRAPH = "main"
 # The wrapper calls this after the launches of each step.
@@ -90,6 +90,20 @@ def _plain_calls() -> Iterator[None]:
         lowerings.update(before)
 
 
+# Ops that later passes turn into writes into their first input.
+_WRITTEN_IN_PLACE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "slice_scatter",
+        "select_scatter",
+        "diagonal_scatter",
+        "as_strided_scatter",
+        "index_put",
+        "_unsafe_index_put",
+    )
+)
+
+
 class GuardLentWeights:
     """The last graph pass: outputs that alias a lent weight or a written input become copies, and no later pass may
     write into a weight.
@@ -126,9 +140,19 @@ class GuardLentWeights:
         overwritten: set[torch.fx.Node] = set()
         for write in writes:
             target, value = write.args[:2]
-            if memory_of(value) in overwritten:  # two states that change places: the clone between them was a no-op
-                write.args = (target, copy_of(value, writes[0]), *write.args[2:])
             overwritten.add(memory_of(target))
+            # Two states that change places, a state that becomes its own transpose: the clone between was a no-op.
+            if value is not target and memory_of(value) in overwritten:
+                write.args = (target, copy_of(value, writes[0]), *write.args[2:])
+        for node in list(graph.nodes):
+            # The same within one state: a window that slides by one, written in place, would read what it just wrote.
+            if op_name(node.target) in _WRITTEN_IN_PLACE and memory_of(node.args[0]).target is not WEIGHT:
+                for value in node.all_input_nodes:
+                    if value is not node.args[0] and memory_of(value) is memory_of(node.args[0]):
+                        with graph.inserting_before(node):
+                            copy = graph.call_function(OWN, (value,))
+                        copy.meta["val"] = OWN(value.meta["val"])
+                        node.replace_input_with(value, copy)
         if lent:
             with graph.inserting_before(output):
                 graph.call_function(KEEP, (lent,))
