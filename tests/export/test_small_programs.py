@@ -40,7 +40,6 @@ def test_arguments_named_like_builtins_from_two_threads(tmp_path: Path) -> None:
         torch.testing.assert_close(module(x), model(x))
 
 
-def test_an_unknown_method_is_named() -> None:
-    program = penstock.read_program
-    with pytest.raises(penstock.PenstockError, match="does not exist"):
-        program("no-such-file.pt2")
+def test_a_missing_program_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(penstock.PenstockError, match="model.pt2 does not exist"):
+        penstock.read_program(tmp_path / "model.pt2")
