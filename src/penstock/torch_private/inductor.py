@@ -259,6 +259,13 @@ def _emission(scheduler: Scheduler) -> Emission:
     )
 
 
+def _hold_carried(scheduler: Scheduler) -> None:
+    """A loop that makes no trip gives back the very buffers it was given, which the compiler takes for free again."""
+    for node in scheduler.nodes:
+        for carried in getattr(node.node, "carried_inputs", None) or ():
+            V.graph.never_reuse_buffers.add(carried.get_name())
+
+
 _patch_lock = threading.Lock()
 
 
@@ -273,6 +280,7 @@ def scheduled(plan: Callable[[Emission], EmissionOrder | None]) -> Iterator[None
         codegen, enter_context = Scheduler.codegen, Scheduler.enter_context
 
         def codegen_in_order(self: Scheduler) -> None:
+            _hold_carried(self)
             order = plan(_emission(self))
             if order is None:
                 codegen(self)
