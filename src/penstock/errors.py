@@ -101,3 +101,84 @@ class PeakMemoryError(PenstockError):
 
 class OutputPathError(PenstockError, OSError):
     """The place to write to is unusable."""
+
+
+class BelowFloorError(BudgetError):
+    """The budget is smaller than the floor; the exact minimum is an attribute."""
+
+    def __init__(self, message: str, *, budget_bytes: int, floor_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+
+
+class RuntimeFailure(PenstockError):
+    """Base of what can go wrong between loading a program and closing it."""
+
+
+class DeviceMemoryError(RuntimeFailure):
+    """The device refused memory for the weights: a pool or a page could not be created."""
+
+
+class ActivationMemoryError(RuntimeFailure):
+    """The compiled program ran out of device memory for its own buffers."""
+
+
+class DriverCallError(RuntimeFailure):
+    """A call of the device driver failed."""
+
+
+class StickyDeviceError(DriverCallError):
+    """The device context is lost: this process can use the device no more."""
+
+
+class MissingWeightError(WeightsFileError):
+    """The weights file lacks weights that the program fetches; they are named."""
+
+
+class WeightMismatchError(WeightsFileError):
+    """A weight's shape or dtype in the weights file is not what the program needs."""
+
+
+class WeightsChangedError(WeightsFileError):
+    """The weights file changed, or became shorter, after it was loaded."""
+
+
+class HostMemoryError(RuntimeFailure):
+    """The host memory that is needed exceeds what this process may use."""
+
+
+class RegistrationError(RuntimeFailure):
+    """Host memory could not be registered with the device."""
+
+
+class ScheduleDivergedError(RuntimeFailure):
+    """The compiled code made another access than the recorded one."""
+
+
+class ConcurrentRunError(RuntimeFailure):
+    """A second thread entered a module that is running."""
+
+
+class CaptureError(RuntimeFailure):
+    """A module was called while the caller captures a graph."""
+
+
+class BuildMismatchError(RuntimeFailure):
+    """The program was compiled for another torch, machine or device."""
+
+
+class ClosedError(RuntimeFailure):
+    """A module was used after close()."""
+
+
+class ForkedError(RuntimeFailure):
+    """A module was used in a child of the process that loaded it."""
+
+
+class StateInvalidError(RuntimeFailure):
+    """A run failed and may have left state half written; reset_state() makes it usable again."""
+
+
+class InputError(PenstockError, TypeError):
+    """An input does not fit the method's signature, which the message shows."""

@@ -1,0 +1,109 @@
+// What the core asks of a driver: virtual memory, pools, streams, events, copies, host memory. There are two: libcuda.so.1
+// and the soft driver. The session is written against this table alone, so what CI proves on the one holds on the other.
+//
+// Every function throws DriverError on failure. Functions that give something back must not be skipped because another
+// failed: the session calls each through quietly() when it cleans up.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace penstock {
+
+// What went wrong, as the front ends tell it apart. The numbers are part of the C interface.
+enum class Failure : int32_t {
+  none = 0,
+  driver = 1,             // a driver call failed
+  device_memory = 2,      // a driver call failed for want of device memory
+  registration = 3,       // host memory could not be registered or pinned
+  divergence = 4,         // the compiled code did not follow the schedule
+  host_read = 5,          // bytes of the weights file could not be read
+  sticky = 6,             // the device context is lost; nothing more can be done with it
+  capture = 7,            // called while the caller's stream is being captured
+  torch = 8,              // torch refused to make a tensor
+  usage = 9,              // the caller broke the order of calls
+};
+
+class CoreError : public std::runtime_error {
+ public:
+  CoreError(Failure failure, const std::string& message) : std::runtime_error(message), failure(failure) {}
+  const Failure failure;
+};
+
+class DriverError final : public CoreError {
+ public:
+  // `call` is the driver function's own name, `code` its result.
+  DriverError(Failure failure, const std::string& call, int code, const std::string& text)
+      : CoreError(failure, call + " failed: " + text + " (" + std::to_string(code) + ")"), code(code) {}
+  const int code;
+};
+
+using Address = uint64_t;  // a device address
+using Block = uint64_t;    // physical device memory
+using Pool = void*;
+using Stream = void*;
+using Event = void*;
+
+struct MemoryInfo {
+  size_t free_bytes;
+  size_t total_bytes;
+};
+
+class Driver {
+ public:
+  virtual ~Driver() = default;
+
+  // Makes the driver's device the current one of the calling thread, and puts back what was. Paired, nestable.
+  virtual void enter() {}
+  virtual void leave() noexcept {}
+
+  virtual MemoryInfo memory_info() = 0;
+
+  // Physical memory, in multiples of the granularity; one block may be mapped into several ranges.
+  virtual size_t granularity_bytes() = 0;
+  virtual Block create_block(size_t bytes) = 0;
+  virtual void release_block(Block block) = 0;
+  virtual Address reserve(size_t bytes) = 0;
+  virtual void unreserve(Address address, size_t bytes) = 0;
+  // Maps the whole block.
+  virtual void map(Address address, size_t bytes, Block block) = 0;
+  virtual void allow_access(Address address, size_t bytes) = 0;
+  virtual void unmap(Address address, size_t bytes) = 0;
+
+  // A pool never holds more than max_bytes. Allocation and release are ordered on a stream.
+  virtual Pool create_pool(size_t max_bytes) = 0;
+  virtual void destroy_pool(Pool pool) = 0;
+  virtual Address pool_allocate(Pool pool, size_t bytes, Stream stream) = 0;
+  virtual void pool_release(Pool pool, Address address, Stream stream) = 0;
+  // The most physical bytes the pool has held.
+  virtual size_t pool_peak_bytes(Pool pool) = 0;
+
+  virtual Stream create_stream() = 0;
+  virtual void destroy_stream(Stream stream) = 0;
+  virtual void synchronize_stream(Stream stream) = 0;
+  virtual bool is_capturing(Stream stream) = 0;
+
+  virtual Event create_event(bool timing) = 0;
+  virtual void destroy_event(Event event) = 0;
+  virtual void record(Event event, Stream stream) = 0;
+  // The stream waits for what the event recorded last before this call; an event never recorded is no wait.
+  virtual void wait(Stream stream, Event event) = 0;
+  virtual void synchronize_event(Event event) = 0;
+  virtual bool is_complete(Event event) = 0;
+  // Both recorded with timing, and complete.
+  virtual int64_t elapsed_ns(Event from, Event to) = 0;
+
+  virtual void copy_to_device(Address to, const void* from, size_t bytes, Stream stream) = 0;
+  virtual void copy_to_host(void* to, Address from, size_t bytes, Stream stream) = 0;
+  virtual void fill(Address to, unsigned char value, size_t bytes, Stream stream) = 0;
+
+  // Read-only registration of memory that exists; pinned memory of our own.
+  virtual void register_host(const void* start, size_t bytes) = 0;
+  virtual void unregister_host(const void* start) = 0;
+  virtual void* allocate_host(size_t bytes) = 0;
+  virtual void free_host(void* start) = 0;
+};
+
+}  // namespace penstock

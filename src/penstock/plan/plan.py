@@ -1,0 +1,152 @@
+"""A plan: where every weight lies, and when every copy is issued. Plain data, made by the planner, executed by the core.
+
+Device memory is made of blocks (physical) that are mapped into ranges (virtual addresses). A weight's head may lie in a
+resident block; its tail, or all of it, comes and goes in ring pages that many ranges share. One coming and going is a
+stay: copied once, read by one or more accesses, then overwritten. Addresses never change while a plan lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Block:
+    """Physical device memory, created as one unit. A ring block is exactly one page."""
+
+    nbytes: int
+    ring: bool
+
+
+@dataclass(frozen=True)
+class Range:
+    """Virtual addresses, a multiple of the page, covered by blocks that are mapped whole, one after the other."""
+
+    nbytes: int
+    # Indices into Plan.blocks.
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One copy: bytes of a weight to an offset in a range."""
+
+    weight: str
+    weight_offset_bytes: int
+    nbytes: int
+    range_index: int
+    range_offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One weight in the ring, from its copy to its last reader. A method's stays are listed in the order of issue."""
+
+    weight: str
+    pieces: tuple[Piece, ...]
+    # Positions (in the method's access order) that read this stay, in the order in which they come once it is copied.
+    # A stay that crosses the end of a run has accesses of the next run last, so the positions may fall back once.
+    accesses: tuple[int, ...]
+    # The copy is issued by the host right before the access at this position is fetched; the number of accesses of the
+    # method means: at the end of the run.
+    issue_before: int
+    # The step whose end the copy waits for on the device: the last reader of anything that was in its pages before.
+    # None: nothing was. At the time of issue that step has ended, in this run or (if it comes later) in the last one.
+    wait_step: int | None
+    # The step after which the pages may be overwritten.
+    last_step: int
+
+    @property
+    def crosses_end(self) -> bool:
+        """Whether it is in place when a run begins. A run that finds the ring in other hands copies it first."""
+        return self.accesses[0] < self.issue_before or self.accesses[-1] < self.accesses[0]
+
+    @property
+    def read_before_end(self) -> bool:
+        """Whether an access of the run that issues the copy reads it."""
+        return self.accesses[0] >= self.issue_before
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident."""
+
+    number: int
+    weight: str
+    nbytes: int
+    range_index: int
+    range_offset_bytes: int
+    stay: int | None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one run of a method moves. S7: what is counted while running equals this."""
+
+    bytes_streamed: int
+    copies: int
+    bytes_hit: int
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    method: str
+    # In the order in which the compiled code makes them.
+    placements: tuple[Placement, ...]
+    stays: tuple[Stay, ...]
+    step_count: int
+
+    @cached_property
+    def warm(self) -> Traffic:
+        """A run that follows a run of the same method. Copies for the next run count where they are issued."""
+        return self._traffic(cold=False)
+
+    @cached_property
+    def cold(self) -> Traffic:
+        """A run that finds the ring in other hands: the stays that would be in place are copied first."""
+        return self._traffic(cold=True)
+
+    def _traffic(self, *, cold: bool) -> Traffic:
+        entering = [stay for stay in self.stays if stay.crosses_end] if cold else []
+        # The first access that reads a copy is no hit. A stay that is read on both sides of the end of a run is, cold,
+        # copied twice in that run, and has two such accesses.
+        missed = [*self.stays, *(stay for stay in entering if stay.read_before_end)]
+        issued = [*entering, *self.stays]
+        return Traffic(
+            bytes_streamed=sum(stay.nbytes for stay in issued),
+            copies=sum(len(stay.pieces) for stay in issued),
+            bytes_hit=sum(placement.nbytes for placement in self.placements) - sum(stay.nbytes for stay in missed),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One plan serves all methods: they share the resident blocks, and take turns with the ring."""
+
+    page_bytes: int
+    blocks: tuple[Block, ...]
+    ranges: tuple[Range, ...]
+    # Resident content, copied once when the plan is installed.
+    fills: tuple[Piece, ...]
+    methods: tuple[MethodPlan, ...]
+
+    @cached_property
+    def device_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    @cached_property
+    def ring_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks if block.ring)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory that keeps its content, rounding to pages included."""
+        return self.device_bytes - self.ring_bytes
+
+    def method(self, name: str) -> MethodPlan:
+        return next(method for method in self.methods if method.method == name)
