@@ -1,39 +1,234 @@
 #include "cuda_driver.h"
 
-#include <dlfcn.h>
+#include <cmath>
 
 namespace penstock {
 namespace {
-CudaDriver driver;
-bool loaded = false;
+
+constexpr int kSuccess = 0;
+constexpr int kOutOfMemory = 2;
+constexpr int kNotReady = 600;
+constexpr int kCaptureImplicit = 906;
+constexpr int kPinned = 1;
+constexpr int kOnDevice = 1;
+constexpr int kReadWrite = 3;
+constexpr unsigned kNonBlocking = 1;
+constexpr unsigned kDisableTiming = 2;
+constexpr unsigned kRegisterPortable = 0x01;
+constexpr unsigned kRegisterReadOnly = 0x08;
+
+// After these the context is lost: every later call fails with the same code.
+bool is_sticky(int code) {
+  switch (code) {
+    case 4:    // deinitialized
+    case 201:  // invalid context
+    case 214:  // uncorrectable ECC error
+    case 220:  // uncorrectable NVLink error
+    case 226:  // contained
+    case 700:  // illegal address
+    case 702:  // launch timeout
+    case 709:  // context destroyed
+    case 710:  // device assertion
+    case 714:  // hardware stack error
+    case 715:  // illegal instruction
+    case 716:  // misaligned address
+    case 717:  // invalid address space
+    case 718:  // invalid program counter
+    case 719:  // launch failed
+      return true;
+    default:
+      return false;
+  }
+}
+
+void check(int code, const char* call, Failure shortage = Failure::driver) {
+  if (code == kSuccess) return;
+  Failure failure = Failure::driver;
+  if (is_sticky(code)) failure = Failure::sticky;
+  else if (shortage == Failure::registration) failure = shortage;
+  else if (code == kOutOfMemory) failure = Failure::device_memory;
+  throw DriverError(failure, call, code, cuda_error_text(code));
+}
+
 }  // namespace
 
-std::string load_cuda_driver() {
-  if (loaded) return "";
-  void* library = dlopen("libcuda.so.1", RTLD_NOW);
-  if (!library) return std::string("the CUDA driver cannot be opened: ") + dlerror();
-  std::string missing;
-  auto find = [&](const char* name, auto& out) {
-    out = reinterpret_cast<std::decay_t<decltype(out)>>(dlsym(library, name));
-    if (!out && missing.empty()) missing = std::string("libcuda.so.1 has no function ") + name;
-  };
-  find("cuMemAlloc_v2", driver.mem_alloc);
-  find("cuMemFree_v2", driver.mem_free);
-  find("cuMemcpyHtoDAsync_v2", driver.copy_to_device);
-  find("cuMemcpyDtoHAsync_v2", driver.copy_to_host);
-  find("cuMemsetD8Async", driver.fill);
-  find("cuStreamSynchronize", driver.synchronize);
-  find("cuGetErrorString", driver.error_string);
-  loaded = missing.empty();
-  return missing;
+CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()) {
+  if (std::string missing = load_cuda_library(); !missing.empty())
+    throw CoreError(Failure::driver, missing);
+  check(cuda_.init(0), "cuInit");
+  check(cuda_.device_get(&device_, ordinal), "cuDeviceGet");
+  check(cuda_.primary_context_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
+  CudaAllocationProperties wanted = properties();
+  int code = cuda_.granularity(&granularity_bytes_, &wanted, 0);
+  if (code != kSuccess) {
+    cuda_.primary_context_release(device_);
+    check(code, "cuMemGetAllocationGranularity");
+  }
 }
 
-const CudaDriver& cuda_driver() { return driver; }
+CudaDriver::~CudaDriver() { cuda_.primary_context_release(device_); }
 
-std::string cuda_error_text(int code) {
-  const char* text = nullptr;
-  if (driver.error_string && driver.error_string(code, &text) == 0 && text) return text;
-  return "CUDA driver error " + std::to_string(code);
+CudaAllocationProperties CudaDriver::properties() const {
+  CudaAllocationProperties wanted{};
+  wanted.type = kPinned;
+  wanted.location = {kOnDevice, device_};
+  return wanted;
 }
+
+void CudaDriver::enter() { check(cuda_.context_push(context_), "cuCtxPushCurrent"); }
+
+void CudaDriver::leave() noexcept {
+  void* popped = nullptr;
+  cuda_.context_pop(&popped);
+}
+
+MemoryInfo CudaDriver::memory_info() {
+  MemoryInfo info{};
+  check(cuda_.memory_info(&info.free_bytes, &info.total_bytes), "cuMemGetInfo");
+  return info;
+}
+
+Block CudaDriver::create_block(size_t bytes) {
+  CudaAllocationProperties wanted = properties();
+  unsigned long long handle = 0;
+  check(cuda_.create(&handle, bytes, &wanted, 0), "cuMemCreate");
+  return handle;
+}
+
+void CudaDriver::release_block(Block block) { check(cuda_.release(block), "cuMemRelease"); }
+
+Address CudaDriver::reserve(size_t bytes) {
+  DevicePointer address = 0;
+  check(cuda_.reserve(&address, bytes, 0, 0, 0), "cuMemAddressReserve");
+  return address;
+}
+
+void CudaDriver::unreserve(Address address, size_t bytes) {
+  check(cuda_.unreserve(address, bytes), "cuMemAddressFree");
+}
+
+void CudaDriver::map(Address address, size_t bytes, Block block) {
+  check(cuda_.map(address, bytes, 0, block, 0), "cuMemMap");
+}
+
+void CudaDriver::allow_access(Address address, size_t bytes) {
+  CudaAccess access{{kOnDevice, device_}, kReadWrite};
+  check(cuda_.set_access(address, bytes, &access, 1), "cuMemSetAccess");
+}
+
+void CudaDriver::unmap(Address address, size_t bytes) { check(cuda_.unmap(address, bytes), "cuMemUnmap"); }
+
+Pool CudaDriver::create_pool(size_t max_bytes) {
+  CudaPoolProperties wanted{};
+  wanted.type = kPinned;
+  wanted.location = {kOnDevice, device_};
+  wanted.max_bytes = max_bytes;
+  Pool pool = nullptr;
+  check(cuda_.pool_create(&pool, &wanted), "cuMemPoolCreate");
+  // Reuse that follows events, that takes completed frees, and that inserts waits of its own: all three on.
+  int on = 1;
+  uint64_t keep_everything = UINT64_MAX;
+  int code = cuda_.pool_set(pool, 1, &on);
+  if (code == kSuccess) code = cuda_.pool_set(pool, 2, &on);
+  if (code == kSuccess) code = cuda_.pool_set(pool, 3, &on);
+  // Memory stays in the pool between runs; giving it back to the system and asking again would cost milliseconds.
+  if (code == kSuccess) code = cuda_.pool_set(pool, 4, &keep_everything);
+  if (code != kSuccess) {
+    cuda_.pool_destroy(pool);
+    check(code, "cuMemPoolSetAttribute");
+  }
+  return pool;
+}
+
+void CudaDriver::destroy_pool(Pool pool) { check(cuda_.pool_destroy(pool), "cuMemPoolDestroy"); }
+
+Address CudaDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
+  DevicePointer address = 0;
+  check(cuda_.pool_allocate(&address, bytes, pool, stream), "cuMemAllocFromPoolAsync");
+  return address;
+}
+
+void CudaDriver::pool_release(Pool, Address address, Stream stream) {
+  check(cuda_.pool_release(address, stream), "cuMemFreeAsync");
+}
+
+size_t CudaDriver::pool_peak_bytes(Pool pool) {
+  uint64_t peak = 0;
+  check(cuda_.pool_get(pool, 6, &peak), "cuMemPoolGetAttribute");
+  return peak;
+}
+
+Stream CudaDriver::create_stream() {
+  Stream stream = nullptr;
+  // Non-blocking: work on the legacy default stream, where torch computes unless told otherwise, must not wait for it.
+  check(cuda_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
+  return stream;
+}
+
+void CudaDriver::destroy_stream(Stream stream) { check(cuda_.stream_destroy(stream), "cuStreamDestroy"); }
+
+void CudaDriver::synchronize_stream(Stream stream) { check(cuda_.synchronize(stream), "cuStreamSynchronize"); }
+
+bool CudaDriver::is_capturing(Stream stream) {
+  int status = 0;
+  int code = cuda_.stream_is_capturing(stream, &status);
+  // The legacy default stream cannot be asked while another stream captures: that is an answer too.
+  if (code == kCaptureImplicit) return true;
+  check(code, "cuStreamIsCapturing");
+  return status != 0;
+}
+
+Event CudaDriver::create_event(bool timing) {
+  Event event = nullptr;
+  check(cuda_.event_create(&event, timing ? 0 : kDisableTiming), "cuEventCreate");
+  return event;
+}
+
+void CudaDriver::destroy_event(Event event) { check(cuda_.event_destroy(event), "cuEventDestroy"); }
+void CudaDriver::record(Event event, Stream stream) { check(cuda_.event_record(event, stream), "cuEventRecord"); }
+void CudaDriver::wait(Stream stream, Event event) { check(cuda_.stream_wait(stream, event, 0), "cuStreamWaitEvent"); }
+void CudaDriver::synchronize_event(Event event) { check(cuda_.event_synchronize(event), "cuEventSynchronize"); }
+
+bool CudaDriver::is_complete(Event event) {
+  int code = cuda_.event_query(event);
+  if (code == kNotReady) return false;
+  check(code, "cuEventQuery");
+  return true;
+}
+
+int64_t CudaDriver::elapsed_ns(Event from, Event to) {
+  float milliseconds = 0;
+  check(cuda_.event_elapsed(&milliseconds, from, to), "cuEventElapsedTime");
+  return std::llround((double)milliseconds * 1e6);
+}
+
+void CudaDriver::copy_to_device(Address to, const void* from, size_t bytes, Stream stream) {
+  check(cuda_.copy_to_device(to, from, bytes, stream), "cuMemcpyHtoDAsync");
+}
+
+void CudaDriver::copy_to_host(void* to, Address from, size_t bytes, Stream stream) {
+  check(cuda_.copy_to_host(to, from, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+void CudaDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
+  check(cuda_.fill(to, value, bytes, stream), "cuMemsetD8Async");
+}
+
+void CudaDriver::register_host(const void* start, size_t bytes) {
+  check(cuda_.host_register(const_cast<void*>(start), bytes, kRegisterPortable | kRegisterReadOnly),
+        "cuMemHostRegister", Failure::registration);
+}
+
+void CudaDriver::unregister_host(const void* start) {
+  check(cuda_.host_unregister(const_cast<void*>(start)), "cuMemHostUnregister", Failure::registration);
+}
+
+void* CudaDriver::allocate_host(size_t bytes) {
+  void* start = nullptr;
+  check(cuda_.host_alloc(&start, bytes, kRegisterPortable), "cuMemHostAlloc", Failure::registration);
+  return start;
+}
+
+void CudaDriver::free_host(void* start) { check(cuda_.host_free(start), "cuMemFreeHost", Failure::registration); }
 
 }  // namespace penstock

@@ -1,28 +1,65 @@
-// The driver functions that the core calls, from libcuda.so.1, opened at run time: no CUDA toolkit is needed to build.
+// The driver table of a CUDA device, in its primary context: the one that torch uses.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <string>
+#include "cuda_library.h"
+#include "driver.h"
 
 namespace penstock {
 
-using DevicePointer = unsigned long long;  // CUdeviceptr
-using DeviceStream = void*;                // CUstream
+class CudaDriver final : public Driver {
+ public:
+  // Throws DriverError when there is no driver or no such device.
+  explicit CudaDriver(int ordinal);
+  ~CudaDriver() override;
 
-struct CudaDriver {
-  int (*mem_alloc)(DevicePointer* out, size_t bytes) = nullptr;
-  int (*mem_free)(DevicePointer pointer) = nullptr;
-  int (*copy_to_device)(DevicePointer to, const void* from, size_t bytes, DeviceStream stream) = nullptr;
-  int (*copy_to_host)(void* to, DevicePointer from, size_t bytes, DeviceStream stream) = nullptr;
-  int (*fill)(DevicePointer to, unsigned char value, size_t bytes, DeviceStream stream) = nullptr;
-  int (*synchronize)(DeviceStream stream) = nullptr;
-  int (*error_string)(int code, const char** out) = nullptr;
+  void enter() override;
+  void leave() noexcept override;
+  MemoryInfo memory_info() override;
+
+  size_t granularity_bytes() override { return granularity_bytes_; }
+  Block create_block(size_t bytes) override;
+  void release_block(Block block) override;
+  Address reserve(size_t bytes) override;
+  void unreserve(Address address, size_t bytes) override;
+  void map(Address address, size_t bytes, Block block) override;
+  void allow_access(Address address, size_t bytes) override;
+  void unmap(Address address, size_t bytes) override;
+
+  Pool create_pool(size_t max_bytes) override;
+  void destroy_pool(Pool pool) override;
+  Address pool_allocate(Pool pool, size_t bytes, Stream stream) override;
+  void pool_release(Pool pool, Address address, Stream stream) override;
+  size_t pool_peak_bytes(Pool pool) override;
+
+  Stream create_stream() override;
+  void destroy_stream(Stream stream) override;
+  void synchronize_stream(Stream stream) override;
+  bool is_capturing(Stream stream) override;
+
+  Event create_event(bool timing) override;
+  void destroy_event(Event event) override;
+  void record(Event event, Stream stream) override;
+  void wait(Stream stream, Event event) override;
+  void synchronize_event(Event event) override;
+  bool is_complete(Event event) override;
+  int64_t elapsed_ns(Event from, Event to) override;
+
+  void copy_to_device(Address to, const void* from, size_t bytes, Stream stream) override;
+  void copy_to_host(void* to, Address from, size_t bytes, Stream stream) override;
+  void fill(Address to, unsigned char value, size_t bytes, Stream stream) override;
+
+  void register_host(const void* start, size_t bytes) override;
+  void unregister_host(const void* start) override;
+  void* allocate_host(size_t bytes) override;
+  void free_host(void* start) override;
+
+ private:
+  CudaAllocationProperties properties() const;
+
+  const CudaLibrary& cuda_;
+  int device_ = 0;
+  void* context_ = nullptr;
+  size_t granularity_bytes_ = 0;
 };
-
-// Empty on success, otherwise what is missing.
-std::string load_cuda_driver();
-const CudaDriver& cuda_driver();
-std::string cuda_error_text(int code);
 
 }  // namespace penstock

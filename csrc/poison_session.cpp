@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_driver.h"
+#include "cuda_library.h"
 #include "session.h"
 #include "torch_abi.h"
 
@@ -92,7 +92,7 @@ class PoisonSession final : public Session {
     if (next_step_ != steps_)
       return fail("the run ended " + number_text(next_step_) + " of " + number_text(steps_) + " recorded steps");
     if (on_cuda_) {
-      if (int code = cuda_driver().synchronize(stream_)) return fail(cuda_error_text(code));
+      if (int code = cuda_library().synchronize(stream_)) return fail(cuda_error_text(code));
       for (Lent& lent : accesses_)
         if (std::memcmp(lent.seen.data(), lent.source, lent.bytes) != 0) return written(lent);
     }
@@ -115,9 +115,9 @@ class PoisonSession final : public Session {
     size_t capacity = lent.bytes ? lent.bytes : 1;
     if (on_cuda_) {
       if (torch_abi().current_cuda_stream(device_index, &stream_)) return fail("torch gave no CUDA stream");
-      if (int code = cuda_driver().mem_alloc(&lent.device, capacity)) return fail(cuda_error_text(code));
+      if (int code = cuda_library().mem_alloc(&lent.device, capacity)) return fail(cuda_error_text(code));
       if (lent.bytes)
-        if (int code = cuda_driver().copy_to_device(lent.device, lent.source, lent.bytes, stream_))
+        if (int code = cuda_library().copy_to_device(lent.device, lent.source, lent.bytes, stream_))
           return fail(cuda_error_text(code));
       *data = reinterpret_cast<void*>(lent.device);
     } else {
@@ -142,9 +142,9 @@ class PoisonSession final : public Session {
     }
     lent.seen.resize(lent.bytes);
     if (!lent.bytes) return true;
-    if (int code = cuda_driver().copy_to_host(lent.seen.data(), lent.device, lent.bytes, stream_))
+    if (int code = cuda_library().copy_to_host(lent.seen.data(), lent.device, lent.bytes, stream_))
       return fail(cuda_error_text(code));
-    if (int code = cuda_driver().fill(lent.device, kPoison, lent.bytes, stream_)) return fail(cuda_error_text(code));
+    if (int code = cuda_library().fill(lent.device, kPoison, lent.bytes, stream_)) return fail(cuda_error_text(code));
     return true;
   }
 
@@ -153,10 +153,10 @@ class PoisonSession final : public Session {
   }
 
   void release() {
-    if (on_cuda_ && stream_used()) cuda_driver().synchronize(stream_);
+    if (on_cuda_ && stream_used()) cuda_library().synchronize(stream_);
     for (Lent& lent : accesses_) {
       if (lent.host) ::operator delete(lent.host, std::align_val_t(kAlignment));
-      if (lent.device) cuda_driver().mem_free(lent.device);
+      if (lent.device) cuda_library().mem_free(lent.device);
       lent.host = nullptr;
       lent.device = 0;
       lent.seen.clear();
@@ -192,7 +192,7 @@ extern "C" {
 void* penstock_poison_create(int64_t accesses, const int64_t* numbers, const int64_t* last_steps,
                              const void* const* sources, const int64_t* bytes, int64_t steps, int32_t on_cuda) {
   penstock::create_error = penstock::load_torch_abi();
-  if (penstock::create_error.empty() && on_cuda) penstock::create_error = penstock::load_cuda_driver();
+  if (penstock::create_error.empty() && on_cuda) penstock::create_error = penstock::load_cuda_library();
   if (penstock::create_error.empty() && on_cuda && !penstock::torch_abi().current_cuda_stream)
     penstock::create_error = "this build of torch has no CUDA";
   if (!penstock::create_error.empty()) return nullptr;

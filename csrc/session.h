@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "driver.h"
+
 namespace penstock {
 
 using TensorHandle = void*;  // AtenTensorHandle of the AOTInductor C ABI
@@ -29,16 +31,24 @@ class Session {
 
   // Generated code may reduce a failure to a generic one, so the session keeps the real error: the first.
   const std::string& error() const { return error_; }
+  Failure failure() const { return failure_; }
 
  protected:
-  bool fail(const std::string& message) {
-    if (error_.empty()) error_ = message;
+  bool fail(const std::string& message, Failure failure = Failure::divergence) {
+    if (error_.empty()) {
+      error_ = message;
+      failure_ = failure;
+    }
     return false;
   }
-  void clear_error() { error_.clear(); }
+  void clear_error() {
+    error_.clear();
+    failure_ = Failure::none;
+  }
 
  private:
   std::string error_;
+  Failure failure_ = Failure::none;
 };
 
 // The session of the calling thread; null outside of a run.

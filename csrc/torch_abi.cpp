@@ -25,6 +25,9 @@ std::string load_torch_abi() {
            std::pair<const char*, bool>{
                "aoti_torch_create_tensor_from_blob",
                find(cpu, "aoti_torch_create_tensor_from_blob", abi.create_tensor_from_blob)},
+           {"aoti_torch_new_tensor_handle", find(cpu, "aoti_torch_new_tensor_handle", abi.new_tensor_handle)},
+           {"aoti_torch_delete_tensor_object",
+            find(cpu, "aoti_torch_delete_tensor_object", abi.delete_tensor_object)},
            {"aoti_torch_device_type_cpu", find(cpu, "aoti_torch_device_type_cpu", abi.device_type_cpu)},
            {"aoti_torch_device_type_cuda", find(cpu, "aoti_torch_device_type_cuda", abi.device_type_cuda)},
        }) {

@@ -1,40 +1,79 @@
-"""The native core, loaded once, and its C functions with their types."""
+"""The native core, loaded once, and its C functions with their types. No torch: the core finds it when it must."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from pathlib import Path
-
-import torch  # noqa: F401  the core finds torch's functions in the process
 
 from penstock.errors import PenstockError
 
-_LIBRARY = Path(__file__).parent / "libpenstock.so"
+# Another build of the core: one with a sanitizer in it, for instance.
+_ENVIRONMENT = "PENSTOCK_CORE_LIBRARY"
+
+_pointer = ctypes.c_void_p
+_text = ctypes.c_char_p
+_i32 = ctypes.c_int32
+_i64 = ctypes.c_int64
+
+# void visit(const int64_t* seven_numbers)
+SPAN_VISITOR = ctypes.CFUNCTYPE(None, ctypes.POINTER(_i64))
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
-    "penstock_poison_create": (
-        ctypes.c_void_p,
-        [ctypes.c_int64] + [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_int32],
+    "penstock_poison_create": (_pointer, [_i64, _pointer, _pointer, _pointer, _pointer, _i64, _i32]),
+    "penstock_create_error": (_text, []),
+    "penstock_poison_begin": (None, [_pointer]),
+    "penstock_poison_end": (_i32, [_pointer]),
+    "penstock_poison_error": (_text, [_pointer]),
+    "penstock_poison_owns": (_i32, [_pointer, _pointer]),
+    "penstock_poison_peak_bytes": (_i64, [_pointer]),
+    "penstock_poison_destroy": (None, [_pointer]),
+    "penstock_failure": (_i32, []),
+    "penstock_failure_text": (_text, []),
+    "penstock_load_torch": (_i32, []),
+    "penstock_soft_create": (_pointer, [ctypes.c_size_t, ctypes.c_size_t, _i32]),
+    "penstock_soft_error": (_text, []),
+    "penstock_cuda_create": (_pointer, [_i32]),
+    "penstock_driver_destroy": (None, [_pointer]),
+    "penstock_driver_granularity": (_i64, [_pointer]),
+    "penstock_driver_memory": (_i32, [_pointer, _pointer, _pointer]),
+    "penstock_session_create": (
+        _pointer,
+        [_pointer, _text, _i32, _pointer, _i64, _i64, _i32, _i32, _i32, _i32],
     ),
-    "penstock_create_error": (ctypes.c_char_p, []),
-    "penstock_poison_begin": (None, [ctypes.c_void_p]),
-    "penstock_poison_end": (ctypes.c_int32, [ctypes.c_void_p]),
-    "penstock_poison_error": (ctypes.c_char_p, [ctypes.c_void_p]),
-    "penstock_poison_owns": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_void_p]),
-    "penstock_poison_peak_bytes": (ctypes.c_int64, [ctypes.c_void_p]),
-    "penstock_poison_destroy": (None, [ctypes.c_void_p]),
+    "penstock_session_destroy": (None, [_pointer]),
+    "penstock_session_install": (_i32, [_pointer, _pointer, _i64]),
+    "penstock_session_uninstall": (_i32, [_pointer]),
+    "penstock_session_check_file": (_i32, [_pointer]),
+    "penstock_session_begin": (_i32, [_pointer, _i64, _pointer]),
+    "penstock_session_end": (_i32, [_pointer]),
+    "penstock_session_abort": (None, [_pointer]),
+    "penstock_session_failure": (_i32, [_pointer]),
+    "penstock_session_failure_text": (_text, [_pointer]),
+    "penstock_session_acquire": (_i32, [_pointer, _i64, _pointer]),
+    "penstock_session_done": (None, [_pointer, _i64]),
+    "penstock_session_counters": (_i32, [_pointer, _pointer, _pointer]),
+    "penstock_session_memory": (_i32, [_pointer, _pointer, _pointer]),
+    "penstock_session_drain": (_i32, [_pointer]),
+    "penstock_session_start_trace": (_i32, [_pointer]),
+    "penstock_session_stop_trace": (_i32, [_pointer, SPAN_VISITOR]),
 }
+
+
+def library_path() -> Path:
+    return Path(os.environ.get(_ENVIRONMENT) or Path(__file__).parent / "libpenstock.so")
 
 
 @functools.cache
 def core() -> ctypes.CDLL:
     """The core. RTLD_GLOBAL, because compiled programs find its fetch function in the global scope."""
-    if not _LIBRARY.exists():
+    path = library_path()
+    if not path.exists():
         raise PenstockError(
-            f"the native core {_LIBRARY} is missing; build it with `python setup.py build_ext --inplace` or reinstall"
+            f"the native core {path} is missing; build it with `python setup.py build_ext --inplace` or reinstall"
         )
-    library = ctypes.CDLL(str(_LIBRARY), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype = result

@@ -1,0 +1,49 @@
+// Giving things back, whatever else fails.
+#pragma once
+
+#include <utility>
+
+#include "driver.h"
+
+namespace penstock {
+
+// Runs what gives something back. It may be called because another call failed, or because the device is lost: what it
+// throws is not news, and must not keep the next thing from being given back.
+template <typename Action>
+void quietly(Action&& action) noexcept {
+  try {
+    action();
+  } catch (const CoreError&) {
+  }
+}
+
+// Gives back on the way out, unless kept.
+template <typename Action>
+class Undo {
+ public:
+  explicit Undo(Action action) : action_(std::move(action)) {}
+  ~Undo() {
+    if (armed_) quietly(action_);
+  }
+  Undo(const Undo&) = delete;
+  Undo& operator=(const Undo&) = delete;
+  void keep() { armed_ = false; }
+
+ private:
+  Action action_;
+  bool armed_ = true;
+};
+
+// Makes the driver's device current while it lives.
+class Entered {
+ public:
+  explicit Entered(Driver& driver) : driver_(driver) { driver_.enter(); }
+  ~Entered() { driver_.leave(); }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+
+ private:
+  Driver& driver_;
+};
+
+}  // namespace penstock

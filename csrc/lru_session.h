@@ -1,0 +1,62 @@
+// The other policy: weights in a capped pool, allocated one by one, least recently used out first, the next access
+// copied ahead. Everything that touches the pool stands on the copy stream, so a release that has not completed yet is
+// waited for in stream order and never looks like a shortage.
+#pragma once
+
+#include "plan_records.h"
+#include "streaming_session.h"
+
+namespace penstock {
+
+class LruSession final : public StreamingSession {
+ public:
+  LruSession(Driver& driver, Source& source, int32_t device_index, bool poison)
+      : StreamingSession(driver, source, device_index, poison) {}
+  ~LruSession() override { uninstall(); }
+
+  // Creates the pool, warms it with one allocation per distinct size, and places what must stay.
+  void install(LruRecord record);
+  void uninstall() noexcept;
+
+  int64_t device_bytes() const { return held_bytes_; }
+  // As the driver counts it: the most physical memory the pool has had.
+  int64_t peak_device_bytes();
+
+ protected:
+  void begin_run(bool cold) override;
+  Address lend(int64_t position) override;
+  void step_ended(int64_t step) override;
+  void end_run() override;
+  void reset() noexcept override;
+
+ private:
+  struct Held {
+    Address address = 0;  // 0: not on the device
+    bool unread = false;
+    int64_t readers = 0;  // accesses fetched whose last step has not ended
+    int64_t last_use = 0;
+    Event ready = nullptr;
+    Event read = nullptr;  // after its last reader
+    bool has_been_read = false;
+  };
+
+  int64_t footprint_bytes(int64_t weight) const;
+  // Evicts until `weight` fits; false when what is left must stay.
+  bool make_room(int64_t weight);
+  bool evict_one();
+  bool place(int64_t weight);
+  void release(Held& held, int64_t weight);
+  void warm();
+  void prefetch_after(int64_t position);
+
+  LruRecord record_;
+  std::vector<Held> held_;
+  // Per method and step: the positions whose last step it is.
+  std::vector<std::vector<std::vector<int64_t>>> ending_;
+  Pool pool_ = nullptr;
+  int64_t held_bytes_ = 0;
+  int64_t peak_bytes_ = 0;
+  int64_t clock_ = 0;
+};
+
+}  // namespace penstock

@@ -1,0 +1,122 @@
+#include "plan_records.h"
+
+#include <string>
+
+#include "driver.h"
+
+namespace penstock {
+namespace {
+
+class Reader {
+ public:
+  Reader(const int64_t* numbers, size_t count) : numbers_(numbers), count_(count) {}
+
+  int64_t next() {
+    if (at_ >= count_) throw CoreError(Failure::usage, "the plan's records end after " + std::to_string(count_));
+    return numbers_[at_++];
+  }
+
+  // A number that must lie in [low, high).
+  int64_t next(int64_t low, int64_t high) {
+    int64_t value = next();
+    if (value < low || value >= high)
+      throw CoreError(Failure::usage, "number " + std::to_string(at_ - 1) + " of the plan's records is " +
+                                          std::to_string(value) + ", needs to be in [" + std::to_string(low) + ", " +
+                                          std::to_string(high) + ")");
+    return value;
+  }
+
+  size_t length() { return (size_t)next(0, (int64_t)count_ + 1); }
+
+  void finish() const {
+    if (at_ != count_)
+      throw CoreError(Failure::usage, "the plan has " + std::to_string(count_) + " numbers, its records need " +
+                                          std::to_string(at_));
+  }
+
+ private:
+  const int64_t* numbers_;
+  size_t count_;
+  size_t at_ = 0;
+};
+
+PieceRecord read_piece(Reader& in, const PlanRecord& plan) {
+  PieceRecord piece{};
+  piece.source_offset_bytes = in.next(0, INT64_MAX);
+  piece.bytes = in.next(1, INT64_MAX);
+  piece.range = in.next(0, (int64_t)plan.ranges.size());
+  piece.range_offset_bytes = in.next(0, plan.ranges[piece.range].bytes - piece.bytes + 1);
+  return piece;
+}
+
+MethodRecord read_method(Reader& in, const PlanRecord& plan) {
+  MethodRecord method{};
+  method.step_count = in.next(0, INT64_MAX);
+  method.accesses.resize(in.length());
+  size_t stays = in.length();
+  for (AccessRecord& access : method.accesses) {
+    access.number = in.next();
+    access.bytes = in.next(0, INT64_MAX);
+    access.range = in.next(-1, (int64_t)plan.ranges.size());
+    int64_t limit = access.range < 0 ? 0 : plan.ranges[access.range].bytes;
+    access.range_offset_bytes = in.next(0, limit - access.bytes + 1);
+    access.stay = in.next(-1, (int64_t)stays);
+  }
+  method.stays.resize(stays);
+  for (StayRecord& stay : method.stays) {
+    stay.issue_before = in.next(0, (int64_t)method.accesses.size() + 1);
+    stay.wait_step = in.next(-1, method.step_count);
+    stay.last_step = in.next(0, method.step_count);
+    for (size_t i = in.length(); i > 0; --i) stay.pieces.push_back(read_piece(in, plan));
+  }
+  for (size_t i = in.length(); i > 0; --i) method.entering.push_back(in.next(0, (int64_t)stays));
+  return method;
+}
+
+}  // namespace
+
+PlanRecord read_plan(const int64_t* numbers, size_t count) {
+  Reader in(numbers, count);
+  PlanRecord plan;
+  plan.block_bytes.resize(in.length());
+  for (int64_t& bytes : plan.block_bytes) bytes = in.next(1, INT64_MAX);
+  plan.ranges.resize(in.length());
+  for (RangeRecord& range : plan.ranges) {
+    range.bytes = 0;
+    for (size_t i = in.length(); i > 0; --i) {
+      range.blocks.push_back(in.next(0, (int64_t)plan.block_bytes.size()));
+      range.bytes += plan.block_bytes[range.blocks.back()];
+    }
+  }
+  for (size_t i = in.length(); i > 0; --i) plan.fills.push_back(read_piece(in, plan));
+  for (size_t i = in.length(); i > 0; --i) plan.methods.push_back(read_method(in, plan));
+  in.finish();
+  return plan;
+}
+
+LruRecord read_lru(const int64_t* numbers, size_t count) {
+  Reader in(numbers, count);
+  LruRecord record{};
+  record.budget_bytes = in.next(0, INT64_MAX);
+  record.granularity_bytes = in.next(1, INT64_MAX);
+  record.weights.resize(in.length());
+  for (LruWeightRecord& weight : record.weights) {
+    weight.source_offset_bytes = in.next(0, INT64_MAX);
+    weight.bytes = in.next(0, INT64_MAX);
+    weight.pinned = in.next(0, 2);
+  }
+  record.methods.resize(in.length());
+  for (LruMethodRecord& method : record.methods) {
+    method.step_count = in.next(0, INT64_MAX);
+    method.accesses.resize(in.length());
+    for (LruAccessRecord& access : method.accesses) {
+      access.number = in.next();
+      access.weight = in.next(0, (int64_t)record.weights.size());
+      access.last_step = in.next(0, method.step_count);
+    }
+  }
+  in.finish();
+  return record;
+}
+
+}  // namespace penstock

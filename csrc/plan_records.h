@@ -1,0 +1,89 @@
+// A plan as the core gets it: flat 64-bit numbers, read once into these records. src/penstock/runtime/records.py writes
+// them in the same order. Later placements add kinds of access, not tables.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace penstock {
+
+// One copy: bytes of the weights file to an offset in a range.
+struct PieceRecord {
+  int64_t source_offset_bytes;
+  int64_t bytes;
+  int64_t range;
+  int64_t range_offset_bytes;
+};
+
+struct RangeRecord {
+  int64_t bytes;
+  std::vector<int64_t> blocks;
+};
+
+struct AccessRecord {
+  int64_t number;
+  int64_t bytes;
+  int64_t range;  // -1: a weight without bytes
+  int64_t range_offset_bytes;
+  int64_t stay;  // -1: resident
+};
+
+struct StayRecord {
+  int64_t issue_before;
+  int64_t wait_step;  // -1: none
+  int64_t last_step;
+  std::vector<PieceRecord> pieces;
+
+  int64_t bytes() const {
+    int64_t sum = 0;
+    for (const PieceRecord& piece : pieces) sum += piece.bytes;
+    return sum;
+  }
+};
+
+struct MethodRecord {
+  int64_t step_count;
+  std::vector<AccessRecord> accesses;
+  std::vector<StayRecord> stays;
+  // Stays that are in place when a run begins, in the order in which they are needed.
+  std::vector<int64_t> entering;
+};
+
+struct PlanRecord {
+  std::vector<int64_t> block_bytes;
+  std::vector<RangeRecord> ranges;
+  std::vector<PieceRecord> fills;
+  std::vector<MethodRecord> methods;
+};
+
+// The least-recently-used policy decides while running: it gets sizes and the order, no addresses.
+struct LruWeightRecord {
+  int64_t source_offset_bytes;
+  int64_t bytes;
+  int64_t pinned;
+};
+
+struct LruAccessRecord {
+  int64_t number;
+  int64_t weight;
+  int64_t last_step;
+};
+
+struct LruMethodRecord {
+  int64_t step_count;
+  std::vector<LruAccessRecord> accesses;
+};
+
+struct LruRecord {
+  int64_t budget_bytes;
+  int64_t granularity_bytes;
+  std::vector<LruWeightRecord> weights;
+  std::vector<LruMethodRecord> methods;
+};
+
+// Both throw CoreError(usage) when the numbers do not make a plan: too few, too many, or out of range.
+PlanRecord read_plan(const int64_t* numbers, size_t count);
+LruRecord read_lru(const int64_t* numbers, size_t count);
+
+}  // namespace penstock

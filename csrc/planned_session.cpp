@@ -1,0 +1,181 @@
+#include "planned_session.h"
+
+#include <algorithm>
+
+#include "cleanup.h"
+
+namespace penstock {
+namespace {
+constexpr unsigned char kPoison = 0xFF;  // NaN in every float format
+}  // namespace
+
+void PlannedSession::install(PlanRecord plan) {
+  uninstall();
+  plan_ = std::move(plan);
+  Undo undo([&] { uninstall(); });
+  create_memory();
+  create_events();
+  fill_residents();
+  std::vector<Shape> shapes;
+  for (const MethodRecord& method : plan_.methods) {
+    Shape shape{{}, method.step_count};
+    for (const AccessRecord& access : method.accesses) shape.numbers.push_back(access.number);
+    shapes.push_back(std::move(shape));
+  }
+  set_shapes(std::move(shapes));
+  undo.keep();
+}
+
+void PlannedSession::create_memory() {
+  for (int64_t bytes : plan_.block_bytes) {
+    blocks_.push_back(driver_.create_block((size_t)bytes));
+    device_bytes_ += bytes;
+    peak_device_bytes_ = std::max(peak_device_bytes_, device_bytes_);
+  }
+  for (const RangeRecord& record : plan_.ranges) {
+    if (record.bytes == 0) {
+      ranges_.push_back({0, 0, 0});
+      continue;
+    }
+    ranges_.push_back({driver_.reserve((size_t)record.bytes), (size_t)record.bytes, 0});
+    MappedRange& range = ranges_.back();
+    for (int64_t block : record.blocks) {
+      size_t bytes = (size_t)plan_.block_bytes[block];
+      driver_.map(range.address + range.mapped_bytes, bytes, blocks_[block]);
+      range.mapped_bytes += bytes;
+    }
+    driver_.allow_access(range.address, range.bytes);
+    if (poison_) driver_.fill(range.address, kPoison, range.bytes, copy_stream_);
+  }
+}
+
+void PlannedSession::create_events() {
+  for (const MethodRecord& record : plan_.methods) {
+    methods_.emplace_back();
+    MethodState& method = methods_.back();
+    method.steps.resize(record.step_count);
+    method.stays.resize(record.stays.size());
+    for (size_t s = 0; s < record.stays.size(); ++s) {
+      const StayRecord& stay = record.stays[s];
+      method.stays[s].ready = driver_.create_event(false);
+      method.steps[stay.last_step].last_read.push_back((int64_t)s);
+      if (stay.wait_step >= 0 && !method.steps[stay.wait_step].ended)
+        method.steps[stay.wait_step].ended = driver_.create_event(false);
+      method.cycle.insert(method.cycle.end(), stay.pieces.begin(), stay.pieces.end());
+    }
+    for (int64_t s : record.entering) {
+      const std::vector<PieceRecord>& pieces = record.stays[s].pieces;
+      method.entering.insert(method.entering.end(), pieces.begin(), pieces.end());
+    }
+  }
+}
+
+void PlannedSession::fill_residents() {
+  source_.follow({}, {});
+  for (const PieceRecord& piece : plan_.fills) source_.load(piece, address_of(piece), copy_stream_);
+  // S2 for what is resident: no run begins before it is there.
+  driver_.synchronize_stream(copy_stream_);
+}
+
+void PlannedSession::uninstall() noexcept {
+  quietly([&] { drain(); });
+  quietly([&] { source_.follow({}, {}); });
+  forget_tensors();
+  for (MethodState& method : methods_) {
+    for (StayState& stay : method.stays)
+      if (stay.ready) quietly([&] { driver_.destroy_event(stay.ready); });
+    for (StepState& step : method.steps)
+      if (step.ended) quietly([&] { driver_.destroy_event(step.ended); });
+  }
+  for (MappedRange& range : ranges_) {
+    if (!range.bytes) continue;
+    if (poison_ && range.mapped_bytes == range.bytes) {
+      quietly([&] { driver_.fill(range.address, kPoison, range.bytes, copy_stream_); });
+      quietly([&] { driver_.synchronize_stream(copy_stream_); });
+    }
+    if (range.mapped_bytes) quietly([&] { driver_.unmap(range.address, range.mapped_bytes); });
+    quietly([&] { driver_.unreserve(range.address, range.bytes); });
+  }
+  for (Block block : blocks_) quietly([&] { driver_.release_block(block); });
+  methods_.clear();
+  ranges_.clear();
+  blocks_.clear();
+  plan_ = {};
+  device_bytes_ = 0;
+}
+
+Address PlannedSession::address_of(const PieceRecord& piece) const {
+  return ranges_[piece.range].address + (Address)piece.range_offset_bytes;
+}
+
+void PlannedSession::begin_run(bool cold) {
+  next_stay_ = 0;
+  if (!cold) return;
+  MethodState& method = methods_[method_];
+  for (StayState& stay : method.stays) stay = {stay.ready, false, false};
+  source_.follow(method.entering, method.cycle);
+  // S1: other kernels may still read these pages. Everything that is copied later stands behind this wait.
+  if (has_run_) driver_.wait(copy_stream_, run_end_);
+  for (int64_t stay : plan_.methods[method_].entering) issue(stay);
+}
+
+void PlannedSession::issue(int64_t index) {
+  const StayRecord& record = plan_.methods[method_].stays[index];
+  MethodState& method = methods_[method_];
+  // S1. The event was recorded before this call: a step that ended in this run or the last.
+  if (record.wait_step >= 0) driver_.wait(copy_stream_, method.steps[record.wait_step].ended);
+  if (trace_) trace_->copy_begins(run_number_, method_, index, record.bytes(), copy_stream_);
+  for (const PieceRecord& piece : record.pieces) {
+    source_.copy(piece, address_of(piece), copy_stream_);
+    run_.bytes_streamed += piece.bytes;
+    run_.copies++;
+  }
+  if (trace_) trace_->copy_ends(copy_stream_);
+  driver_.record(method.stays[index].ready, copy_stream_);
+  method.stays[index].issued = true;
+  method.stays[index].unread = true;
+}
+
+void PlannedSession::issue_until(int64_t position) {
+  const std::vector<StayRecord>& stays = plan_.methods[method_].stays;
+  while (next_stay_ < stays.size() && stays[next_stay_].issue_before <= position) issue((int64_t)next_stay_++);
+}
+
+Address PlannedSession::lend(int64_t position) {
+  issue_until(position);
+  const AccessRecord& access = plan_.methods[method_].accesses[position];
+  run_.bytes_hit += access.bytes;
+  if (access.stay >= 0) {
+    StayState& stay = methods_[method_].stays[access.stay];
+    if (!stay.issued)
+      throw CoreError(Failure::usage, "the plan issues no copy for access " + std::to_string(access.number) +
+                                          " before it is fetched");
+    if (stay.unread) {
+      wait_for_copy(stay.ready);
+      stay.unread = false;
+      run_.bytes_hit -= plan_.methods[method_].stays[access.stay].bytes();
+    }
+  }
+  return access.range < 0 ? 0 : ranges_[access.range].address + (Address)access.range_offset_bytes;
+}
+
+void PlannedSession::step_ended(int64_t index) {
+  StepState& step = methods_[method_].steps[index];
+  for (int64_t s : step.last_read) {
+    StayState& stay = methods_[method_].stays[s];
+    stay.issued = false;
+    if (!poison_) continue;
+    for (const PieceRecord& piece : plan_.methods[method_].stays[s].pieces)
+      driver_.fill(address_of(piece), kPoison, (size_t)piece.bytes, compute_);
+  }
+  if (step.ended) driver_.record(step.ended, compute_);
+}
+
+void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].accesses.size()); }
+
+void PlannedSession::reset() noexcept {
+  for (MethodState& method : methods_)
+    for (StayState& stay : method.stays) stay = {stay.ready, false, false};
+}
+
+}  // namespace penstock

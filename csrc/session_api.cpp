@@ -1,0 +1,246 @@
+// The core's C interface: drivers, the weights file, sessions. Python and the ExecuTorch delegate stand on it.
+// Functions that can fail return null or nonzero; penstock_failure and penstock_failure_text then tell why, by thread.
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "cleanup.h"
+#include "cuda_driver.h"
+#include "lru_session.h"
+#include "planned_session.h"
+#include "torch_abi.h"
+
+namespace penstock {
+namespace {
+
+thread_local Failure last_failure = Failure::none;
+thread_local std::string last_text;
+
+template <typename Action>
+int32_t guarded(Action&& action) noexcept {
+  last_failure = Failure::none;
+  last_text.clear();
+  try {
+    action();
+    return 0;
+  } catch (const CoreError& error) {
+    last_failure = error.failure;
+    last_text = error.what();
+  } catch (const std::bad_alloc&) {
+    last_failure = Failure::usage;
+    last_text = "the host has no memory left";
+  } catch (const std::exception& error) {
+    last_failure = Failure::usage;
+    last_text = error.what();
+  }
+  return 1;
+}
+
+// A session with what it stands on: members are destroyed last to first.
+struct Engine {
+  Driver* driver;
+  std::unique_ptr<HostFile> file;
+  std::unique_ptr<Source> source;
+  std::unique_ptr<PlannedSession> planned;
+  std::unique_ptr<LruSession> lru;
+
+  StreamingSession& session() {
+    if (planned) return *planned;
+    return *lru;
+  }
+};
+
+Engine* engine(void* handle) { return static_cast<Engine*>(handle); }
+Driver* driver(void* handle) { return static_cast<Driver*>(handle); }
+
+void copy_counters(const Counters& counters, int64_t* out) {
+  const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
+                            counters.stall_ns, counters.pool_calls,     counters.pool_ns};
+  std::memcpy(out, values, sizeof values);
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" {
+
+int32_t penstock_failure() { return (int32_t)last_failure; }
+const char* penstock_failure_text() { return last_text.c_str(); }
+
+void* penstock_cuda_create(int32_t ordinal) {
+  void* out = nullptr;
+  guarded([&] { out = static_cast<Driver*>(new CudaDriver(ordinal)); });
+  return out;
+}
+
+void penstock_driver_destroy(void* handle) { delete driver(handle); }
+
+int64_t penstock_driver_granularity(void* handle) { return (int64_t)driver(handle)->granularity_bytes(); }
+
+int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total_bytes) {
+  return guarded([&] {
+    Entered entered(*driver(handle));
+    MemoryInfo info = driver(handle)->memory_info();
+    *free_bytes = (int64_t)info.free_bytes;
+    *total_bytes = (int64_t)info.total_bytes;
+  });
+}
+
+// `lru`: the policy. `staging_buffers` 0: the file is registered in chunks that end at `chunk_ends`.
+void* penstock_session_create(void* driver_handle, const char* path, int32_t lru, const int64_t* chunk_ends,
+                              int64_t chunk_count, int64_t staging_buffer_bytes, int32_t staging_buffers,
+                              int32_t staging_threads, int32_t device_index, int32_t poison) {
+  void* out = nullptr;
+  guarded([&] {
+    Driver& over = *driver(driver_handle);
+    Entered entered(over);
+    auto made = std::make_unique<Engine>();
+    made->driver = &over;
+    made->file = std::make_unique<HostFile>(path);
+    if (staging_buffers > 0) {
+      made->source = std::make_unique<StagedSource>(over, *made->file, (size_t)staging_buffer_bytes, staging_buffers,
+                                                    staging_threads);
+    } else {
+      std::vector<size_t> ends(chunk_ends, chunk_ends + chunk_count);
+      made->source = std::make_unique<RegisteredSource>(over, *made->file, ends);
+    }
+    if (lru) made->lru = std::make_unique<LruSession>(over, *made->source, device_index, poison != 0);
+    else made->planned = std::make_unique<PlannedSession>(over, *made->source, device_index, poison != 0);
+    out = made.release();
+  });
+  return out;
+}
+
+void penstock_session_destroy(void* handle) {
+  Engine* over = engine(handle);
+  // A lost context refuses even this; giving back goes on all the same.
+  bool inside = true;
+  try {
+    over->driver->enter();
+  } catch (const CoreError&) {
+    inside = false;
+  }
+  Driver* held = over->driver;
+  delete over;
+  if (inside) held->leave();
+}
+
+int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    if (engine(handle)->planned) engine(handle)->planned->install(read_plan(numbers, (size_t)count));
+    else engine(handle)->lru->install(read_lru(numbers, (size_t)count));
+  });
+}
+
+int32_t penstock_session_uninstall(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    if (engine(handle)->planned) engine(handle)->planned->uninstall();
+    else engine(handle)->lru->uninstall();
+  });
+}
+
+int32_t penstock_session_check_file(void* handle) {
+  return guarded([&] { engine(handle)->file->check_unchanged(); });
+}
+
+// Between begin and end (or abort) the calling thread is in the session, and its device is current.
+int32_t penstock_session_begin(void* handle, int64_t method, void* stream) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    over.driver->enter();
+    try {
+      over.file->check_unchanged();
+      over.session().begin(method, stream);
+    } catch (...) {
+      over.session().abort();
+      over.driver->leave();
+      throw;
+    }
+    set_current_session(&over.session());
+  });
+}
+
+int32_t penstock_session_end(void* handle) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    set_current_session(nullptr);
+    try {
+      over.session().end();
+    } catch (...) {
+      over.session().abort();
+      over.driver->leave();
+      throw;
+    }
+    over.driver->leave();
+  });
+}
+
+void penstock_session_abort(void* handle) {
+  Engine& over = *engine(handle);
+  set_current_session(nullptr);
+  over.session().abort();
+  over.driver->leave();
+}
+
+// The first failure of the run, which generated code may have reduced to a generic one.
+int32_t penstock_session_failure(void* handle) { return (int32_t)engine(handle)->session().failure(); }
+const char* penstock_session_failure_text(void* handle) { return engine(handle)->session().error().c_str(); }
+
+// What compiled code does, without torch.
+int32_t penstock_session_acquire(void* handle, int64_t number, uint64_t* address) {
+  return engine(handle)->session().acquire(number, address) ? 0 : 1;
+}
+void penstock_session_done(void* handle, int64_t step) { engine(handle)->session().done(step); }
+
+int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    copy_counters(engine(handle)->session().last_run(), last_run);
+    copy_counters(engine(handle)->session().totals(), totals);
+  });
+}
+
+int32_t penstock_session_memory(void* handle, int64_t* device_bytes, int64_t* peak_device_bytes) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    Engine& over = *engine(handle);
+    *device_bytes = over.planned ? over.planned->device_bytes() : over.lru->device_bytes();
+    *peak_device_bytes = over.planned ? over.planned->peak_device_bytes() : over.lru->peak_device_bytes();
+  });
+}
+
+int32_t penstock_session_drain(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().drain();
+  });
+}
+
+int32_t penstock_session_start_trace(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().start_trace();
+  });
+}
+
+// Calls `visit` with the seven numbers of each span.
+int32_t penstock_session_stop_trace(void* handle, void (*visit)(const int64_t*)) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    for (const SpanRecord& span : engine(handle)->session().stop_trace())
+      visit(reinterpret_cast<const int64_t*>(&span));
+  });
+}
+
+int32_t penstock_load_torch() {
+  return guarded([&] {
+    std::string missing = load_torch_abi();
+    if (!missing.empty()) throw CoreError(Failure::torch, missing);
+  });
+}
+
+}  // extern "C"

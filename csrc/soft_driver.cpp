@@ -1,0 +1,354 @@
+#include "soft_driver.h"
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "fault_guard.h"
+
+namespace penstock {
+namespace {
+
+constexpr unsigned char kPoison = 0xFF;
+
+[[noreturn]] void fail(const char* call, int code, const std::string& text) {
+  throw DriverError(Failure::driver, std::string("soft ") + call, code, text);
+}
+
+void throw_if(const SoftFault& fault) {
+  if (fault) throw DriverError(*fault);
+}
+
+void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+}  // namespace
+
+SoftDriver::SoftDriver(size_t granularity_bytes, size_t capacity_bytes, bool poison)
+    : capacity_(capacity_bytes), memory_(granularity_bytes, poison, capacity_), poison_(poison) {}
+
+SoftDriver::~SoftDriver() {
+  // First of all: what is queued uses the rest.
+  streams_.clear();
+}
+
+template <typename Thing>
+std::shared_ptr<Thing> SoftDriver::find(const std::map<void*, std::shared_ptr<Thing>>& things, void* handle,
+                                        const char* call, const char* kind) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = things.find(handle);
+  if (found == things.end()) fail(call, EINVAL, std::string("there is no such ") + kind);
+  return found->second;
+}
+
+template <typename Thing>
+std::shared_ptr<Thing> SoftDriver::take(std::map<void*, std::shared_ptr<Thing>>& things, void* handle,
+                                        const char* call, const char* kind) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = things.find(handle);
+  if (found == things.end()) fail(call, EINVAL, std::string("there is no such ") + kind);
+  auto thing = std::move(found->second);
+  things.erase(found);
+  return thing;
+}
+
+std::shared_ptr<SoftStream> SoftDriver::stream_of(Stream stream, const char* call) const {
+  return find(streams_, stream, call, "stream");
+}
+
+std::shared_ptr<SoftEvent> SoftDriver::event_of(Event event, const char* call) const {
+  return find(events_, event, call, "event");
+}
+
+void SoftDriver::enqueue(Stream stream, const char* call, std::function<void()> body) {
+  if (stream)
+    stream_of(stream, call)->work(std::move(body));
+  else
+    body();
+}
+
+MemoryInfo SoftDriver::memory_info() {
+  calls_.count("memory_info");
+  return capacity_.info();
+}
+
+size_t SoftDriver::granularity_bytes() {
+  calls_.count("granularity_bytes");
+  return memory_.granularity_bytes;
+}
+
+Block SoftDriver::create_block(size_t bytes) {
+  calls_.count("create_block", Failure::device_memory);
+  return memory_.create_block(bytes);
+}
+
+void SoftDriver::release_block(Block block) {
+  const SoftCalls::Late late(calls_, "release_block");
+  memory_.release_block(block);
+  late.report();
+}
+
+Address SoftDriver::reserve(size_t bytes) {
+  calls_.count("reserve");
+  return memory_.reserve(bytes);
+}
+
+void SoftDriver::unreserve(Address address, size_t bytes) {
+  const SoftCalls::Late late(calls_, "unreserve");
+  memory_.unreserve(address, bytes);
+  late.report();
+}
+
+void SoftDriver::map(Address address, size_t bytes, Block block) {
+  calls_.count("map");
+  memory_.map(address, bytes, block);
+}
+
+void SoftDriver::allow_access(Address address, size_t bytes) {
+  calls_.count("allow_access");
+  memory_.allow_access(address, bytes);
+}
+
+void SoftDriver::unmap(Address address, size_t bytes) {
+  const SoftCalls::Late late(calls_, "unmap");
+  memory_.unmap(address, bytes);
+  late.report();
+}
+
+Pool SoftDriver::create_pool(size_t max_bytes) {
+  calls_.count("create_pool", Failure::device_memory);
+  if (max_bytes == 0) fail("create_pool", EINVAL, "a pool of at most 0 bytes");
+  auto entry = std::make_shared<PoolEntry>(max_bytes, poison_, capacity_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  pools_[entry.get()] = entry;
+  return entry.get();
+}
+
+void SoftDriver::destroy_pool(Pool pool) {
+  const SoftCalls::Late late(calls_, "destroy_pool");
+  auto entry = find(pools_, pool, "destroy_pool", "pool");
+  if (size_t live = entry->pool.live())
+    fail("destroy_pool", EBUSY,
+         std::to_string(live) + " allocations of " + std::to_string(entry->pool.live_bytes()) + " bytes are still out");
+  // Releases that are still queued hold the pool until they have been done.
+  take(pools_, pool, "destroy_pool", "pool");
+  late.report();
+}
+
+Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
+  calls_.count("pool_allocate", Failure::device_memory);
+  auto entry = find(pools_, pool, "pool_allocate", "pool");
+  auto queue = stream ? stream_of(stream, "pool_allocate") : nullptr;
+  std::lock_guard<std::mutex> lock(entry->mutex);
+  const SoftPool::Lease lease = entry->pool.allocate(bytes, stream);
+  if (poison_ && lease.fresh) {
+    auto body = [entry, lease] { std::memset(pointer(lease.address), kPoison, lease.room_bytes); };
+    if (queue)
+      queue->work(body);
+    else
+      body();
+  }
+  return lease.address;
+}
+
+void SoftDriver::pool_release(Pool pool, Address address, Stream stream) {
+  const SoftCalls::Late late(calls_, "pool_release");
+  auto entry = find(pools_, pool, "pool_release", "pool");
+  auto queue = stream ? stream_of(stream, "pool_release") : nullptr;
+  {
+    std::lock_guard<std::mutex> lock(entry->mutex);
+    auto release = entry->pool.release(address, stream);
+    auto body = [entry, release] { entry->pool.execute(*release); };
+    if (queue)
+      queue->work_always(body);
+    else
+      body();
+  }
+  late.report();
+}
+
+size_t SoftDriver::pool_peak_bytes(Pool pool) {
+  calls_.count("pool_peak_bytes");
+  return find(pools_, pool, "pool_peak_bytes", "pool")->pool.peak_bytes();
+}
+
+Stream SoftDriver::create_stream() {
+  calls_.count("create_stream");
+  std::shared_ptr<SoftStream> stream;
+  try {
+    stream = std::make_shared<SoftStream>(delays_);
+  } catch (const std::system_error& error) {
+    fail("create_stream", error.code().value(), std::string("no thread is to be had: ") + error.what());
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  streams_[stream.get()] = stream;
+  return stream.get();
+}
+
+void SoftDriver::destroy_stream(Stream stream) {
+  const SoftCalls::Late late(calls_, "destroy_stream");
+  auto queue = take(streams_, stream, "destroy_stream", "stream");
+  queue->finish();
+  set_capturing(stream, false);
+  late.report();
+}
+
+void SoftDriver::synchronize_stream(Stream stream) {
+  calls_.count("synchronize_stream");
+  if (stream) throw_if(stream_of(stream, "synchronize_stream")->drain());
+}
+
+bool SoftDriver::is_capturing(Stream stream) {
+  calls_.count("is_capturing");
+  std::lock_guard<std::mutex> lock(mutex_);
+  return capturing_.count(stream) != 0;
+}
+
+Event SoftDriver::create_event(bool timing) {
+  calls_.count("create_event");
+  auto event = std::make_shared<SoftEvent>(timing);
+  std::lock_guard<std::mutex> lock(mutex_);
+  events_[event.get()] = event;
+  return event.get();
+}
+
+void SoftDriver::destroy_event(Event event) {
+  const SoftCalls::Late late(calls_, "destroy_event");
+  // Those who wait hold the recording, not the event.
+  take(events_, event, "destroy_event", "event");
+  late.report();
+}
+
+void SoftDriver::record(Event event, Stream stream) {
+  calls_.count("record");
+  auto recorded = event_of(event, "record");
+  auto completion = std::make_shared<Completion>();
+  if (stream)
+    stream_of(stream, "record")->record(completion);
+  else
+    completion->complete(nullptr);
+  recorded->record(std::move(completion));
+}
+
+void SoftDriver::wait(Stream stream, Event event) {
+  calls_.count("wait");
+  auto queue = stream ? stream_of(stream, "wait") : nullptr;
+  auto completion = event_of(event, "wait")->latest();
+  if (!completion) return;
+  if (queue) return queue->wait(std::move(completion));
+  delays_.pause_sometimes();
+  throw_if(completion->await());
+}
+
+void SoftDriver::synchronize_event(Event event) {
+  calls_.count("synchronize_event");
+  if (auto completion = event_of(event, "synchronize_event")->latest()) throw_if(completion->await());
+}
+
+bool SoftDriver::is_complete(Event event) {
+  calls_.count("is_complete");
+  auto completion = event_of(event, "is_complete")->latest();
+  if (!completion) return true;
+  SoftFault fault;
+  int64_t time_ns;
+  const bool complete = completion->is_complete(&fault, &time_ns);
+  throw_if(fault);
+  return complete;
+}
+
+int64_t SoftDriver::elapsed_ns(Event from, Event to) {
+  calls_.count("elapsed_ns");
+  int64_t times_ns[2];
+  const Event events[2] = {from, to};
+  for (int i = 0; i < 2; ++i) {
+    auto event = event_of(events[i], "elapsed_ns");
+    const std::string which = i ? "the second event" : "the first event";
+    if (!event->timing) fail("elapsed_ns", EINVAL, which + " was created without timing");
+    auto completion = event->latest();
+    if (!completion) fail("elapsed_ns", EINVAL, which + " was never recorded");
+    SoftFault fault;
+    const bool complete = completion->is_complete(&fault, &times_ns[i]);
+    throw_if(fault);
+    if (!complete) fail("elapsed_ns", EBUSY, which + " is not complete");
+  }
+  return times_ns[1] - times_ns[0];
+}
+
+void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stream stream) {
+  calls_.count("copy_to_device");
+  enqueue(stream, "copy_to_device", [to, from, bytes] {
+    if (!guarded_copy(pointer(to), from, bytes))
+      throw DriverError(Failure::host_read, "soft copy_to_device", EFAULT,
+                        "the source of " + std::to_string(bytes) + " bytes could not be read");
+  });
+}
+
+void SoftDriver::copy_to_host(void* to, Address from, size_t bytes, Stream stream) {
+  calls_.count("copy_to_host");
+  enqueue(stream, "copy_to_host", [to, from, bytes] { std::memcpy(to, pointer(from), bytes); });
+}
+
+void SoftDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
+  calls_.count("fill");
+  enqueue(stream, "fill", [to, value, bytes] { std::memset(pointer(to), value, bytes); });
+}
+
+void SoftDriver::register_host(const void* start, size_t bytes) {
+  calls_.count("register_host", Failure::registration);
+  host_.register_host(start, bytes);
+}
+
+void SoftDriver::unregister_host(const void* start) {
+  const SoftCalls::Late late(calls_, "unregister_host");
+  host_.unregister_host(start);
+  late.report();
+}
+
+void* SoftDriver::allocate_host(size_t bytes) {
+  calls_.count("allocate_host", Failure::registration);
+  return host_.allocate(bytes);
+}
+
+void SoftDriver::free_host(void* start) {
+  const SoftCalls::Late late(calls_, "free_host");
+  host_.free(start);
+  late.report();
+}
+
+void SoftDriver::launch(Stream stream, std::function<void()> body) { enqueue(stream, "launch", std::move(body)); }
+
+void SoftDriver::set_capturing(Stream stream, bool capturing) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (capturing)
+    capturing_.insert(stream);
+  else
+    capturing_.erase(stream);
+}
+
+SoftCounts SoftDriver::counts() const {
+  SoftCounts counts{};
+  const SoftMemoryCounts memory = memory_.counts();
+  counts.blocks = (int64_t)memory.blocks;
+  counts.block_bytes = (int64_t)memory.block_bytes;
+  counts.peak_block_bytes = (int64_t)memory.peak_block_bytes;
+  counts.ranges = (int64_t)memory.ranges;
+  counts.mappings = (int64_t)memory.mappings;
+  const SoftHostCounts host = host_.counts();
+  counts.registrations = (int64_t)host.registrations;
+  counts.registered_bytes = (int64_t)host.registered_bytes;
+  counts.host_allocations = (int64_t)host.allocations;
+  counts.host_bytes = (int64_t)host.bytes;
+  counts.peak_host_bytes = (int64_t)host.peak_bytes;
+  std::lock_guard<std::mutex> lock(mutex_);
+  counts.streams = (int64_t)streams_.size();
+  counts.events = (int64_t)events_.size();
+  counts.pools = (int64_t)pools_.size();
+  for (const auto& [handle, entry] : pools_) {
+    counts.pool_allocations += (int64_t)entry->pool.live();
+    counts.pool_bytes += (int64_t)entry->pool.live_bytes();
+  }
+  return counts;
+}
+
+}  // namespace penstock

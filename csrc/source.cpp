@@ -1,0 +1,55 @@
+#include "source.h"
+
+#include <algorithm>
+
+namespace penstock {
+namespace {
+
+// A piece in parts that each fit a staging buffer.
+template <typename Visit>
+void for_each_extent(const PieceRecord& piece, int64_t buffer_bytes, Visit visit) {
+  for (int64_t done = 0; done < piece.bytes; done += buffer_bytes)
+    visit(Extent{piece.source_offset_bytes + done, std::min(buffer_bytes, piece.bytes - done)}, done);
+}
+
+void check_in_file(const PieceRecord& piece, const HostFile& file) {
+  if (piece.source_offset_bytes + piece.bytes > (int64_t)file.bytes())
+    throw CoreError(Failure::usage, "a copy ends at byte " + std::to_string(piece.source_offset_bytes + piece.bytes) +
+                                        " of " + file.path() + ", which has " + std::to_string(file.bytes()));
+}
+
+}  // namespace
+
+RegisteredSource::RegisteredSource(Driver& driver, const HostFile& file, const std::vector<size_t>& chunk_ends)
+    : driver_(driver), file_(file), registration_(driver, file, chunk_ends) {}
+
+void RegisteredSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+  check_in_file(piece, file_);
+  driver_.copy_to_device(to, file_.data() + piece.source_offset_bytes, (size_t)piece.bytes, stream);
+}
+
+StagedSource::StagedSource(Driver& driver, const HostFile& file, size_t buffer_bytes, int buffers, int threads)
+    : buffer_bytes_((int64_t)buffer_bytes), staging_(driver, file, buffer_bytes, buffers, threads) {}
+
+void StagedSource::load(const PieceRecord& piece, Address to, Stream stream) {
+  staging_.copy_now(piece.source_offset_bytes, piece.bytes, to, stream);
+}
+
+void StagedSource::follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) {
+  staging_.follow(extents(once), extents(cycle));
+}
+
+void StagedSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+  for_each_extent(piece, buffer_bytes_, [&](const Extent& extent, int64_t done) {
+    staging_.copy_next(extent, to + (Address)done, stream);
+  });
+}
+
+std::vector<Extent> StagedSource::extents(const std::vector<PieceRecord>& pieces) const {
+  std::vector<Extent> all;
+  for (const PieceRecord& piece : pieces)
+    for_each_extent(piece, buffer_bytes_, [&](const Extent& extent, int64_t) { all.push_back(extent); });
+  return all;
+}
+
+}  // namespace penstock

@@ -1,0 +1,195 @@
+#include "streaming_session.h"
+
+#include "cleanup.h"
+#include "torch_abi.h"
+
+namespace penstock {
+namespace {
+std::string text(int64_t value) { return std::to_string(value); }
+}  // namespace
+
+StreamingSession::StreamingSession(Driver& driver, Source& source, int32_t device_index, bool poison)
+    : driver_(driver), source_(source), poison_(poison), device_index_(device_index), stalls_(driver) {
+  copy_stream_ = driver_.create_stream();
+  Undo undo([&] { driver_.destroy_stream(copy_stream_); });
+  run_end_ = driver_.create_event(false);
+  undo.keep();
+}
+
+StreamingSession::~StreamingSession() {
+  forget_tensors();
+  trace_.reset();
+  quietly([&] { driver_.destroy_event(run_end_); });
+  quietly([&] { driver_.destroy_stream(copy_stream_); });
+}
+
+void StreamingSession::set_shapes(std::vector<Shape> shapes) {
+  forget_tensors();
+  shapes_ = std::move(shapes);
+  tensors_.clear();
+  for (const Shape& shape : shapes_) tensors_.emplace_back(shape.numbers.size());
+  owner_ = -1;
+}
+
+void StreamingSession::forget_tensors() noexcept {
+  for (auto& method : tensors_)
+    for (CachedTensor& cached : method) {
+      if (cached.tensor) torch_abi().delete_tensor_object(cached.tensor);
+      cached = {};
+    }
+}
+
+void StreamingSession::begin(int64_t method, Stream compute) {
+  if (running_) throw CoreError(Failure::usage, "a run was begun while another one was not ended");
+  if (method < 0 || method >= (int64_t)shapes_.size())
+    throw CoreError(Failure::usage, "method " + text(method) + " was begun, there are " + text(shapes_.size()));
+  if (driver_.is_capturing(compute))
+    throw CoreError(Failure::capture, "the module was called while the caller's stream is being captured into a graph");
+  clear_error();
+  running_ = true;
+  run_ = {};
+  run_number_++;
+  method_ = method;
+  compute_ = compute;
+  position_ = 0;
+  step_ = 0;
+  stalls_.begin_run();
+  // S8: this run follows the last one, whatever streams the two are on.
+  if (has_run_) driver_.wait(compute_, run_end_);
+  bool cold = owner_ != method;
+  owner_ = -1;
+  begin_run(cold);
+}
+
+bool StreamingSession::acquire(int64_t number, Address* out) {
+  if (!error().empty()) return false;
+  const Shape& shape = shapes_[method_];
+  if (position_ >= (int64_t)shape.numbers.size())
+    return fail("access " + text(number) + " was fetched after the last recorded one");
+  if (shape.numbers[position_] != number)
+    return fail("the schedule diverges at position " + text(position_) + ": expected access " +
+                text(shape.numbers[position_]) + ", got access " + text(number));
+  try {
+    *out = lend(position_);
+    if (trace_) trace_->step_begins(run_number_, method_, step_, compute_);
+  } catch (const CoreError& failure) {
+    return fail(failure.what(), failure.failure);
+  }
+  position_++;
+  return true;
+}
+
+bool StreamingSession::fetch(const FetchRequest& request, TensorHandle* out) {
+  Address address = 0;
+  int64_t position = position_;
+  if (!acquire(request.access, &address)) return false;
+  TensorHandle tensor = tensor_at(position, address, request);
+  if (!tensor || torch_abi().new_tensor_handle(tensor, out))
+    return fail("torch could not make a tensor for access " + text(request.access), Failure::torch);
+  return true;
+}
+
+TensorHandle StreamingSession::tensor_at(int64_t position, Address address, const FetchRequest& request) {
+  CachedTensor& cached = tensors_[method_][position];
+  if (cached.tensor && cached.address == address) return cached.tensor;
+  if (cached.tensor) torch_abi().delete_tensor_object(cached.tensor);
+  cached = {};
+  std::vector<int64_t> strides(request.rank);
+  int64_t step = 1;
+  for (int64_t d = request.rank - 1; d >= 0; --d) {
+    strides[d] = step;
+    step *= request.sizes[d] > 0 ? request.sizes[d] : 1;
+  }
+  // The device is the session's own: compiled code carries the number of the device it was compiled on.
+  int32_t index = request.device_type == torch_abi().device_type_cpu() ? request.device_index : device_index_;
+  TensorHandle tensor = nullptr;
+  if (torch_abi().create_tensor_from_blob(reinterpret_cast<void*>(address), request.rank, request.sizes,
+                                          strides.data(), 0, request.dtype, request.device_type, index, &tensor))
+    return nullptr;
+  cached = {address, tensor};
+  return tensor;
+}
+
+void StreamingSession::done(int64_t step) {
+  if (!error().empty()) return;
+  if (step != step_) {
+    fail("the schedule diverges: expected the end of step " + text(step_) + ", got the end of step " + text(step));
+    return;
+  }
+  try {
+    if (trace_) trace_->step_ends(run_number_, method_, step, compute_);
+    step_ended(step);
+  } catch (const CoreError& failure) {
+    fail(failure.what(), failure.failure);
+  }
+  step_++;
+}
+
+void StreamingSession::end() {
+  if (!running_) throw CoreError(Failure::usage, "a run was ended that was not begun");
+  if (!error().empty()) throw CoreError(failure(), error());
+  const Shape& shape = shapes_[method_];
+  if (position_ != (int64_t)shape.numbers.size() || step_ != shape.step_count)
+    throw CoreError(Failure::divergence, "the schedule diverges: expected " + text(shape.numbers.size()) +
+                                             " accesses and " + text(shape.step_count) + " steps, got " +
+                                             text(position_) + " and " + text(step_));
+  end_run();
+  driver_.record(run_end_, compute_);
+  has_run_ = true;
+  owner_ = method_;
+  running_ = false;
+  run_.runs = 1;
+  totals_.runs += 1;
+  totals_.bytes_streamed += run_.bytes_streamed;
+  totals_.bytes_hit += run_.bytes_hit;
+  totals_.copies += run_.copies;
+  totals_.pool_calls += run_.pool_calls;
+  totals_.pool_ns += run_.pool_ns;
+}
+
+void StreamingSession::abort() noexcept {
+  // A run that was refused before it began has touched nothing; and a stream under capture must not be synchronized.
+  if (!running_) return;
+  // The caller's stream first: the copies that follow its kernels cannot end before it does.
+  quietly([&] { driver_.synchronize_stream(compute_); });
+  quietly([&] { driver_.synchronize_stream(copy_stream_); });
+  stalls_.discard_run();
+  if (trace_) trace_->drop_open();
+  reset();
+  owner_ = -1;
+  has_run_ = false;
+  running_ = false;
+}
+
+void StreamingSession::drain() {
+  if (has_run_) driver_.synchronize_event(run_end_);
+  driver_.synchronize_stream(copy_stream_);
+}
+
+void StreamingSession::wait_for_copy(Event ready) {
+  stalls_.before(compute_);
+  driver_.wait(compute_, ready);  // S2
+  stalls_.after(compute_);
+}
+
+Counters StreamingSession::last_run() {
+  Counters counters = run_;
+  counters.stall_ns = stalls_.last_run_ns();
+  return counters;
+}
+
+Counters StreamingSession::totals() {
+  Counters counters = totals_;
+  counters.stall_ns = stalls_.total_ns();
+  return counters;
+}
+
+void StreamingSession::start_trace() { trace_ = std::make_unique<Trace>(driver_, copy_stream_); }
+
+std::vector<SpanRecord> StreamingSession::stop_trace() {
+  if (!trace_) throw CoreError(Failure::usage, "no trace was started");
+  std::unique_ptr<Trace> trace = std::move(trace_);
+  return trace->collect();
+}
+
+}  // namespace penstock

@@ -1,0 +1,105 @@
+// What the two policies share: the compiled code is held to its schedule, runs are ordered after one another whatever
+// their stream (S8), and what moves is counted (S7). A policy says where the weight of an access is.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "session.h"
+#include "source.h"
+#include "stall_meter.h"
+#include "trace.h"
+
+namespace penstock {
+
+struct Counters {
+  int64_t runs = 0;
+  int64_t bytes_streamed = 0;
+  int64_t bytes_hit = 0;
+  int64_t copies = 0;
+  int64_t stall_ns = 0;
+  // Of the pool, under the least-recently-used policy: how often it was asked, and the host time that took.
+  int64_t pool_calls = 0;
+  int64_t pool_ns = 0;
+};
+
+class StreamingSession : public Session {
+ public:
+  // The driver and the source outlive the session.
+  StreamingSession(Driver& driver, Source& source, int32_t device_index, bool poison);
+  ~StreamingSession() override;
+
+  // What compiled code calls. Never throw: the caller is generated code.
+  bool fetch(const FetchRequest& request, TensorHandle* out) override;
+  void done(int64_t step) override;
+  // The part of fetch that knows no torch.
+  bool acquire(int64_t number, Address* out);
+
+  // Around the compiled code, on one thread. begin and end throw; after either threw, or after a failed fetch, abort.
+  void begin(int64_t method, Stream compute);
+  void end();
+  // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own.
+  void abort() noexcept;
+
+  // Waits until nothing of ours is at work on the device.
+  void drain();
+
+  Counters last_run();
+  Counters totals();
+
+  void start_trace();
+  std::vector<SpanRecord> stop_trace();
+
+ protected:
+  struct Shape {
+    std::vector<int64_t> numbers;
+    int64_t step_count;
+  };
+
+  // Called by a policy when it is set up; forgets the tensors of addresses that are no more.
+  void set_shapes(std::vector<Shape> shapes);
+  void forget_tensors() noexcept;
+
+  // `cold`: the last run was of another method, or failed.
+  virtual void begin_run(bool cold) = 0;
+  virtual Address lend(int64_t position) = 0;
+  virtual void step_ended(int64_t step) = 0;
+  virtual void end_run() = 0;
+  // After drain, when a run failed.
+  virtual void reset() noexcept = 0;
+
+  // The compute stream waits for a copy; the wait is measured.
+  void wait_for_copy(Event ready);
+
+  Driver& driver_;
+  Source& source_;
+  const bool poison_;
+  Stream copy_stream_ = nullptr;
+  Stream compute_ = nullptr;
+  int64_t method_ = -1;
+  Event run_end_ = nullptr;
+  bool has_run_ = false;
+  Counters run_;
+  std::unique_ptr<Trace> trace_;
+  int64_t run_number_ = 0;
+
+ private:
+  struct CachedTensor {
+    Address address = 0;
+    TensorHandle tensor = nullptr;
+  };
+
+  TensorHandle tensor_at(int64_t position, Address address, const FetchRequest& request);
+
+  int32_t device_index_;
+  std::vector<Shape> shapes_;
+  std::vector<std::vector<CachedTensor>> tensors_;
+  StallMeter stalls_;
+  Counters totals_;
+  int64_t owner_ = -1;  // the method whose copies are ahead; -1: none
+  int64_t position_ = 0;
+  int64_t step_ = 0;
+  bool running_ = false;
+};
+
+}  // namespace penstock

@@ -1,0 +1,264 @@
+"""The planner: from schedules, sizes and a budget to a plan. Pure and deterministic; the authority on the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import BelowFloorError
+from penstock.plan import floor
+from penstock.plan.assembly import assemble
+from penstock.plan.plan import Plan
+from penstock.plan.residency import Demand, Streaming, size_classes, streaming, streaming_tails
+from penstock.plan.ring import Colouring, colour, loads, peak_load
+from penstock.plan.stays import look_ahead
+from penstock.schedule import Schedule
+from penstock.weight import Weight
+
+# Room that is left to copies running ahead rather than spent on longer heads: 0.6 ms of a link of 55 GB/s, which
+# bridges steps of uneven length. Never more than this part of the budget.
+LOOKAHEAD_BYTES = 32 * 2**20
+LOOKAHEAD_PART = 32
+
+# How often a choice whose load fits may turn out not to fit once its stays have pages, before the floor's is taken.
+ATTEMPTS = 24
+
+
+@dataclass(frozen=True)
+class FloorPlan:
+    """The floor, the plan that meets it, and what sets it. `method` and `step_index` are None when nothing streams."""
+
+    floor_bytes: int
+    plan: Plan
+    resident_bytes: int
+    ring_bytes: int
+    method: str | None
+    step_index: int | None
+    # The weights in the ring at that step: in place, or on their way.
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A choice whose stays have pages."""
+
+    chosen: Streaming
+    tails: Mapping[str, int]
+    colourings: tuple[Colouring, ...]
+
+    @property
+    def ring_pages(self) -> int:
+        return max((coloured.page_count for coloured in self.colourings), default=0)
+
+    @property
+    def total_pages(self) -> int:
+        return self.chosen.resident_pages(self.tails) + self.ring_pages
+
+
+def make_plan(
+    schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, budget_bytes: int, page_bytes: int
+) -> Plan:
+    """The plan that moves the least within the budget. Raises BelowFloorError where none is safe and still overlaps."""
+    demand = _demand(schedules, weights, page_bytes)
+    choices = [streaming(demand, names) for names in size_classes(demand)]
+    lowest = _lowest(choices)
+    budget_pages = budget_bytes // page_bytes
+    if budget_pages < lowest.total_pages:
+        raise BelowFloorError(
+            f"the budget is {budget_bytes} bytes, but the floor is {lowest.total_pages * page_bytes} bytes: "
+            f"{_reason(lowest)}",
+            budget_bytes=budget_bytes,
+            floor_bytes=lowest.total_pages * page_bytes,
+        )
+    if budget_pages >= demand.held_pages(demand.nbytes):
+        return _assemble(_place(streaming(demand, ()), {}))
+    return _assemble(_ahead(_best(choices, lowest, budget_pages), budget_pages))
+
+
+def placed_floor(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> FloorPlan:
+    """The smallest budget that make_plan accepts."""
+    demand = _demand(schedules, weights, page_bytes)
+    lowest = _lowest([streaming(demand, names) for names in size_classes(demand)])
+    plan = _assemble(lowest)
+    method, step_index, names = _worst(lowest)
+    return FloorPlan(
+        floor_bytes=lowest.total_pages * page_bytes,
+        plan=plan,
+        resident_bytes=plan.resident_bytes,
+        ring_bytes=plan.ring_bytes,
+        method=method,
+        step_index=step_index,
+        weights=names,
+    )
+
+
+def full_bytes(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> int:
+    """Device bytes of the plan that streams nothing. A larger budget buys nothing."""
+    demand = _demand(schedules, weights, page_bytes)
+    return demand.held_pages(demand.nbytes) * page_bytes
+
+
+def _demand(schedules: Sequence[Schedule], weights: Mapping[str, Weight], page_bytes: int) -> Demand:
+    # Refuses page sizes and schedules that break their own rules.
+    floor.floor_bytes(schedules, weights, granularity_bytes=page_bytes)
+    return Demand.of(schedules, weights, page_bytes)
+
+
+def _place(chosen: Streaming, tails: Mapping[str, int]) -> _Placed:
+    return _Placed(chosen, tails, tuple(colour(method, tails) for method in chosen.methods))
+
+
+def _lowest(choices: Sequence[Streaming]) -> _Placed:
+    """The choice that needs the fewest pages when everything that may stream does. Of equals, the first."""
+    bounds = [choice.resident_pages(choice.whole) + choice.ring_load(choice.whole) for choice in choices]
+    best: _Placed | None = None
+    for bound, choice in sorted(zip(bounds, choices, strict=True), key=lambda pair: pair[0]):
+        if best is not None and best.total_pages <= bound:
+            break
+        placed = _place(choice, choice.whole)
+        if best is None or placed.total_pages < best.total_pages:
+            best = placed
+    assert best is not None, "one choice is to hold everything"
+    return best
+
+
+def _spare_for_heads(budget_pages: int, used_pages: int, page_bytes: int) -> int:
+    reserved = min(LOOKAHEAD_BYTES // page_bytes, budget_pages // LOOKAHEAD_PART)
+    return max(budget_pages - used_pages - reserved, 0)
+
+
+def _best(choices: Sequence[Streaming], lowest: _Placed, budget_pages: int) -> _Placed:
+    """The cheapest choice that fits, its heads as long as the budget allows."""
+
+    def shortened(chosen: Streaming, tails: Mapping[str, int], used_pages: int) -> dict[str, int]:
+        return chosen.shorten(tails, _spare_for_heads(budget_pages, used_pages, chosen.demand.page_bytes))
+
+    def estimate(chosen: Streaming, level: int) -> tuple[int, int, Streaming]:
+        tails = chosen.level(level)
+        used_pages = chosen.resident_pages(tails) + chosen.ring_load(tails)
+        return chosen.cost_bytes(shortened(chosen, tails, used_pages)), level, chosen
+
+    floors_own = shortened(lowest.chosen, lowest.tails, lowest.total_pages)
+    floors_cost = lowest.chosen.cost_bytes(floors_own)
+
+    candidates: list[tuple[int, int, Streaming]] = []
+    for chosen in _by_frequency(choices):
+        level = chosen.lowest_level(budget_pages)
+        if level is not None:
+            candidates.append(estimate(chosen, level))
+    for _ in range(ATTEMPTS):
+        if not candidates:
+            break
+        index = min(range(len(candidates)), key=lambda i: candidates[i][:2])
+        cost, level, chosen = candidates.pop(index)
+        if cost >= floors_cost:
+            break
+        placed = _place(chosen, chosen.level(level))
+        if placed.total_pages <= budget_pages:
+            return _cut(placed, shortened(chosen, placed.tails, placed.total_pages))
+        if level < chosen.largest_pages:
+            candidates.append(estimate(chosen, level + 1))
+    return _cut(lowest, floors_own)
+
+
+def _by_frequency(choices: Sequence[Streaming]) -> list[Streaming]:
+    """Each choice, and beside it the one in which the weights that stream more often than others are held whole."""
+    variants: list[Streaming] = []
+    for choice in choices:
+        if not choice.stays:
+            continue
+        variants.append(choice)
+        least = min(choice.stays.values())
+        if max(choice.stays.values()) > least:
+            seldom = [name for name, count in choice.stays.items() if count == least]
+            variants.append(streaming(choice.demand, seldom))
+    return [variant for variant in variants if variant.stays]
+
+
+def _cut(placed: _Placed, tails: Mapping[str, int]) -> _Placed:
+    """The same pages for shorter tails. Giving some back never needs more, where colouring again might."""
+    chosen = streaming_tails(placed.chosen, tails)
+    colourings: list[Colouring] = []
+    for before, after, coloured in zip(placed.chosen.methods, chosen.methods, placed.colourings, strict=True):
+        kept = {arc.positions: extents for arc, extents in zip(before.arcs, coloured.extents, strict=True)}
+        extents = tuple(_first_pages(kept[arc.positions], tails[arc.weight]) for arc in after.arcs)
+        page_count = max((first + length for held in extents for first, length in held), default=0)
+        colourings.append(Colouring(page_count, extents))
+    return _Placed(chosen, {name: tail for name, tail in tails.items() if tail}, tuple(colourings))
+
+
+def _first_pages(extents: Sequence[tuple[int, int]], pages: int) -> tuple[tuple[int, int], ...]:
+    taken: list[tuple[int, int]] = []
+    for first, length in extents:
+        if pages == 0:
+            break
+        taken.append((first, min(length, pages)))
+        pages -= taken[-1][1]
+    return tuple(taken)
+
+
+def _ahead(placed: _Placed, budget_pages: int) -> _Placed:
+    """What is left of the budget goes to the ring, so that copies run further ahead; each method takes what it can."""
+    tails = placed.tails
+    limit_pages = budget_pages - placed.chosen.resident_pages(tails)
+    colourings: list[Colouring] = []
+    methods = []
+    for method, coloured in zip(placed.chosen.methods, placed.colourings, strict=True):
+        best, best_colouring = method, coloured
+        # With what fits by load as the upper end; then less and less, until the stays find pages too.
+        low, high = 0, sum(tails[arc.weight] for arc in method.arcs)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if peak_load(look_ahead(method, tails, middle), tails) <= limit_pages:
+                low = middle
+            else:
+                high = middle - 1
+        ahead_pages = low
+        while ahead_pages:
+            longer = look_ahead(method, tails, ahead_pages)
+            if longer.arcs == method.arcs:
+                break
+            again = colour(longer, tails)
+            if again.page_count <= limit_pages:
+                best, best_colouring = longer, again
+                break
+            ahead_pages = ahead_pages * 3 // 4
+        methods.append(best)
+        colourings.append(best_colouring)
+    return _Placed(replace(placed.chosen, methods=tuple(methods)), tails, tuple(colourings))
+
+
+def _assemble(placed: _Placed) -> Plan:
+    held = [name for name in placed.chosen.demand.nbytes if name not in placed.tails]
+    return assemble(placed.chosen.demand, held, placed.tails, placed.chosen.methods, placed.colourings)
+
+
+def _worst(placed: _Placed) -> tuple[str | None, int | None, tuple[str, ...]]:
+    """The method and step with the largest load, of equals the first, and the weights that make it."""
+    worst: tuple[int, str, int, tuple[str, ...]] | None = None
+    for schedule, method in zip(placed.chosen.demand.schedules, placed.chosen.methods, strict=True):
+        by_step = loads(method, placed.tails)
+        if not method.arcs or (worst is not None and max(by_step) <= worst[0]):
+            continue
+        step = by_step.index(max(by_step))
+        names = tuple(
+            arc.weight
+            for arc in method.arcs
+            if (step - arc.begin_step) % method.step_count <= arc.end_step - arc.begin_step
+        )
+        worst = (by_step[step], schedule.method, step, names)
+    return (None, None, ()) if worst is None else worst[1:]
+
+
+def _reason(placed: _Placed) -> str:
+    page_bytes = placed.chosen.demand.page_bytes
+    held_bytes = placed.chosen.resident_pages(placed.tails) * page_bytes
+    method, step_index, names = _worst(placed)
+    held = f"{held_bytes} bytes for weights held all the time ({len(placed.chosen.held)} of them)"
+    if method is None:
+        return held
+    listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return (
+        f"{held} and {placed.ring_pages * page_bytes} bytes for step {step_index} of method {method!r}, during which "
+        f"{listed} must be in place or on their way (pages of {page_bytes} bytes)"
+    )

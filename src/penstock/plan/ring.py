@@ -1,0 +1,115 @@
+"""Ring pages for arcs: how many are needed at once, and which stay gets which.
+
+A stay may have any pages (each range maps its own), so along a line the largest load is always enough. On a cycle the
+stays that cross the place where it is cut hold their pages at both ends of the line, and this can cost more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from penstock.plan.stays import MethodArcs
+
+# Where to cut the cycle is a guess; this many are tried, those with the least load first.
+CUTS = 8
+
+Extent = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """Ring pages in use, and per arc the extents (first page, number of pages) it holds."""
+
+    page_count: int
+    extents: tuple[tuple[Extent, ...], ...]
+
+
+def loads(method: MethodArcs, pages: Mapping[str, int]) -> list[int]:
+    """By step: pages held by the arcs that cover it. A weight that `pages` does not name holds none."""
+    count = method.step_count
+    change = [0] * (count + 1)
+    for arc in method.arcs:
+        held = pages.get(arc.weight, 0)
+        begin, end = arc.begin_step % count, arc.end_step % count
+        change[begin] += held
+        change[end + 1] -= held
+        if begin > end:
+            change[0] += held
+    return list(accumulate(change[:count]))
+
+
+def peak_load(method: MethodArcs, pages: Mapping[str, int]) -> int:
+    return max(loads(method, pages), default=0)
+
+
+def colour(method: MethodArcs, pages: Mapping[str, int]) -> Colouring:
+    """Pages for every arc, as few as the best of several cuts gives; at least the largest load."""
+    if not method.arcs:
+        return Colouring(0, ())
+    by_step = loads(method, pages)
+    least = max(by_step)
+    # A cut before step s is crossed by the arcs that cover both s - 1 and s.
+    crossing = [min(by_step[step - 1], by_step[step]) for step in range(method.step_count)]
+    cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))[:CUTS]
+    best: Colouring | None = None
+    for cut in cuts:
+        coloured = _colour_from(method, pages, cut)
+        if best is None or coloured.page_count < best.page_count:
+            best = coloured
+        if best.page_count == least:
+            break
+    assert best is not None
+    return best
+
+
+def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int) -> Colouring:
+    count = method.step_count
+    extents: list[list[Extent]] = [[] for _ in method.arcs]
+    page_count = 0
+    # Pages that come free, with the last step until which they are: that of the line's end, or of their crossing stay.
+    releases: list[tuple[int, int, Extent]] = []
+    waiting: list[tuple[int, int, int]] = []
+    for index, arc in enumerate(method.arcs):
+        begin = (arc.begin_step - cut) % count
+        end = begin + arc.end_step - arc.begin_step
+        held = pages[arc.weight]
+        if end < count:
+            waiting.append((begin, -end, index))
+        else:
+            extent = (page_count, held)
+            page_count += held
+            extents[index].append(extent)
+            heappush(releases, (end - count, begin - 1, extent))
+    deadlines = sorted({count - 1, *(deadline for _, deadline, _ in releases)})
+    free: dict[int, deque[Extent]] = {deadline: deque() for deadline in deadlines}
+
+    for begin, negative_end, index in sorted(waiting):
+        end = -negative_end
+        while releases and releases[0][0] < begin:
+            _, deadline, extent = heappop(releases)
+            free[deadline].append(extent)
+        needed = pages[method.arcs[index].weight]
+        # Best fit: the pages that are wanted back soonest, of those that are free long enough; of these the ones whose
+        # last readers ended longest ago.
+        for deadline in deadlines[bisect_left(deadlines, end) :]:
+            pool = free[deadline]
+            while needed and pool:
+                first, length = pool.popleft()
+                taken = min(length, needed)
+                if taken < length:
+                    pool.appendleft((first + taken, length - taken))
+                needed -= taken
+                extents[index].append((first, taken))
+                heappush(releases, (end, deadline, (first, taken)))
+            if not needed:
+                break
+        if needed:
+            extents[index].append((page_count, needed))
+            heappush(releases, (end, count - 1, (page_count, needed)))
+            page_count += needed
+    return Colouring(page_count, tuple(map(tuple, extents)))

@@ -1,0 +1,163 @@
+"""Which stays a method's streamed weights make, and how long each holds its pages. Time is in steps, cyclic over runs.
+
+An arc is one stay before it has pages: from the first step during which its copy may be under way to the step of its
+last reader. At the least it covers what the floor counts (see floor.py): the step before its first reader, and every
+earlier step at which it is the next copy. Lookahead makes arcs begin earlier.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Arc:
+    """One stay in time. `positions` are those of its accesses, in the order in which they come.
+
+    Steps count from the run in which the first of the accesses is made: `begin_step` may be negative (the copy is
+    issued in the run before), `end_step` may exceed the run (the last reader is in the run after).
+    """
+
+    weight: str
+    positions: tuple[int, ...]
+    first_step: int
+    begin_step: int
+    end_step: int
+
+
+@dataclass(frozen=True)
+class MethodArcs:
+    """The arcs of one method, by first access. `always` names the weights that would never leave: they are no arcs."""
+
+    step_count: int
+    arcs: tuple[Arc, ...]
+    always: frozenset[str]
+
+
+def method_arcs(schedule: Schedule, streamed: Collection[str]) -> MethodArcs:
+    """The shortest arcs that still overlap copies with steps, when the weights in `streamed` (none empty) stream."""
+    count = len(schedule.steps)
+    begins = _begin_steps(schedule, streamed)
+    by_weight: dict[str, list[Arc]] = {}
+    for position, access in enumerate(schedule.accesses):
+        if access.weight in streamed:
+            first, last = schedule.first_step[access.number], schedule.last_step[access.number]
+            arc = Arc(access.weight, (position,), first, begins[position], last)
+            by_weight.setdefault(access.weight, []).append(arc)
+    arcs: list[Arc] = []
+    always: set[str] = set()
+    for name, alone in by_weight.items():
+        joined = _join(alone, count)
+        if any(arc.end_step - arc.begin_step + 1 >= count for arc in joined):
+            always.add(name)
+        else:
+            arcs += joined
+    return MethodArcs(count, tuple(sorted(arcs, key=lambda arc: arc.positions[0])), frozenset(always))
+
+
+def look_ahead(method: MethodArcs, pages: Mapping[str, int], ahead_pages: int) -> MethodArcs:
+    """The same stays, begun so early that up to `ahead_pages` of copies may be under way beyond the next step's.
+
+    No arc begins more than half a run before its first reader, nor before the previous stay of its weight has ended.
+    """
+    count = method.step_count
+    total_pages = sum(pages[arc.weight] for arc in method.arcs)
+    earliest = _ends_before(method)
+    # Pages of the arcs passed, by arc, over two runs: a difference is what is first read between two of them.
+    firsts = [arc.first_step - count for arc in method.arcs] + [arc.first_step for arc in method.arcs]
+    passed = [0]
+    for _ in range(2):
+        for arc in method.arcs:
+            passed.append(passed[-1] + pages[arc.weight])
+    arcs: list[Arc] = []
+    for index, arc in enumerate(method.arcs):
+        # The oldest arc from which on everything up to this one fits into what may be ahead.
+        oldest = bisect_left(passed, passed[len(method.arcs) + index + 1] - min(ahead_pages, total_pages))
+        if oldest > len(method.arcs) + index:
+            arcs.append(arc)
+            continue
+        # While step s runs, step s + 1 is served: what counts as ahead is read from step s + 2 on.
+        before = firsts[oldest - 1] if oldest > 0 else -count
+        begin = max(before - 1, arc.first_step - count // 2, earliest[index])
+        arcs.append(replace(arc, begin_step=min(arc.begin_step, begin)))
+    return replace(method, arcs=tuple(arcs))
+
+
+def issue_position(first_steps: Sequence[int], arc: Arc, step_count: int) -> int:
+    """The first position fetched once the arc has begun; the number of positions is the end of the run.
+
+    Where the arc begins in the run before, the position is of that run, and comes after the arc's own first access.
+    """
+    return bisect_left(first_steps, arc.begin_step % step_count)
+
+
+def _begin_steps(schedule: Schedule, streamed: Collection[str]) -> list[int]:
+    """By position: the first step at which the floor counts the access's weight."""
+    count = len(schedule.steps)
+    first_steps = [schedule.first_step[access.number] for access in schedule.accesses]
+    begins = [first - 1 for first in first_steps]
+    fetched_by_step: list[list[tuple[str, int]]] = [[] for _ in range(count)]
+    for position, access in enumerate(schedule.accesses):
+        if access.weight in streamed:
+            fetched_by_step[first_steps[position]].append((access.weight, position))
+    live = [schedule.live_weights(index) for index in range(count)]
+
+    # As in floor.py, walking backwards: weights by their next fetch, soonest first, with its position and its run.
+    soonest: OrderedDict[str, tuple[int, int]] = OrderedDict()
+    for run in (1, 0):
+        for following in reversed(range(count)):
+            if run == 0:
+                now, then = live[following - 1], live[following]
+                for name, (position, of_run) in soonest.items():
+                    if name not in now and name not in then:
+                        begins[position] = min(begins[position], following - 1 - of_run * count)
+                        break
+            for name, position in reversed(fetched_by_step[following]):
+                soonest[name] = (position, run)
+                soonest.move_to_end(name, last=False)
+    return begins
+
+
+def _join(alone: Sequence[Arc], step_count: int) -> list[Arc]:
+    """One weight's arcs, those that overlap or touch made one: a single copy serves them all at no cost in pages."""
+    joined: list[Arc] = []
+    for arc in alone:
+        if joined and arc.begin_step <= joined[-1].end_step + 1:
+            joined[-1] = _union(joined[-1], arc)
+        else:
+            joined.append(arc)
+    # Across the end of the run; what crosses it may then reach the stay before it in turn.
+    while len(joined) > 1:
+        if joined[-1].begin_step <= joined[-2].end_step + 1:
+            joined[-2:] = [_union(joined[-2], joined[-1])]
+        elif joined[0].begin_step + step_count <= joined[-1].end_step + 1:
+            begin, end = joined[0].begin_step + step_count, joined[0].end_step + step_count
+            joined = [*joined[1:-1], _union(joined[-1], replace(joined[0], begin_step=begin, end_step=end))]
+        else:
+            break
+    return joined
+
+
+def _union(one: Arc, other: Arc) -> Arc:
+    return replace(
+        one,
+        positions=one.positions + other.positions,
+        begin_step=min(one.begin_step, other.begin_step),
+        end_step=max(one.end_step, other.end_step),
+    )
+
+
+def _ends_before(method: MethodArcs) -> list[int]:
+    """By arc: the first step after the previous stay of the same weight, in this run or the one before."""
+    last_of = {arc.weight: arc for arc in method.arcs}
+    earliest: list[int] = []
+    previous: dict[str, int] = {name: arc.end_step - method.step_count for name, arc in last_of.items()}
+    for arc in method.arcs:
+        earliest.append(previous[arc.weight] + 1)
+        previous[arc.weight] = arc.end_step
+    return earliest

@@ -1,0 +1,64 @@
+"""The driver of a device: the CUDA driver, or the soft driver where programs run on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.native import core
+from penstock.runtime.failures import last_exception
+
+_SOFT_PAGE_BYTES = 4096
+# A plan handles memory page by page; this many keep planning quick, and rounding below a part in ten thousand.
+_SOFT_PAGES = 16384
+_LARGEST_SOFT_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Memory:
+    free_bytes: int
+    total_bytes: int
+
+
+class Driver:
+    """Owns a native driver; sessions stand on it and must be closed first."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle: int | None = handle
+
+    @property
+    def page_bytes(self) -> int:
+        return int(core().penstock_driver_granularity(self.handle))
+
+    def memory(self) -> Memory:
+        free, total = ctypes.c_int64(), ctypes.c_int64()
+        if core().penstock_driver_memory(self.handle, ctypes.byref(free), ctypes.byref(total)):
+            raise last_exception()
+        return Memory(free.value, total.value)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            core().penstock_driver_destroy(self.handle)
+            self.handle = None
+
+
+def soft_page_bytes(weight_bytes: int) -> int:
+    page_bytes = _SOFT_PAGE_BYTES
+    while page_bytes < _LARGEST_SOFT_PAGE_BYTES and weight_bytes > page_bytes * _SOFT_PAGES:
+        page_bytes *= 2
+    return page_bytes
+
+
+def open_soft_driver(page_bytes: int, *, capacity_bytes: int = 0, poison: bool = False) -> Driver:
+    handle = core().penstock_soft_create(page_bytes, capacity_bytes, int(poison))
+    if not handle:
+        raise PenstockError(core().penstock_soft_error().decode())
+    return Driver(handle)
+
+
+def open_cuda_driver(device_index: int) -> Driver:
+    handle = core().penstock_cuda_create(device_index)
+    if not handle:
+        raise last_exception()
+    return Driver(handle)

@@ -1,0 +1,33 @@
+"""The core's failures as exceptions: one class each."""
+
+from __future__ import annotations
+
+from penstock import errors
+from penstock.native import core
+
+# The numbers are those of `enum class Failure` in csrc/driver.h.
+_CLASSES: dict[int, type[errors.PenstockError]] = {
+    1: errors.DriverCallError,
+    2: errors.DeviceMemoryError,
+    3: errors.RegistrationError,
+    4: errors.ScheduleDivergedError,
+    5: errors.WeightsChangedError,
+    6: errors.StickyDeviceError,
+    7: errors.CaptureError,
+    8: errors.DriverCallError,
+    9: errors.PenstockError,
+}
+
+_STICKY = "; the device context is lost, and only a new process can use the device again"
+
+
+def exception(failure: int, text: str) -> errors.PenstockError:
+    kind = _CLASSES.get(failure)
+    if kind is None:
+        raise errors.PenstockError(f"the core reports failure {failure}, which is none of its own: {text}")
+    return kind(text + _STICKY if kind is errors.StickyDeviceError else text)
+
+
+def last_exception() -> errors.PenstockError:
+    """What the core's last failed call on this thread said."""
+    return exception(core().penstock_failure(), core().penstock_failure_text().decode())

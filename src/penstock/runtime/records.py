@@ -1,0 +1,97 @@
+"""A plan as the flat numbers that the core reads. csrc/plan_records.cpp reads them in the same order."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.plan.plan import MethodPlan, Piece, Plan
+from penstock.schedule import Schedule
+from penstock.weight import Weight
+
+Numbers = ctypes.Array[ctypes.c_int64]
+
+
+def plan_numbers(plan: Plan, source_offsets: Mapping[str, int]) -> Numbers:
+    """`source_offsets`: where each weight begins in the weights file."""
+    return _array(list(_plan(plan, source_offsets)))
+
+
+def _plan(plan: Plan, offsets: Mapping[str, int]) -> Iterator[int]:
+    yield len(plan.blocks)
+    yield from (block.nbytes for block in plan.blocks)
+    yield len(plan.ranges)
+    for area in plan.ranges:
+        yield len(area.blocks)
+        yield from area.blocks
+    yield from _pieces(plan.fills, offsets)
+    yield len(plan.methods)
+    for method in plan.methods:
+        yield from _method(method, offsets)
+
+
+def _pieces(pieces: Sequence[Piece], offsets: Mapping[str, int]) -> Iterator[int]:
+    yield len(pieces)
+    for piece in pieces:
+        yield offsets[piece.weight] + piece.weight_offset_bytes
+        yield piece.nbytes
+        yield piece.range_index
+        yield piece.range_offset_bytes
+
+
+def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
+    yield method.step_count
+    yield len(method.placements)
+    yield len(method.stays)
+    for placement in method.placements:
+        yield placement.number
+        yield placement.nbytes
+        yield placement.range_index
+        yield placement.range_offset_bytes
+        yield -1 if placement.stay is None else placement.stay
+    for stay in method.stays:
+        yield stay.issue_before
+        yield -1 if stay.wait_step is None else stay.wait_step
+        yield stay.last_step
+        yield from _pieces(stay.pieces, offsets)
+    entering = entering_stays(method)
+    yield len(entering)
+    yield from entering
+
+
+def entering_stays(method: MethodPlan) -> list[int]:
+    """Indices of the stays that are in place when a run begins, in the order in which that run needs them."""
+
+    def first_access_of_run(index: int) -> int:
+        stay = method.stays[index]
+        # What comes before the end belongs to the run that issued the copy.
+        return min(stay.accesses)
+
+    crossing = [index for index, stay in enumerate(method.stays) if stay.crosses_end]
+    return sorted(crossing, key=first_access_of_run)
+
+
+def lru_numbers(
+    schedules: Sequence[Schedule],
+    weights: Mapping[str, Weight],
+    source_offsets: Mapping[str, int],
+    *,
+    budget_bytes: int,
+    granularity_bytes: int,
+) -> Numbers:
+    names = list(weights)
+    index = {name: i for i, name in enumerate(names)}
+    pinned = {access.weight for schedule in schedules for access in schedule.accesses if access.pinned}
+    numbers = [budget_bytes, granularity_bytes, len(names)]
+    for name in names:
+        numbers += [source_offsets[name], weights[name].nbytes, int(name in pinned)]
+    numbers.append(len(schedules))
+    for schedule in schedules:
+        numbers += [len(schedule.steps), len(schedule.accesses)]
+        for access in schedule.accesses:
+            numbers += [access.number, index[access.weight], schedule.last_step[access.number]]
+    return _array(numbers)
+
+
+def _array(numbers: list[int]) -> Numbers:
+    return (ctypes.c_int64 * len(numbers))(*numbers)

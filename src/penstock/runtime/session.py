@@ -1,0 +1,148 @@
+"""The native session: runs a plan, or the least-recently-used policy, over a weights file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.native import SPAN_VISITOR, core
+from penstock.runtime.driver import Driver
+from penstock.runtime.failures import exception, last_exception
+from penstock.runtime.records import Numbers
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What was counted, in one run or since load. S7: the first four equal the plan's prediction."""
+
+    runs: int
+    bytes_streamed: int
+    bytes_hit: int
+    copies: int
+    # Time for which the compute stream waited for copies.
+    stall_ns: int
+    # Under policy="lru": calls of the memory pool, and the host time they took.
+    pool_calls: int
+    pool_ns: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """One copy or one step on the device's clock, from the start of the trace."""
+
+    lane: str
+    run: int
+    method_index: int
+    # The step, or the stay (under policy="lru": the weight).
+    index: int
+    nbytes: int
+    begin_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """How the bytes of the file reach the device: registered in chunks, or through staging buffers."""
+
+    chunk_ends: tuple[int, ...] = ()
+    staging_buffer_bytes: int = 0
+    staging_buffers: int = 0
+    staging_threads: int = 0
+
+
+_COUNTERS = 7
+_LANES = {0: "compute", 1: "copy"}
+
+
+class Session:
+    """Not for two threads at once. Everything raises one of Penstock's errors."""
+
+    def __init__(
+        self, driver: Driver, path: Path, source: HostSource, *, lru: bool, device_index: int, poison: bool
+    ) -> None:
+        ends = (ctypes.c_int64 * len(source.chunk_ends))(*source.chunk_ends)
+        self._core = core()
+        self._driver = driver  # outlives the session
+        self._handle: int | None = self._core.penstock_session_create(
+            driver.handle,
+            str(path).encode(),
+            int(lru),
+            ends,
+            len(source.chunk_ends),
+            source.staging_buffer_bytes,
+            source.staging_buffers,
+            source.staging_threads,
+            device_index,
+            int(poison),
+        )
+        if not self._handle:
+            raise last_exception()
+
+    @property
+    def handle(self) -> int:
+        if self._handle is None:
+            raise PenstockError("the session is closed")
+        return self._handle
+
+    def install(self, numbers: Numbers) -> None:
+        self._check(self._core.penstock_session_install(self.handle, numbers, len(numbers)))
+
+    def uninstall(self) -> None:
+        self._check(self._core.penstock_session_uninstall(self.handle))
+
+    def begin(self, method_index: int, stream: int) -> None:
+        self._check(self._core.penstock_session_begin(self.handle, method_index, stream))
+
+    def end(self) -> None:
+        self._check(self._core.penstock_session_end(self.handle))
+
+    def abort(self) -> PenstockError | None:
+        """Gives the run up; what the core itself has against it, if anything."""
+        failure = self._core.penstock_session_failure(self.handle)
+        text = self._core.penstock_session_failure_text(self.handle).decode()
+        self._core.penstock_session_abort(self.handle)
+        return exception(failure, text) if failure else None
+
+    def drain(self) -> None:
+        self._check(self._core.penstock_session_drain(self.handle))
+
+    def stats(self) -> tuple[Stats, Stats]:
+        """Of the last run, and since the session was made. Waits for the device."""
+        last, total = (ctypes.c_int64 * _COUNTERS)(), (ctypes.c_int64 * _COUNTERS)()
+        self._check(self._core.penstock_session_counters(self.handle, last, total))
+        return Stats(*last), Stats(*total)
+
+    def memory(self) -> tuple[int, int]:
+        """Device bytes held for weights: now, and at most."""
+        held, peak = ctypes.c_int64(), ctypes.c_int64()
+        self._check(self._core.penstock_session_memory(self.handle, ctypes.byref(held), ctypes.byref(peak)))
+        return held.value, peak.value
+
+    def start_trace(self) -> None:
+        self._check(self._core.penstock_session_start_trace(self.handle))
+
+    def stop_trace(self) -> list[Span]:
+        spans: list[Span] = []
+
+        def visit(numbers: Sequence[int]) -> None:
+            lane, run, method_index, index, nbytes, begin_ns, end_ns = (numbers[i] for i in range(7))
+            spans.append(Span(_LANES[lane], run, method_index, index, nbytes, begin_ns, end_ns))
+
+        self._check(self._core.penstock_session_stop_trace(self.handle, SPAN_VISITOR(visit)))
+        return spans
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._core.penstock_session_destroy(self._handle)
+            self._handle = None
+
+    def forget(self) -> None:
+        """After a fork: the handle belongs to the parent, and its threads are not here."""
+        self._handle = None
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise last_exception()

@@ -1,0 +1,137 @@
+"""State: one allocation per mutated buffer, shared by all methods, from load to close."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+
+from penstock.budget import format_bytes
+from penstock.errors import DeviceMemoryError, InputError, StateInvalidError
+from penstock.program import Method
+from penstock.weight import State
+
+
+class StateStore:
+    """`stored` holds the names whose first values lie in the weights file (its index will do), and `read_stored` gives
+    their bytes. The weights file has the last word: a state that would start as zeros starts as what is stored.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[State],
+        device: torch.device,
+        stored: Container[str],
+        read_stored: Callable[[str], torch.Tensor | bytes],
+    ) -> None:
+        self._states = {state.name: state for state in states}
+        self._device = device
+        self._stored = stored
+        self._read_stored = read_stored
+        self._invalid: str | None = "the first values were never put in place"
+        # Outside inference mode whatever the caller is in: a tensor made inside it could not be written outside.
+        with torch.inference_mode(False):
+            self._buffers = {state.name: self._allocated(state) for state in states}
+            self._tensors = {
+                state.name: self._buffers[state.name].permute(_inverse(state.dim_order)) for state in states
+            }
+        self.reset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._states)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def valid(self) -> bool:
+        return self._invalid is None
+
+    def mark_invalid(self, reason: str) -> None:
+        """After a failed run: state may be half written. Only reset() makes it usable again."""
+        self._invalid = reason
+
+    def tensors(self, method: Method) -> list[torch.Tensor]:
+        """The states that are the method's leading inputs; the compiled code writes into them."""
+        # A method without state is none the worse for what another one left behind.
+        if method.states:
+            self._require_valid()
+        return [self._tensors[name] for name in method.states]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of the present value."""
+        tensor = self._tensor(name)
+        self._require_valid()
+        return tensor.clone()
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        tensor = self._tensor(name)
+        self._require_valid()
+        _check_value(self._states[name], value)
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def reset(self) -> None:
+        """Puts the first values back."""
+        self._invalid = "reset_state() did not finish"
+        for name, buffer in self._buffers.items():
+            self._fill(name, buffer)
+        self._invalid = None
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            raise InputError(f"there is no state {name!r}; the program has {', '.join(self._tensors) or 'none'}")
+        return self._tensors[name]
+
+    def _require_valid(self) -> None:
+        if self._invalid is not None:
+            raise StateInvalidError(
+                f"the state ({', '.join(self._states)}) may be half written: {self._invalid}; call reset_state() first"
+            )
+
+    def _allocated(self, state: State) -> torch.Tensor:
+        shape = [state.shape[d] for d in state.dim_order]
+        try:
+            return torch.empty(shape, dtype=getattr(torch, state.dtype), device=self._device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one
+            raise DeviceMemoryError(
+                f"state {state.name!r} needs {format_bytes(state.nbytes)} on {self._device}, which refused it: {error}"
+            ) from error
+
+    def _fill(self, name: str, buffer: torch.Tensor) -> None:
+        # As bytes: not every dtype can be filled or copied, but every one can be seen as these.
+        target = buffer.reshape(-1).view(torch.uint8)
+        if name not in self._stored:
+            target.zero_()
+            return
+        found = self._read_stored(name)
+        source = found if isinstance(found, torch.Tensor) else _viewed(found)
+        if source.nbytes != target.nbytes:
+            raise InputError(f"state {name!r} has {source.nbytes} stored bytes, needs {target.nbytes}")
+        target.copy_(source.reshape(-1).view(torch.uint8))
+
+
+def _inverse(dim_order: Sequence[int]) -> list[int]:
+    return [dim_order.index(d) for d in range(len(dim_order))]
+
+
+def _viewed(content: bytes) -> torch.Tensor:
+    # A bytearray, because torch warns of memory that it must not write; an empty one it does not take at all.
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def _check_value(state: State, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"state {state.name!r} was given {value!r:.80} of type {type(value).__name__}, needs a tensor")
+    if value.is_nested or value.layout is not torch.strided or value.device.type == "meta":
+        raise InputError(f"state {state.name!r} was given a {value.layout} tensor on {value.device}, needs a dense one")
+    dtype = str(value.dtype).removeprefix("torch.")
+    if tuple(value.shape) != state.shape or dtype != state.dtype:
+        raise InputError(
+            f"state {state.name!r} was given {dtype}{list(value.shape)} ({format_bytes(value.nbytes)}), needs "
+            f"{state.dtype}{list(state.shape)} ({format_bytes(math.prod(state.shape) * value.dtype.itemsize)})"
+        )
