@@ -62,15 +62,21 @@ void LruSession::warm() {
   std::set<int64_t> sizes;
   for (size_t w = 0; w < record_.weights.size(); ++w) sizes.insert(footprint_bytes((int64_t)w));
   std::vector<Address> warmed;
+  std::vector<std::pair<PieceRecord, Address>> copies;
   Undo undo([&] {
     for (Address address : warmed) quietly([&] { driver_.pool_release(pool_, address, copy_stream_); });
   });
-  int64_t sum = 0;
+  int64_t sum = 0, largest = 0;
   for (int64_t bytes : sizes) {
     if (bytes == 0 || sum + bytes > record_.budget_bytes) continue;
+    largest = bytes;
     warmed.push_back(driver_.pool_allocate(pool_, (size_t)bytes, copy_stream_));
     sum += bytes;
   }
+  for (const LruWeightRecord& weight : record_.weights)
+    if (largest && footprint_bytes(&weight - record_.weights.data()) == largest)
+      copies = {{{weight.source_offset_bytes, weight.bytes, 0, 0}, warmed.back()}};
+  measure_link(copies);
   while (!warmed.empty()) {
     driver_.pool_release(pool_, warmed.back(), copy_stream_);
     warmed.pop_back();

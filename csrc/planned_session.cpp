@@ -7,6 +7,7 @@
 namespace penstock {
 namespace {
 constexpr unsigned char kPoison = 0xFF;  // NaN in every float format
+constexpr int64_t kMeasuredBytes = 64 << 20;
 }  // namespace
 
 void PlannedSession::install(PlanRecord plan) {
@@ -16,6 +17,7 @@ void PlannedSession::install(PlanRecord plan) {
   create_memory();
   create_events();
   fill_residents();
+  measure();
   std::vector<Shape> shapes;
   for (const MethodRecord& method : plan_.methods) {
     Shape shape{{}, method.step_count};
@@ -75,6 +77,20 @@ void PlannedSession::fill_residents() {
   for (const PieceRecord& piece : plan_.fills) source_.load(piece, address_of(piece), copy_stream_);
   // S2 for what is resident: no run begins before it is there.
   driver_.synchronize_stream(copy_stream_);
+}
+
+void PlannedSession::measure() {
+  std::vector<std::pair<PieceRecord, Address>> copies;
+  int64_t bytes = 0;
+  for (const MethodRecord& method : plan_.methods)
+    for (const StayRecord& stay : method.stays)
+      for (const PieceRecord& piece : stay.pieces) {
+        if (bytes >= kMeasuredBytes) break;
+        // No run has begun: nothing lies in the ring that this could overwrite.
+        copies.emplace_back(piece, address_of(piece));
+        bytes += piece.bytes;
+      }
+  measure_link(copies);
 }
 
 void PlannedSession::uninstall() noexcept {

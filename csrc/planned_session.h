@@ -52,6 +52,7 @@ class PlannedSession final : public StreamingSession {
   void create_memory();
   void create_events();
   void fill_residents();
+  void measure();
   void issue(int64_t stay);
   void issue_until(int64_t position);
   Address address_of(const PieceRecord& piece) const;

@@ -213,6 +213,12 @@ int32_t penstock_session_memory(void* handle, int64_t* device_bytes, int64_t* pe
   });
 }
 
+// What copying took when the session was set up.
+void penstock_session_link(void* handle, int64_t* bytes, int64_t* ns) {
+  *bytes = engine(handle)->session().measured_bytes();
+  *ns = engine(handle)->session().measured_ns();
+}
+
 int32_t penstock_session_drain(void* handle) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);

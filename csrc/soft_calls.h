@@ -12,8 +12,8 @@ namespace penstock {
 
 class SoftCalls {
  public:
-  // The countdown-th call from now fails, counting only calls named `only` unless that is empty. Failure::none means the
-  // failure that is natural for the call. A countdown of 0 takes the order back.
+  // The countdown-th call from now fails, counting only calls named `only` unless that is empty. Failure::none means
+  // the failure that is natural for the call. A countdown of 0 takes the order back.
   void fail_at(uint64_t countdown, Failure failure, const std::string& only) {
     std::lock_guard<std::mutex> lock(mutex_);
     countdown_ = countdown;

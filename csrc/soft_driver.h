@@ -1,8 +1,8 @@
-// The driver of a machine without a GPU: streams are threads, device memory is pages that several ranges can map, events
-// are real. A null Stream is the calling thread itself: its work is done when the call returns.
+// The driver of a machine without a GPU: streams are threads, device memory is pages that several ranges can map,
+// events are real. A null Stream is the calling thread itself: its work is done when the call returns.
 //
-// A copy whose source cannot be read fails its stream for good. What is queued there is skipped, and whoever observes it
-// (synchronizes, waits inline, asks whether an event is complete), directly or through other streams, gets the error.
+// A copy whose source cannot be read fails its stream for good. What is queued there is skipped, and whoever observes
+// it (synchronizes, waits inline, asks if an event is complete), directly or through other streams, gets the error.
 #pragma once
 
 #include <functional>

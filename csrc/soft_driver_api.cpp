@@ -1,5 +1,5 @@
-// The soft driver over a C interface: to make one, and everything that tests need of it. A function that can fail returns
-// the number of its Failure, 0 on success; penstock_soft_error tells more.
+// The soft driver over a C interface: to make one, and everything that tests need of it. A function that can fail
+// returns the number of its Failure, 0 on success; penstock_soft_error tells more.
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -75,8 +75,8 @@ void penstock_soft_destroy(Driver* driver) { delete driver; }
 
 void penstock_soft_counts(Driver* driver, penstock::SoftCounts* out) { *out = soft(driver).counts(); }
 uint64_t penstock_soft_calls(Driver* driver) { return soft(driver).calls().total(); }
-// The n-th call from now fails; with `call`, the n-th call of that name. A failure of 0 is the one natural for the call;
-// an n of 0 takes the order back.
+// The n-th call from now fails; with `call`, the n-th call of that name. A failure of 0 is the one natural for the
+// call; an n of 0 takes the order back.
 void penstock_soft_fail_at(Driver* driver, uint64_t n, int32_t failure, const char* call) {
   soft(driver).calls().fail_at(n, (penstock::Failure)failure, call ? call : "");
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <string>
@@ -85,7 +86,7 @@ SoftMemory::~SoftMemory() {
 void SoftMemory::check_extent(const char* call, Address address, size_t bytes) const {
   if (bytes == 0 || address % granularity_bytes || bytes % granularity_bytes)
     fail(call, EINVAL,
-         extent_text(address, bytes) + " is not made of whole units of " + std::to_string(granularity_bytes) + " bytes");
+         extent_text(address, bytes) + " are not whole units of " + std::to_string(granularity_bytes) + " bytes");
 }
 
 Block SoftMemory::create_block(size_t bytes) {

@@ -1,5 +1,5 @@
-// A capped, stream-ordered pool of the soft driver. It counts live bytes; every allocation has pages of its own, so that
-// no allocation fails for fragmentation.
+// A capped, stream-ordered pool of the soft driver. It counts live bytes; every allocation has pages of its own, so
+// that no allocation fails for fragmentation.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@ namespace penstock {
 
 class SoftPool {
  public:
-  // A release that its stream has perhaps not reached yet. Until then only that stream may have the bytes again: it will
-  // touch them after the release, whatever the host does.
+  // A release that its stream has perhaps not reached yet. Until then only that stream may have the bytes again: it
+  // will touch them after the release, whatever the host does.
   struct Release {
     Stream stream;
     Address address;

@@ -172,6 +172,23 @@ void StreamingSession::wait_for_copy(Event ready) {
   stalls_.after(compute_);
 }
 
+void StreamingSession::measure_link(const std::vector<std::pair<PieceRecord, Address>>& copies) {
+  measured_bytes_ = measured_ns_ = 0;
+  if (copies.empty()) return;
+  Event begin = driver_.create_event(true);
+  Undo undo_begin([&] { driver_.destroy_event(begin); });
+  Event end = driver_.create_event(true);
+  Undo undo_end([&] { driver_.destroy_event(end); });
+  driver_.record(begin, copy_stream_);
+  for (const auto& [piece, address] : copies) {
+    source_.load(piece, address, copy_stream_);
+    measured_bytes_ += piece.bytes;
+  }
+  driver_.record(end, copy_stream_);
+  driver_.synchronize_event(end);
+  measured_ns_ = driver_.elapsed_ns(begin, end);
+}
+
 Counters StreamingSession::last_run() {
   Counters counters = run_;
   counters.stall_ns = stalls_.last_run_ns();

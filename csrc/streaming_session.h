@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "session.h"
@@ -47,6 +48,11 @@ class StreamingSession : public Session {
   Counters last_run();
   Counters totals();
 
+  // How long copies of real weights take, measured once when a plan or a pool is set up: bytes and time. Zero bytes when
+  // nothing is ever copied.
+  int64_t measured_bytes() const { return measured_bytes_; }
+  int64_t measured_ns() const { return measured_ns_; }
+
   void start_trace();
   std::vector<SpanRecord> stop_trace();
 
@@ -70,6 +76,9 @@ class StreamingSession : public Session {
 
   // The compute stream waits for a copy; the wait is measured.
   void wait_for_copy(Event ready);
+
+  // Copies to addresses that hold nothing yet, and times it.
+  void measure_link(const std::vector<std::pair<PieceRecord, Address>>& copies);
 
   Driver& driver_;
   Source& source_;
@@ -96,6 +105,8 @@ class StreamingSession : public Session {
   std::vector<std::vector<CachedTensor>> tensors_;
   StallMeter stalls_;
   Counters totals_;
+  int64_t measured_bytes_ = 0;
+  int64_t measured_ns_ = 0;
   int64_t owner_ = -1;  // the method whose copies are ahead; -1: none
   int64_t position_ = 0;
   int64_t step_ = 0;

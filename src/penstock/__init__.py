@@ -2,6 +2,7 @@
 
 ep = penstock.apply_weight_offload(torch.export.export(model, args))
 penstock.compile(ep, "model.pt2")        # writes model.pt2 (program) and model.ptd (weights)
+y = penstock.Module("model.pt2", weight_offload_budget_mb=512)(*args)
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from penstock.export.compile import Compiled, compile
     from penstock.export.offload import apply_weight_offload
     from penstock.program import read_program
+    from penstock.runtime.module import Module
 
-__all__ = ["Compiled", "PenstockError", "__version__", "apply_weight_offload", "compile", "read_program"]
+__all__ = ["Compiled", "Module", "PenstockError", "__version__", "apply_weight_offload", "compile", "read_program"]
 
 # Imported when first used: reading a file's index or its metadata needs no torch, and torch takes seconds to import.
 _HOMES = {
     "Compiled": "penstock.export.compile",
+    "Module": "penstock.runtime.module",
     "apply_weight_offload": "penstock.export.offload",
     "compile": "penstock.export.compile",
     "read_program": "penstock.program",

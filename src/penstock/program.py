@@ -50,6 +50,8 @@ class Signature:
     out_spec: str
     # Symbol -> lowest and highest value (None: no bound).
     symbols: dict[str, tuple[int, int | None]]
+    # Names of the inputs that the program writes into.
+    written: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def _method_from_json(row: dict[str, Any]) -> Method:
             in_spec=signature["in_spec"],
             out_spec=signature["out_spec"],
             symbols={name: (low, high) for name, (low, high) in signature["symbols"].items()},
+            written=tuple(signature["written"]),
         ),
         states=tuple(row["states"]),
         activation_example_bytes=row["activation_example_bytes"],

@@ -41,16 +41,26 @@ class Counts(ctypes.Structure):
     """What is alive in a driver; as SoftCounts in csrc/soft_driver.h."""
 
     _fields_ = [
-        (name, c_int64)
-        for name in (
-            "blocks block_bytes peak_block_bytes ranges mappings streams events pools pool_allocations pool_bytes "
-            "registrations registered_bytes host_allocations host_bytes peak_host_bytes"
-        ).split()
+        ("blocks", c_int64),
+        ("block_bytes", c_int64),
+        ("peak_block_bytes", c_int64),
+        ("ranges", c_int64),
+        ("mappings", c_int64),
+        ("streams", c_int64),
+        ("events", c_int64),
+        ("pools", c_int64),
+        ("pool_allocations", c_int64),
+        ("pool_bytes", c_int64),
+        ("registrations", c_int64),
+        ("registered_bytes", c_int64),
+        ("host_allocations", c_int64),
+        ("host_bytes", c_int64),
+        ("peak_host_bytes", c_int64),
     ]
 
     def alive(self) -> dict[str, int]:
         """Everything that is not 0, peaks aside: empty when nothing has leaked."""
-        named = {name: int(getattr(self, name)) for name, _ in self._fields_}
+        named = {field[0]: int(getattr(self, field[0])) for field in self._fields_}
         return {name: value for name, value in named.items() if value and not name.startswith("peak_")}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import mmap
 import os
@@ -194,11 +195,12 @@ def test_fresh_blocks_are_poisoned() -> None:
 
 
 def test_a_stream_works_in_order_and_apart_from_the_host(driver: SoftDriver) -> None:
-    stream, address, order = driver.create_stream(), memory(driver, PAGE), []
+    stream, address, source = driver.create_stream(), memory(driver, PAGE), buffer(b"a" * PAGE)
+    order: list[int] = []
     gate = Gate(driver, stream)
-    driver.copy_to_device(address, buffer(b"a" * PAGE), PAGE, stream)
+    driver.copy_to_device(address, source, PAGE, stream)
     for number in range(20):
-        driver.call(stream, lambda number=number: order.append(number))
+        driver.call(stream, functools.partial(order.append, number))
     driver.fill(address + 4, ord("b"), 4, stream)
     assert order == [] and read(driver, address, 1) == b"\0"
     gate.open()
@@ -277,10 +279,11 @@ def test_an_event_may_be_destroyed_while_a_stream_waits_for_it(driver: SoftDrive
 
 
 def test_destroying_a_stream_finishes_its_queue(driver: SoftDriver) -> None:
-    stream, done = driver.create_stream(), []
+    stream = driver.create_stream()
+    done: list[int] = []
     gate = Gate(driver, stream)
     for number in range(5):
-        driver.call(stream, lambda number=number: done.append(number))
+        driver.call(stream, functools.partial(done.append, number))
     threading.Thread(target=gate.open).start()
     driver.destroy_stream(stream)
     assert done == list(range(5)) and driver.counts().streams == 0
@@ -511,12 +514,6 @@ def tour(driver: SoftDriver) -> None:
     try:
         driver.memory_info()
         driver.granularity_bytes()
-        stream = driver.create_stream()
-        cleanups.append(lambda: driver.destroy_stream(stream))
-        event = driver.create_event(True)
-        cleanups.append(lambda: driver.destroy_event(event))
-        timed = driver.create_event(True)
-        cleanups.append(lambda: driver.destroy_event(timed))
         driver.register_host(start, PAGE)
         cleanups.append(lambda: driver.unregister_host(start))
         host = driver.allocate_host(PAGE)
@@ -530,6 +527,13 @@ def tour(driver: SoftDriver) -> None:
         driver.allow_access(address, PAGE)
         pool = driver.create_pool(PAGE)
         cleanups.append(lambda: driver.destroy_pool(pool))
+        # Behind the memory, so that it is destroyed, and its queue finished, before the memory goes.
+        stream = driver.create_stream()
+        cleanups.append(lambda: driver.destroy_stream(stream))
+        event = driver.create_event(True)
+        cleanups.append(lambda: driver.destroy_event(event))
+        timed = driver.create_event(True)
+        cleanups.append(lambda: driver.destroy_event(timed))
         lent = driver.pool_allocate(pool, PAGE, stream)
         cleanups.append(lambda: driver.pool_release(pool, lent, stream))
         driver.pool_peak_bytes(pool)

@@ -149,6 +149,11 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
             in_spec=_dump("inputs", in_spec),
             out_spec=_dump("outputs", out_spec),
             symbols=_symbols(ep, values.values()),
+            written=tuple(
+                str(spec.target)
+                for spec in ep.graph_signature.output_specs
+                if spec.kind is OutputKind.USER_INPUT_MUTATION
+            ),
         ),
     )
 

@@ -10,7 +10,7 @@ from penstock.plan import floor
 from penstock.plan.assembly import assemble
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Demand, Streaming, size_classes, streaming, streaming_tails
-from penstock.plan.ring import Colouring, colour, loads, peak_load
+from penstock.plan.ring import Colouring, colour, loads, peak_load, shrink
 from penstock.plan.stays import look_ahead
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -178,23 +178,13 @@ def _by_frequency(choices: Sequence[Streaming]) -> list[Streaming]:
 def _cut(placed: _Placed, tails: Mapping[str, int]) -> _Placed:
     """The same pages for shorter tails. Giving some back never needs more, where colouring again might."""
     chosen = streaming_tails(placed.chosen, tails)
-    colourings: list[Colouring] = []
+    colourings = []
     for before, after, coloured in zip(placed.chosen.methods, chosen.methods, placed.colourings, strict=True):
-        kept = {arc.positions: extents for arc, extents in zip(before.arcs, coloured.extents, strict=True)}
-        extents = tuple(_first_pages(kept[arc.positions], tails[arc.weight]) for arc in after.arcs)
-        page_count = max((first + length for held in extents for first, length in held), default=0)
-        colourings.append(Colouring(page_count, extents))
+        held = {arc.positions: extents for arc, extents in zip(before.arcs, coloured.extents, strict=True)}
+        colourings.append(
+            shrink([held[arc.positions] for arc in after.arcs], [tails[arc.weight] for arc in after.arcs])
+        )
     return _Placed(chosen, {name: tail for name, tail in tails.items() if tail}, tuple(colourings))
-
-
-def _first_pages(extents: Sequence[tuple[int, int]], pages: int) -> tuple[tuple[int, int], ...]:
-    taken: list[tuple[int, int]] = []
-    for first, length in extents:
-        if pages == 0:
-            break
-        taken.append((first, min(length, pages)))
-        pages -= taken[-1][1]
-    return tuple(taken)
 
 
 def _ahead(placed: _Placed, budget_pages: int) -> _Placed:
@@ -207,7 +197,7 @@ def _ahead(placed: _Placed, budget_pages: int) -> _Placed:
         best, best_colouring = method, coloured
         # With what fits by load as the upper end; then less and less, until the stays find pages too.
         low, high = 0, sum(tails[arc.weight] for arc in method.arcs)
-        while low < high:
+        while low + high // 16 < high:
             middle = (low + high + 1) // 2
             if peak_load(look_ahead(method, tails, middle), tails) <= limit_pages:
                 low = middle
@@ -218,7 +208,7 @@ def _ahead(placed: _Placed, budget_pages: int) -> _Placed:
             longer = look_ahead(method, tails, ahead_pages)
             if longer.arcs == method.arcs:
                 break
-            again = colour(longer, tails)
+            again = colour(longer, tails, enough_pages=limit_pages)
             if again.page_count <= limit_pages:
                 best, best_colouring = longer, again
                 break

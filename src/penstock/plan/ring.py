@@ -6,12 +6,12 @@ stays that cross the place where it is cut hold their pages at both ends of the 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from penstock.plan.stays import MethodArcs
 
@@ -47,27 +47,38 @@ def peak_load(method: MethodArcs, pages: Mapping[str, int]) -> int:
     return max(loads(method, pages), default=0)
 
 
-def colour(method: MethodArcs, pages: Mapping[str, int]) -> Colouring:
-    """Pages for every arc, as few as the best of several cuts gives; at least the largest load."""
+def colour(method: MethodArcs, pages: Mapping[str, int], *, enough_pages: int = 0) -> Colouring:
+    """Pages for every arc, as few as the best of several cuts gives, or the first that takes at most `enough_pages`."""
     if not method.arcs:
         return Colouring(0, ())
     by_step = loads(method, pages)
-    least = max(by_step)
+    enough_pages = max(enough_pages, *by_step)
     # A cut before step s is crossed by the arcs that cover both s - 1 and s.
     crossing = [min(by_step[step - 1], by_step[step]) for step in range(method.step_count)]
     cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))[:CUTS]
     best: Colouring | None = None
     for cut in cuts:
-        coloured = _colour_from(method, pages, cut)
-        if best is None or coloured.page_count < best.page_count:
+        coloured = _colour_from(method, pages, cut, None if best is None else best.page_count)
+        if coloured is not None:
             best = coloured
-        if best.page_count == least:
-            break
+            if best.page_count <= enough_pages:
+                break
     assert best is not None
     return best
 
 
-def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int) -> Colouring:
+def shrink(held: Sequence[Sequence[Extent]], pages: Sequence[int]) -> Colouring:
+    """Each holder keeps the first so many of its pages. Pages that nobody keeps are gone, and the rest renumbered."""
+    kept: list[list[int]] = []
+    for extents, count in zip(held, pages, strict=True):
+        all_pages = (page for first, length in extents for page in range(first, first + length))
+        kept.append(list(islice(all_pages, count)))
+    number = {page: index for index, page in enumerate(sorted({page for some in kept for page in some}))}
+    return Colouring(len(number), tuple(tuple((number[page], 1) for page in some) for some in kept))
+
+
+def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int, below_pages: int | None) -> Colouring | None:
+    """None as soon as it takes no fewer than `below_pages`."""
     count = method.step_count
     extents: list[list[Extent]] = [[] for _ in method.arcs]
     page_count = 0
@@ -85,31 +96,39 @@ def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int) -> Colo
             page_count += held
             extents[index].append(extent)
             heappush(releases, (end - count, begin - 1, extent))
-    deadlines = sorted({count - 1, *(deadline for _, deadline, _ in releases)})
-    free: dict[int, deque[Extent]] = {deadline: deque() for deadline in deadlines}
+    # Free pages by that step; and the steps for which there are some, in order.
+    free: defaultdict[int, deque[Extent]] = defaultdict(deque)
+    deadlines: list[int] = []
 
     for begin, negative_end, index in sorted(waiting):
         end = -negative_end
         while releases and releases[0][0] < begin:
             _, deadline, extent = heappop(releases)
+            if not free[deadline]:
+                insort(deadlines, deadline)
             free[deadline].append(extent)
         needed = pages[method.arcs[index].weight]
         # Best fit: the pages that are wanted back soonest, of those that are free long enough; of these the ones whose
         # last readers ended longest ago.
-        for deadline in deadlines[bisect_left(deadlines, end) :]:
+        fit = bisect_left(deadlines, end)
+        while needed and fit < len(deadlines):
+            deadline = deadlines[fit]
             pool = free[deadline]
-            while needed and pool:
-                first, length = pool.popleft()
-                taken = min(length, needed)
-                if taken < length:
-                    pool.appendleft((first + taken, length - taken))
-                needed -= taken
-                extents[index].append((first, taken))
-                heappush(releases, (end, deadline, (first, taken)))
-            if not needed:
-                break
+            first, length = pool.popleft()
+            taken = min(length, needed)
+            if taken < length:
+                pool.appendleft((first + taken, length - taken))
+            elif not pool:
+                del deadlines[fit]
+            needed -= taken
+            extents[index].append((first, taken))
+            heappush(releases, (end, deadline, (first, taken)))
         if needed:
             extents[index].append((page_count, needed))
             heappush(releases, (end, count - 1, (page_count, needed)))
             page_count += needed
+            if below_pages is not None and page_count >= below_pages:
+                return None
+    if below_pages is not None and page_count >= below_pages:
+        return None
     return Colouring(page_count, tuple(map(tuple, extents)))

@@ -84,7 +84,9 @@ def look_ahead(method: MethodArcs, pages: Mapping[str, int], ahead_pages: int) -
         # While step s runs, step s + 1 is served: what counts as ahead is read from step s + 2 on.
         before = firsts[oldest - 1] if oldest > 0 else -count
         begin = max(before - 1, arc.first_step - count // 2, earliest[index])
-        arcs.append(replace(arc, begin_step=min(arc.begin_step, begin)))
+        if begin < arc.begin_step:
+            arc = Arc(arc.weight, arc.positions, arc.first_step, begin, arc.end_step)
+        arcs.append(arc)
     return replace(method, arcs=tuple(arcs))
 
 

@@ -29,7 +29,7 @@ def read_offloaded(path: str | Path, *, budget: int | str | None) -> Program:
     except PackageError as error:
         if budget is not None and _lacks_metadata(path):
             raise BudgetError(
-                f"the budget {budget!r} was given for {path}, which has no offload metadata: its weights are inside it; "
+                f"the budget {budget!r} was given for {path}, which has no offload metadata: its weights are in it; "
                 "export the model with penstock.apply_weight_offload and penstock.compile"
             ) from error
         raise

@@ -41,11 +41,11 @@ class Limit:
 def memory_limit_bytes(root: Path = Path("/"), *, pinned_file_bytes: int | None = None) -> Limit:
     """The smallest of the machine's and of every cgroup limit above this process. `root` holds proc/ and sys/.
 
-    File cache counts as available. Pinning a weights file pins pages of the file cache: those that are cached already are
-    part of what the cgroup has in use, and pinning them adds nothing; the others push out cache of other files. Either
-    way the bytes that must remain are those in use less the file cache. (Pages of the file that another cgroup brought
-    in are charged there; counting them here errs on the safe side.) What cannot be pushed out is cache that is pinned:
-    the kernel still lists it as file cache, so what this process has pinned is taken off.
+    File cache counts as available. Pinning a weights file pins pages of the file cache: those that are cached already
+    are part of what the cgroup has in use, and pinning them adds nothing; the others push out cache of other files.
+    Either way the bytes that must remain are those in use less the file cache. (Pages of the file that another cgroup
+    brought in are charged there; counting them here errs on the safe side.) What cannot be pushed out is cache that is
+    pinned: the kernel still lists it as file cache, so what this process has pinned is taken off.
     """
     pinned = _pinned.total_bytes() if pinned_file_bytes is None else pinned_file_bytes
     limits = [_machine_limit(root, pinned)]
@@ -74,7 +74,7 @@ class PinnedFile:
     """A weights file that this process holds pinned, so that later checks know of it. Made when it is registered."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        status = os.stat(path)
+        status = Path(path).stat()
         self._key: tuple[int, int] | None = (status.st_dev, status.st_ino)
         # What lies on a memory file system is no file cache, and was never counted as available.
         _pinned.add(self._key, 0 if _is_memory_file(status.st_dev, Path("/")) else status.st_size)
@@ -88,7 +88,7 @@ class PinnedFile:
 
 def bytes_to_pin(path: str | os.PathLike[str], root: Path = Path("/")) -> int:
     """What registering this file takes of the limit: its size, less what is there for good already."""
-    status = os.stat(path)
+    status = Path(path).stat()
     if _pinned.holds((status.st_dev, status.st_ino)):
         return 0
     if _is_memory_file(status.st_dev, root):
@@ -101,8 +101,8 @@ def chunk_ends(
 ) -> tuple[int, ...]:
     """Where each registered chunk ends, in whole pages; `extents` are (offset, length) of the weights in the file.
 
-    No weight lies in two chunks, since a copy that spans two registrations fails. A chunk exceeds the limit only where a
-    weight (or several that share pages) does, and then holds nothing else that could have been left out.
+    No weight lies in two chunks, since a copy that spans two registrations fails. A chunk exceeds the limit only where
+    a weight (or several that share pages) does, and then holds nothing else.
     """
     if limit_bytes < _PAGE_BYTES:
         raise ValueError(f"a chunk of at most {limit_bytes} bytes is smaller than a page of {_PAGE_BYTES} bytes")
@@ -276,7 +276,7 @@ def _cgroup_folders(root: Path) -> list[tuple[Path, _CgroupFiles]]:
             base, files = mount / "memory", _V1
         else:
             continue
-        own = Path(os.path.normpath(f"/{path}")).relative_to("/")
+        own = Path(os.path.normpath("/" + path.lstrip("/"))).relative_to("/")
         # In a container the path may be the host's, of which only the mount point itself is visible.
         folders += [(base / step, files) for step in (own, *own.parents) if (base / step).is_dir()]
     return folders

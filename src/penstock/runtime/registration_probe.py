@@ -46,7 +46,7 @@ def probe_registration(
     command: Sequence[str] = (sys.executable, "-m", "penstock.runtime.registration_probe"),
 ) -> None:
     """Raise RegistrationError when the file cannot be registered; asked once per process, device and file system."""
-    key = (device_index, os.stat(path).st_dev)
+    key = (device_index, Path(path).stat().st_dev)
     with _lock:
         if key not in _answers:
             _answers[key] = _ask([*command, os.fspath(path), str(device_index)], timeout_s)

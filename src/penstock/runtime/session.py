@@ -121,6 +121,12 @@ class Session:
         self._check(self._core.penstock_session_memory(self.handle, ctypes.byref(held), ctypes.byref(peak)))
         return held.value, peak.value
 
+    def link_bytes_per_s(self) -> float | None:
+        """As measured with real weights when the plan was installed; None when nothing is ever copied."""
+        nbytes, ns = ctypes.c_int64(), ctypes.c_int64()
+        self._core.penstock_session_link(self.handle, ctypes.byref(nbytes), ctypes.byref(ns))
+        return nbytes.value * 1e9 / ns.value if nbytes.value and ns.value else None
+
     def start_trace(self) -> None:
         self._check(self._core.penstock_session_start_trace(self.handle))
 

@@ -1,0 +1,475 @@
+"""A weightless program, loaded and ready to run inside a byte budget."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from penstock.budget import format_bytes
+from penstock.errors import (
+    ActivationMemoryError,
+    BudgetError,
+    ClosedError,
+    ConcurrentRunError,
+    ForkedError,
+    PackageError,
+    PenstockError,
+    RuntimeFailure,
+    WeightsFileError,
+)
+from penstock.native import core
+from penstock.plan.plan import Plan
+from penstock.program import Method, Program
+from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
+from penstock.runtime.budget_choice import BudgetChoice, choose_budget
+from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
+from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
+from penstock.runtime.failures import last_exception
+from penstock.runtime.inputs import InputBinding
+from penstock.runtime.outputs import OutputBinding
+from penstock.runtime.policy import POLICIES, Arrangement, Policy
+from penstock.runtime.session import Session, Span, Stats
+from penstock.runtime.state import StateStore
+from penstock.runtime.trace import Trace
+from penstock.runtime.weights_source import prepare_source
+from penstock.torch_private.loader import CompiledMethod
+from penstock.weights import Entry, WeightsIndex, read_index, verify_checksums
+
+POISON_VARIABLE = "PENSTOCK_POISON"
+
+
+@dataclass(frozen=True)
+class _Entrance:
+    """One method, ready to be called."""
+
+    index: int
+    method: Method
+    compiled: CompiledMethod
+    inputs: InputBinding
+    outputs: OutputBinding
+
+
+class Module:
+    """Loads `path` (a .pt2 of penstock.compile) and its weights, and runs it within a budget of device bytes.
+
+    Loading runs native code from the file: load only what you trust. Nothing of it is run before its format, its
+    identity and its weights have been checked.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget: int | str | None = None,
+        *,
+        weight_offload_budget_mb: int | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        policy: str = "planned",
+        device: str | torch.device | None = None,
+        host_memory: str = "registered",
+        host_memory_cap: int | str | None = None,
+        verify: bool = False,
+        progress: bool | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self._open = False
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._trace: Trace | None = None
+        self.path = Path(path)
+        self._quiet = quiet
+        if policy not in POLICIES:
+            raise PenstockError(f"policy is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
+        poison = _poison_asked()
+        given = budget if budget is not None else weight_offload_budget_mb
+        self.program: Program = read_offloaded(self.path, budget=given)
+        self.device = resolve_device(self.program, device)
+        check_build(self.program, self.device)
+        index = _read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
+        self._entries = check_weights(self.program, index)
+        if verify:
+            verify_checksums(index)
+        with ExitStack() as stack:
+            driver = (
+                open_cuda_driver(self.device.index)
+                if self.device.type == "cuda"
+                else open_soft_driver(soft_page_bytes(self.program.weight_bytes), poison=poison)
+            )
+            stack.callback(driver.close)
+            offsets = {weight.name: self._entries[weight.name].offset_bytes for weight in self.program.weights}
+            self._policy: Policy = POLICIES[policy](self.program, driver.page_bytes, offsets)
+            self._driver = driver
+            self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
+            if self._choice.source == "automatic" and self.device.type == "cuda":
+                # The automatic budget counts on what torch's allocator holds and does not use.
+                torch.cuda.empty_cache()
+            arrangement = self._policy.arrange(self._choice.budget_bytes)
+            prepared = prepare_source(
+                index,
+                self.device,
+                host_memory=self._policy.host_memory(host_memory),
+                cap=host_memory_cap,
+                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else 0,
+                progress=progress,
+            )
+            if prepared.pinned is not None:
+                stack.callback(prepared.pinned.release)
+            self.host_bytes = prepared.host_bytes
+            if core().penstock_load_torch():
+                raise last_exception()
+            self._session = Session(
+                driver,
+                Path(index.path),
+                prepared.source,
+                lru=self._policy.is_lru,
+                device_index=self.device.index or 0,
+                poison=poison,
+            )
+            stack.callback(self._session.close)
+            self._session.install(arrangement.numbers)
+            self._arrangement: Arrangement = arrangement
+            self._state = StateStore(self.program.states, self.device, index, lambda name: _stored(index, name))
+            self._entrances = {
+                method.name: _Entrance(
+                    number,
+                    method,
+                    CompiledMethod(self.path, method.name, -1 if self.device.index is None else self.device.index),
+                    InputBinding(method, self.device, written=method.signature.written),
+                    OutputBinding(method),
+                )
+                for number, method in enumerate(self.program.methods)
+            }
+            self._out_of_memory_count = self._count_out_of_memory()
+            self._cleanup = stack.pop_all()
+        self._open = True
+        self._say()
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs `forward`, or the only method."""
+        return self.run_method(self._default_method(), *arguments, **keywords)
+
+    forward = __call__
+
+    def run_method(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+        entrance = self._entrances.get(method) if self._open else None
+        self._require_usable()
+        if entrance is None:
+            raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
+        if not self._lock.acquire(blocking=False):
+            raise ConcurrentRunError(
+                f"method {method!r} was called while another call of this module runs; use one module per thread, or a "
+                "lock around the calls"
+            )
+        try:
+            self._require_usable()
+            return self._run(entrance, arguments, keywords)
+        finally:
+            self._lock.release()
+
+    def _run(self, entrance: _Entrance, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        inputs = [*self._state.tensors(entrance.method), *entrance.inputs.flat(arguments, keywords)]
+        if self.device.type == "cpu":
+            return entrance.outputs.nested(self._compute(entrance, inputs, 0), inputs)
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            return entrance.outputs.nested(self._compute(entrance, inputs, stream), inputs)
+
+    def _compute(self, entrance: _Entrance, inputs: list[torch.Tensor], stream: int) -> list[torch.Tensor]:
+        self._session.begin(entrance.index, stream)
+        try:
+            outputs = entrance.compiled(inputs)
+        except BaseException as error:
+            # Generated code reduces a failure of the core to a generic one; the core has kept the real one.
+            real = self._session.abort()
+            self._invalidate_state(entrance, real or error)
+            if real is not None:
+                raise real from error
+            if isinstance(error, RuntimeError):
+                raise self._explained(entrance, error) from error
+            raise
+        try:
+            self._session.end()
+        except PenstockError as error:
+            self._invalidate_state(entrance, error)
+            raise
+        return outputs
+
+    def _invalidate_state(self, entrance: _Entrance, error: BaseException) -> None:
+        if entrance.method.states:
+            self._state.mark_invalid(f"method {entrance.method.name!r} failed: {error}")
+
+    def _explained(self, entrance: _Entrance, error: RuntimeError) -> RuntimeFailure:
+        name = entrance.method.name
+        count = self._count_out_of_memory()
+        shortage = count > self._out_of_memory_count or isinstance(error, torch.OutOfMemoryError)
+        self._out_of_memory_count = count
+        if shortage:
+            return ActivationMemoryError(
+                f"method {name!r} ran out of device memory for its own buffers: it needs about "
+                f"{format_bytes(entrance.method.activation_example_bytes)} for inputs like those of the export, beside "
+                f"{format_bytes(self.budget_bytes)} for weights and {format_bytes(self.state_bytes)} for state; "
+                f"set_budget() with less, or free device memory ({error})"
+            )
+        return RuntimeFailure(f"method {name!r} failed inside its compiled code: {error}")
+
+    def _count_out_of_memory(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
+
+    # ------------------------------------------------------------------------------------------------- what is there
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(method.name for method in self.program.methods)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.program.weight_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.program.state_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget this module can run with, here and with this policy."""
+        return self._policy.floor_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._choice.budget_bytes
+
+    @property
+    def plan(self) -> Plan | None:
+        """None under policy="lru", which decides while running."""
+        return self._arrangement.plan
+
+    @property
+    def last_run(self) -> Stats:
+        """Waits for the device."""
+        with self._idle():
+            return self._session.stats()[0]
+
+    def stats(self) -> Stats:
+        """Totals since load. Waits for the device."""
+        with self._idle():
+            return self._session.stats()[1]
+
+    def device_memory(self) -> tuple[int, int]:
+        """Bytes of device memory held for weights: now, and at most since load."""
+        with self._idle():
+            return self._session.memory()
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """What copies reached when the module was loaded; None when nothing is ever copied."""
+        with self._idle():
+            return self._session.link_bytes_per_s()
+
+    # ------------------------------------------------------------------------------------------------------- changing
+
+    def set_budget(self, budget: int | str) -> None:
+        """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
+        installed the old one is, and the error is raised."""
+        with self._idle():
+            choice = self._choose(budget, None, None)
+            arrangement = self._policy.arrange(choice.budget_bytes)
+            old = self._arrangement
+            try:
+                self._session.install(arrangement.numbers)
+            except PenstockError as error:
+                self._restore(old, error)
+                raise
+            self._arrangement, self._choice = arrangement, choice
+        self._say()
+
+    def _restore(self, old: Arrangement, error: PenstockError) -> None:
+        try:
+            self._session.install(old.numbers)
+        except PenstockError as second:
+            self._close()
+            raise RuntimeFailure(
+                f"neither the new budget ({error}) nor the old one ({second}) could be installed; the module is closed"
+            ) from error
+
+    def read_state(self, name: str) -> torch.Tensor:
+        """A copy of the present value."""
+        with self._idle():
+            self._wait_for_runs()
+            return self._state.read(name)
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        with self._idle():
+            self._wait_for_runs()
+            self._state.write(name, value)
+
+    def reset_state(self) -> None:
+        """Puts the first values back; also after a failed run, which leaves state unusable."""
+        with self._idle():
+            self._wait_for_runs()
+            self._state.reset()
+
+    def _wait_for_runs(self) -> None:
+        # Runs may be under way on another stream than the caller's present one.
+        self._session.drain()
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
+        with self._idle():
+            if self._trace is not None:
+                raise PenstockError(f"a trace to {self._trace.path} is being recorded; close it first")
+            self._session.start_trace()
+            self._trace = Trace(Path(path), self._stop_trace, self._span_name)
+            return self._trace
+
+    def _stop_trace(self) -> list[Span]:
+        with self._idle():
+            self._trace = None
+            return self._session.stop_trace()
+
+    def _span_name(self, span: Span) -> tuple[str, str]:
+        method = self.program.methods[span.method_index]
+        if span.lane == "compute":
+            return method.name, method.schedule.steps[span.index].kernel
+        return method.name, self._arrangement.copied_weight(span.method_index, span.index)
+
+    # -------------------------------------------------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Gives everything back; waits for a run in another thread. May be called twice, and never raises."""
+        if not self._open:
+            return
+        if os.getpid() != self._pid:
+            # The driver and its threads are the parent's; there is nothing here to give back.
+            self._open = False
+            self._session.forget()
+            self._cleanup.pop_all()
+            return
+        if self._trace is not None:
+            self._trace.close()
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._open:
+            self._open = False
+            self._entrances.clear()
+            self._cleanup.close()
+
+    def __enter__(self) -> Module:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            self.close()
+
+    # ------------------------------------------------------------------------------------------------------- helpers
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"{self.path} was loaded by process {self._pid}, and this is its child {os.getpid()}; load it here"
+            )
+        if not self._open:
+            raise ClosedError(f"{self.path} was closed")
+
+    def _idle(self) -> _Idle:
+        return _Idle(self)
+
+    def _default_method(self) -> str:
+        names = self.methods
+        if "forward" in names:
+            return "forward"
+        if len(names) == 1:
+            return names[0]
+        raise PackageError(f"there is no method 'forward'; name one of {', '.join(names)} with run_method")
+
+    def _choose(self, budget: int | str | None, mb: int | None, baked_bytes: int | None) -> BudgetChoice:
+        def automatic() -> int:
+            memory = self._driver.memory()
+            terms = automatic_terms(
+                self.program, self.device, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes
+            )
+            return automatic_budget(terms, self._policy.floor_bytes)
+
+        return choose_budget(
+            budget=budget,
+            weight_offload_budget_mb=mb,
+            baked_bytes=baked_bytes,
+            automatic=automatic,
+            floor_bytes=self._policy.floor_bytes,
+            full_bytes=self._policy.full_bytes,
+        )
+
+    @property
+    def summary(self) -> str:
+        """What was loaded, in one line."""
+        parts = [
+            f"floor {format_bytes(self.floor_bytes)}",
+            f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
+            *self._arrangement.summary(),
+        ]
+        link = self.link_bytes_per_s
+        parts.append("no copies" if link is None else f"copies at {link / 1e9:.1f} GB/s")
+        return f"penstock: {self.path.name} on {self.device}: {', '.join(parts)}"
+
+    def _say(self) -> None:
+        if not self._quiet:
+            lines = [self.summary, *([self._choice.clamp_sentence] if self._choice.clamp_sentence else [])]
+            print("\n".join(lines), file=sys.stderr)
+
+
+class _Idle:
+    """Holds the module between runs: waits for a run in another thread, and keeps others out."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._module._require_usable()
+        self._module._lock.acquire()
+        try:
+            self._module._require_usable()
+        except PenstockError:
+            self._module._lock.release()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._module._lock.release()
+
+
+def _poison_asked() -> bool:
+    value = os.environ.get(POISON_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise BudgetError(f"{POISON_VARIABLE} is {value!r}; it must be 0 or 1")
+    return value == "1"
+
+
+def _read_weights_index(path: Path) -> WeightsIndex:
+    try:
+        return read_index(path)
+    except OSError as error:
+        raise WeightsFileError(f"the weights file {path} cannot be read: {error}") from error
+
+
+def _stored(index: WeightsIndex, name: str) -> bytes:
+    entry: Entry = index[name]
+    with Path(index.path).open("rb") as file:
+        return os.pread(file.fileno(), entry.length_bytes, entry.offset_bytes)

@@ -1,0 +1,138 @@
+"""The two policies: planned residency, and the least recently used. Each turns a budget into what the core executes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.budget import format_bytes
+from penstock.errors import HostMemoryError
+from penstock.plan.floor import floor_bytes
+from penstock.plan.plan import Plan
+from penstock.plan.planner import FloorPlan, full_bytes, make_plan, placed_floor
+from penstock.program import Program
+from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What a policy makes of a budget."""
+
+    program: Program
+    numbers: Numbers
+    plan: Plan | None
+
+    def summary(self) -> list[str]:
+        if self.plan is None:
+            return ["policy lru"]
+        parts = [f"resident {format_bytes(self.plan.resident_bytes)}", f"ring {format_bytes(self.plan.ring_bytes)}"]
+        parts += [
+            f"streamed {format_bytes(method.warm.bytes_streamed)} per run of {method.method}"
+            for method in self.plan.methods
+        ]
+        return parts
+
+    def copied_weight(self, method_index: int, index: int) -> str:
+        """The weight of a copy, as the core numbers copies."""
+        if self.plan is None:
+            return self.program.weights[index].name
+        return self.plan.methods[method_index].stays[index].weight
+
+
+class Policy(ABC):
+    is_lru: bool
+
+    def __init__(self, program: Program, page_bytes: int, source_offsets: Mapping[str, int]) -> None:
+        self._program = program
+        self._page_bytes = page_bytes
+        self._offsets = source_offsets
+        self._schedules = [method.schedule for method in program.methods]
+        self._weights = {weight.name: weight for weight in program.weights}
+
+    @property
+    @abstractmethod
+    def floor_bytes(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def full_bytes(self) -> int:
+        """With this much everything stays on the device; more buys nothing."""
+
+    @abstractmethod
+    def arrange(self, budget_bytes: int) -> Arrangement: ...
+
+    def host_memory(self, asked: str) -> str:
+        return asked
+
+
+class PlannedPolicy(Policy):
+    is_lru = False
+
+    @cached_property
+    def _floor(self) -> FloorPlan:
+        return placed_floor(self._schedules, self._weights, page_bytes=self._page_bytes)
+
+    @property
+    def floor_bytes(self) -> int:
+        return self._floor.floor_bytes
+
+    @cached_property
+    def _full_bytes(self) -> int:
+        return full_bytes(self._schedules, self._weights, page_bytes=self._page_bytes)
+
+    @property
+    def full_bytes(self) -> int:
+        return self._full_bytes
+
+    def arrange(self, budget_bytes: int) -> Arrangement:
+        plan = make_plan(self._schedules, self._weights, budget_bytes=budget_bytes, page_bytes=self._page_bytes)
+        return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
+
+
+class LruPolicy(Policy):
+    is_lru = True
+
+    @cached_property
+    def _floor_bytes(self) -> int:
+        load = floor_bytes(self._schedules, self._weights, granularity_bytes=self._page_bytes)
+        pinned = {access.weight for schedule in self._schedules for access in schedule.accesses if access.pinned}
+        # Each weight is an allocation of its own here: what must stay is not packed.
+        return load.transient_bytes + sum(self._footprint_bytes(name) for name in pinned)
+
+    def _footprint_bytes(self, name: str) -> int:
+        # The pool rounds every allocation; pages are what it rounds large ones to, and an upper bound for small ones.
+        return -(-self._weights[name].nbytes // self._page_bytes) * self._page_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        return self._floor_bytes
+
+    @cached_property
+    def _full_bytes(self) -> int:
+        return sum(self._footprint_bytes(name) for name in self._weights)
+
+    @property
+    def full_bytes(self) -> int:
+        return self._full_bytes
+
+    def arrange(self, budget_bytes: int) -> Arrangement:
+        numbers = lru_numbers(
+            self._schedules,
+            self._weights,
+            self._offsets,
+            budget_bytes=budget_bytes // self._page_bytes * self._page_bytes,
+            granularity_bytes=self._page_bytes,
+        )
+        return Arrangement(self._program, numbers, None)
+
+    def host_memory(self, asked: str) -> str:
+        if asked == "staged":
+            raise HostMemoryError(
+                'host_memory="staged" reads ahead in the order of a plan, and policy="lru" has none: use the two apart'
+            )
+        return asked
+
+
+POLICIES: dict[str, type[Policy]] = {"planned": PlannedPolicy, "lru": LruPolicy}

@@ -1,0 +1,91 @@
+"""How a weights file is made ready for copies to the device: registered as it is mapped, or staged through buffers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.budget import parse_bytes
+from penstock.errors import BudgetError, HostMemoryError
+from penstock.runtime.host_memory import (
+    PinnedFile,
+    bytes_to_pin,
+    check_host_memory,
+    chunk_ends,
+    prefault_with_progress,
+)
+from penstock.runtime.registration_probe import probe_registration
+from penstock.runtime.session import HostSource
+from penstock.weights import WeightsIndex
+
+HOST_MEMORY = ("registered", "staged")
+
+_DEFAULT_CAP_BYTES = 1 << 30
+# Large enough for the full speed of a link, small enough that several fit a small cap.
+_BUFFER_BYTES = 16 << 20
+_LEAST_BUFFERS = 4
+_LEAST_BUFFER_BYTES = 4096
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    source: HostSource
+    # Released when the session is closed; None where nothing is pinned for good.
+    pinned: PinnedFile | None
+    host_bytes: int
+
+
+def prepare_source(
+    index: WeightsIndex,
+    device: torch.device,
+    *,
+    host_memory: str,
+    cap: int | str | None,
+    extra_bytes: int,
+    progress: bool | None,
+) -> PreparedSource:
+    """Everything that can be refused before memory is pinned is refused here. `extra_bytes` are of the soft driver, whose
+    device memory is host memory too."""
+    if host_memory not in HOST_MEMORY:
+        raise HostMemoryError(f"host_memory is {host_memory!r}; it must be one of {', '.join(map(repr, HOST_MEMORY))}")
+    if host_memory == "staged":
+        return _staged(_DEFAULT_CAP_BYTES if cap is None else parse_bytes(cap), extra_bytes)
+    if cap is not None:
+        raise BudgetError(
+            f'host_memory_cap={cap!r} was given with host_memory="registered", which pins the file as it is: '
+            f'{index.file_bytes} bytes; use host_memory="staged" to hold a cap'
+        )
+    return _registered(index, device, extra_bytes, progress)
+
+
+def _registered(
+    index: WeightsIndex, device: torch.device, extra_bytes: int, progress: bool | None
+) -> PreparedSource:
+    path = Path(index.path)
+    check_host_memory(bytes_to_pin(path) + extra_bytes, f"{path}, all of which is held in memory")
+    if device.type == "cuda":
+        probe_registration(path, device.index)
+    prefault_with_progress(path, show=progress)
+    ends = chunk_ends(_extents(index), index.file_bytes)
+    return PreparedSource(HostSource(chunk_ends=ends), PinnedFile(path), index.file_bytes)
+
+
+def _extents(index: WeightsIndex) -> Iterable[tuple[int, int]]:
+    return [(entry.offset_bytes, entry.length_bytes) for entry in index.unique_entries]
+
+
+def _staged(cap_bytes: int, extra_bytes: int) -> PreparedSource:
+    buffer_bytes = min(_BUFFER_BYTES, cap_bytes // _LEAST_BUFFERS // _LEAST_BUFFER_BYTES * _LEAST_BUFFER_BYTES)
+    if buffer_bytes < _LEAST_BUFFER_BYTES:
+        raise HostMemoryError(
+            f"host_memory_cap is {cap_bytes} bytes; staging needs at least {_LEAST_BUFFERS * _LEAST_BUFFER_BYTES}"
+        )
+    buffers = cap_bytes // buffer_bytes
+    check_host_memory(buffers * buffer_bytes + extra_bytes, "the staging buffers")
+    threads = min(_READERS, buffers, os.cpu_count() or 1)
+    return PreparedSource(HostSource((), buffer_bytes, buffers, threads), None, buffers * buffer_bytes)

@@ -1,0 +1,327 @@
+"""Drives a native session over the soft driver as compiled code would, without torch, and checks every byte it lends."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.errors import PenstockError
+from penstock.native import core
+from penstock.plan.plan import Plan, Traffic
+from penstock.plan.planner import full_bytes, make_plan, placed_floor
+from penstock.runtime.driver import Driver
+from penstock.runtime.records import lru_numbers, plan_numbers
+from penstock.runtime.session import HostSource, Session, Stats
+from penstock.schedule import Access, Schedule, Step
+from penstock.weight import Weight
+from tests.runtime.soft import SoftDriver, hash_of
+
+PAGE = 4096
+INLINE = 0  # the stream that is the calling thread
+MS = 1_000_000
+
+
+def chain(*steps: str, method: str = "forward") -> Schedule:
+    """chain("a", "b c") has two steps, the second reads two weights. "!p" is a pinned access of p."""
+    accesses: list[Access] = []
+    emitted: list[Step] = []
+    for index, names in enumerate(steps):
+        first = len(accesses)
+        accesses += [Access(first + k, name.lstrip("!"), name[0] == "!") for k, name in enumerate(names.split())]
+        emitted.append(Step(f"k{index}", tuple(range(first, len(accesses)))))
+    return Schedule(method, tuple(accesses), tuple(emitted))
+
+
+@dataclass(frozen=True)
+class Model:
+    """Schedules, and a weights file whose every weight has bytes of its own. Weights begin on pages."""
+
+    schedules: tuple[Schedule, ...]
+    weights: Mapping[str, Weight]
+    offsets: Mapping[str, int]
+    path: Path
+
+    @cached_property
+    def content(self) -> dict[str, bytes]:
+        data = self.path.read_bytes()
+        return {name: data[self.offsets[name] :][: weight.nbytes] for name, weight in self.weights.items()}
+
+    @cached_property
+    def hashes(self) -> dict[str, int]:
+        return {name: hash_of(data) for name, data in self.content.items()}
+
+    @cached_property
+    def file_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        return placed_floor(self.schedules, self.weights, page_bytes=PAGE).floor_bytes
+
+    @cached_property
+    def full_bytes(self) -> int:
+        return full_bytes(self.schedules, self.weights, page_bytes=PAGE)
+
+    def plan(self, budget_bytes: int) -> Plan:
+        return make_plan(self.schedules, self.weights, budget_bytes=budget_bytes, page_bytes=PAGE)
+
+    def budgets(self, steps: int) -> list[int]:
+        """From the floor to everything resident."""
+        pages, last = self.floor_bytes // PAGE, self.full_bytes // PAGE
+        return sorted({PAGE * (pages + (last - pages) * k // steps) for k in range(steps + 1)})
+
+    def registered(self, chunks: int = 3) -> HostSource:
+        """Chunks that end where weights begin, so that no copy spans two."""
+        starts = sorted(offset for offset in set(self.offsets.values()) if 0 < offset < self.file_bytes)
+        ends = starts[:: max(len(starts) // chunks, 1)] if chunks > 1 else []
+        return HostSource(chunk_ends=(*ends, -(-self.file_bytes // PAGE) * PAGE))
+
+
+def write_model(path: Path, schedules: Sequence[Schedule], sizes: Mapping[str, int], seed: int = 0) -> Model:
+    rng = random.Random(seed)
+    offsets: dict[str, int] = {}
+    data = bytearray()
+    for name, nbytes in sizes.items():
+        data += bytes(-len(data) % PAGE)
+        offsets[name] = len(data)
+        data += rng.randbytes(nbytes)
+    path.write_bytes(data or b"\0")
+    weights = {name: Weight(name, "uint8", (nbytes,), (0,)) for name, nbytes in sizes.items()}
+    return Model(tuple(schedules), weights, offsets, path)
+
+
+def staged(buffer_bytes: int = 3000, buffers: int = 3, threads: int = 2) -> HostSource:
+    return HostSource(staging_buffer_bytes=buffer_bytes, staging_buffers=buffers, staging_threads=threads)
+
+
+class RunFailed(Exception):
+    """The session refused an access or a step. The error is the session's own."""
+
+    def __init__(self, error: PenstockError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Rig:
+    """One session on one driver. `kernel_ns`: each kernel first sleeps a random time of at most this."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        lru: bool = False,
+        poison: bool = True,
+        source: HostSource | None = None,
+        driver: SoftDriver | None = None,
+        seed: int = 1,
+        kernel_ns: int = 0,
+    ) -> None:
+        self.model = model
+        self.kernel_ns = kernel_ns
+        self.plan: Plan | None = None
+        self._random = random.Random(seed)
+        self._poison = poison
+        self._own_driver = driver is None
+        self.driver = SoftDriver(PAGE, 0, poison) if driver is None else driver
+        self._hashes: list[tuple[str, str, ctypes.c_uint64]] = []
+        self._streams: list[int] = []
+        self._owner: int | None = None
+        self.expected = Traffic(0, 0, 0)
+        self.session = Session(
+            # All that a session asks of a driver is its handle.
+            cast(Driver, self.driver),
+            model.path,
+            model.registered() if source is None else source,
+            lru=lru,
+            device_index=0,
+            poison=poison,
+        )
+
+    def close(self) -> None:
+        """The session first: what it leaves behind is then the driver's whole count."""
+        self.session.close()
+        for stream in self._streams:
+            self.driver.destroy_stream(stream)
+        self._streams.clear()
+        alive = self.driver.counts().alive()
+        assert not alive, alive
+        if self._own_driver:
+            self.driver.close()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.session.close()
+
+    def stream(self) -> int:
+        self._streams.append(self.driver.create_stream())
+        return self._streams[-1]
+
+    def install(self, budget_bytes: int) -> Plan:
+        plan = self.model.plan(budget_bytes)
+        assert plan.device_bytes <= budget_bytes
+        self._owner, self.plan = None, None
+        self.session.install(plan_numbers(plan, self.model.offsets))
+        self.plan = plan
+        return plan
+
+    def install_lru(self, budget_bytes: int, granularity_bytes: int = PAGE) -> None:
+        self.session.install(
+            lru_numbers(
+                self.model.schedules,
+                self.model.weights,
+                self.model.offsets,
+                budget_bytes=budget_bytes,
+                granularity_bytes=granularity_bytes,
+            )
+        )
+
+    # What compiled code does.
+
+    def acquire(self, number: int) -> int:
+        address = ctypes.c_uint64()
+        if core().penstock_session_acquire(self.session.handle, number, ctypes.byref(address)):
+            self._give_up()
+        return address.value
+
+    def done(self, step: int) -> None:
+        core().penstock_session_done(self.session.handle, step)
+
+    def _give_up(self) -> None:
+        self._owner = None
+        error = self.session.abort()
+        assert error is not None, "an access was refused without a reason"
+        raise RunFailed(error)
+
+    def read(self, address: int, name: str, stream: int, label: str = "", delay_ns: int | None = None) -> None:
+        """A kernel that reads the whole weight."""
+        if delay_ns is None:
+            delay_ns = self._random.randrange(self.kernel_ns) if self.kernel_ns else 0
+        nbytes = self.model.weights[name].nbytes
+        if nbytes:
+            out = self.driver.hash(stream, address, nbytes, delay_ns)
+            self._hashes.append((name, label, out))
+
+    def steps(self, method: int = 0, stream: int = INLINE, *, delay_ns: int | None = None) -> Iterator[int]:
+        """Runs the schedule step by step, and stops after the launches of each, before its end is told."""
+        schedule = self.model.schedules[method]
+        addresses: dict[int, int] = {}
+        for index, step in enumerate(schedule.steps):
+            for access in schedule.accesses:
+                if schedule.first_step[access.number] == index:
+                    addresses[access.number] = self.acquire(access.number)
+            for number in step.accesses:
+                name = schedule.access_by_number[number].weight
+                self.read(addresses[number], name, stream, f"method {method} step {index}", delay_ns)
+            yield index
+            self.done(index)
+
+    def begin(self, method: int = 0, stream: int = INLINE) -> None:
+        try:
+            self.session.begin(method, stream)
+        except PenstockError:
+            self._owner = None
+            raise
+
+    def end(self) -> None:
+        try:
+            self.session.end()
+        except PenstockError:
+            self._owner = None
+            raise
+
+    def run(self, method: int = 0, stream: int = INLINE, *, delay_ns: int | None = None, check: bool = True) -> None:
+        """One run. With `check`, waits for it and compares its counters with the plan's (S7)."""
+        self.begin(method, stream)
+        for _ in self.steps(method, stream, delay_ns=delay_ns):
+            pass
+        self.end()
+        if self.plan is None:
+            return
+        planned = self.plan.methods[method]
+        traffic = planned.warm if self._owner == method else planned.cold
+        self._owner = method
+        self.expected = _sum(self.expected, traffic)
+        if check:
+            last, total = self.session.stats()
+            assert _traffic(last) == traffic
+            assert _traffic(total) == self.expected
+            self.check()
+
+    def drain(self) -> None:
+        for stream in self._streams:
+            self.driver.synchronize_stream(stream)
+        self.session.drain()
+
+    def check(self) -> int:
+        """Waits for everything; every kernel must have read the weight's own bytes. Returns how many there were."""
+        self.drain()
+        wrong = [(name, label) for name, label, out in self._hashes if out.value != self.model.hashes[name]]
+        assert not wrong, f"kernels that read other bytes than the file's: {wrong}"
+        count = len(self._hashes)
+        self._hashes.clear()
+        return count
+
+    def check_memory(self, budget_bytes: int) -> None:
+        """S4, by the driver's own count of physical bytes."""
+        assert self.plan is not None
+        counts = self.driver.counts()
+        assert counts.block_bytes == self.plan.device_bytes
+        assert counts.peak_block_bytes <= budget_bytes
+        assert self.session.memory() == (counts.block_bytes, counts.peak_block_bytes)
+
+
+def _traffic(stats: Stats) -> Traffic:
+    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit)
+
+
+def _sum(one: Traffic, other: Traffic) -> Traffic:
+    return Traffic(
+        one.bytes_streamed + other.bytes_streamed, one.copies + other.copies, one.bytes_hit + other.bytes_hit
+    )
+
+
+@contextmanager
+def slow_copies(driver: SoftDriver, max_ns: int, seed: int = 7) -> Iterator[None]:
+    """Everything that streams do is late by up to `max_ns`; what the inline stream does is not."""
+    driver.set_delays(seed, max_ns)
+    try:
+        yield
+    finally:
+        driver.set_delays(0, 0)
+
+
+def models(folder: Path) -> dict[str, Model]:
+    """Small programs that between them have every shape a schedule can have."""
+    sizes: dict[str, int] = {f"w{i}": (1 + i % 3) * PAGE - (i % 2) * 100 for i in range(9)}
+    names = list(sizes)
+    tied = {**sizes, "tied": 3 * PAGE + 17}
+    long_reads = Schedule(
+        "forward",
+        tuple(Access(10 + i, name) for i, name in enumerate(names)),
+        tuple(Step(f"k{i}", (10 + i, 10 + max(i - 2, 0))[: 1 + (i > 1)]) for i in range(len(names))),
+    )
+    small = {**sizes, "s0": 8, "s1": 300, "none": 0, "p": 5000}
+    prefill = chain(*names, "tied", method="prefill")
+    decode = chain("tied", *reversed(names), "tied", method="decode")
+    made: dict[str, Any] = {
+        "chain": ((chain(*names),), sizes),
+        "tied": ((chain("tied", *names, "tied"),), tied),
+        "pairs": ((chain("w0 w1", "w2", "w3 w4", "w5 w0", "w6", "w7 w8"),), sizes),
+        "long_reads": ((long_reads,), sizes),
+        "small": ((chain("s0 w0", "none w1", "w2 !p", "w3 s1", "w4", "none", "w5"),), small),
+        "methods": ((prefill, decode, chain("w1", "w3", "w5", "w7", method="third")), tied),
+    }
+    return {
+        name: write_model(folder / f"{name}.ptd", schedules, of) for name, (schedules, of) in made.items()
+    }
