@@ -17,6 +17,17 @@ void quietly(Action&& action) noexcept {
   }
 }
 
+// Waits for what uses something, before that is given back. Twice: drivers also report the failure of earlier work here,
+// without having waited. A second failure means that the device is lost, and with it whatever was at work.
+template <typename Wait>
+void settle(Wait&& wait) noexcept {
+  try {
+    wait();
+  } catch (const CoreError&) {
+    quietly(wait);
+  }
+}
+
 // Gives back on the way out, unless kept.
 template <typename Action>
 class Undo {

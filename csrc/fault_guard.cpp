@@ -14,6 +14,7 @@
 #include <atomic>
 #include <mutex>
 
+#include <ucontext.h>
 #include <unistd.h>
 
 namespace penstock {
@@ -121,6 +122,9 @@ void on_bus_error(int signal_number, siginfo_t* info, void* context) {
   auto address = reinterpret_cast<uintptr_t>(info->si_addr);
   if (is_fault && region && address >= region->start && address < region->end) {
     current_region = nullptr;
+    // What a return from the handler would restore. (Saving the mask in sigsetjmp would be a system call for each
+    // guarded call; and sanitizers call this from a handler of theirs that blocks every signal.)
+    pthread_sigmask(SIG_SETMASK, &static_cast<ucontext_t*>(context)->uc_sigmask, nullptr);
     siglongjmp(region->jump, 1);
   }
   if (is_fault && chain_depth == 0) report(info);
@@ -151,8 +155,7 @@ void ensure_installed() noexcept {
   replaced_count.store(index + 1, std::memory_order_release);
   struct sigaction ours = {};
   ours.sa_sigaction = on_bus_error;
-  // Not deferred: the handler leaves by siglongjmp, and there is then no signal mask to restore (nor, in sigsetjmp, to
-  // save: that would be a second system call).
+  // Not deferred: a handler that hands on raises the signal again, and means it to be heard at once.
   ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigemptyset(&ours.sa_mask);
   sigaction(SIGBUS, &ours, nullptr);

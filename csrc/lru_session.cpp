@@ -86,8 +86,8 @@ void LruSession::warm() {
 }
 
 void LruSession::uninstall() noexcept {
-  quietly([&] { drain(); });
-  forget_tensors();
+  finish();
+  set_shapes({});
   for (size_t w = 0; w < held_.size(); ++w) {
     if (held_[w].address) quietly([&] { driver_.pool_release(pool_, held_[w].address, copy_stream_); });
     if (held_[w].ready) quietly([&] { driver_.destroy_event(held_[w].ready); });
@@ -141,19 +141,34 @@ bool LruSession::evict_one() {
 }
 
 bool LruSession::make_room(int64_t weight) {
+  shortage_.clear();
   while (held_bytes_ + footprint_bytes(weight) > record_.budget_bytes)
     if (!evict_one()) return false;
   return true;
+}
+
+Address LruSession::allocate(int64_t weight) {
+  auto bytes = (size_t)record_.weights[weight].bytes;
+  for (bool waited = false;; waited = true) {
+    try {
+      PoolTimer timer(run_);
+      return driver_.pool_allocate(pool_, bytes, copy_stream_);
+    } catch (const DriverError& error) {
+      if (error.failure != Failure::device_memory) throw;
+      shortage_ = error.what();
+      // Once without evicting more: the room was there, only not in one piece.
+      if (waited && !evict_one()) return 0;
+      driver_.synchronize_stream(copy_stream_);
+    }
+  }
 }
 
 bool LruSession::place(int64_t weight) {
   if (!make_room(weight)) return false;
   Held& held = held_[weight];
   const LruWeightRecord& record = record_.weights[weight];
-  {
-    PoolTimer timer(run_);
-    held.address = driver_.pool_allocate(pool_, (size_t)record.bytes, copy_stream_);
-  }
+  held.address = allocate(weight);
+  if (!held.address) return false;
   held_bytes_ += footprint_bytes(weight);
   if (trace_) trace_->copy_begins(run_number_, method_, weight, record.bytes, copy_stream_);
   source_.copy({record.source_offset_bytes, record.bytes, 0, 0}, held.address, copy_stream_);
@@ -177,7 +192,9 @@ Address LruSession::lend(int64_t position) {
     throw CoreError(Failure::device_memory, "access " + std::to_string(access.number) + " needs " +
                                                 std::to_string(footprint_bytes(access.weight)) +
                                                 " bytes of a pool of " + std::to_string(record_.budget_bytes) +
-                                                ", of which kernels still read " + std::to_string(held_bytes_));
+                                                ", of which " + std::to_string(held_bytes_) +
+                                                " are held by what must stay" + (shortage_.empty() ? "" : ": ") +
+                                                shortage_);
   if (held.unread) {
     wait_for_copy(held.ready);
     held.unread = false;

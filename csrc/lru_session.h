@@ -1,6 +1,8 @@
 // The other policy: weights in a capped pool, allocated one by one, least recently used out first, the next access
-// copied ahead. Everything that touches the pool stands on the copy stream, so a release that has not completed yet is
-// waited for in stream order and never looks like a shortage.
+// copied ahead. Everything that touches the pool stands on the copy stream, so a block that was released is there for
+// the next allocation of its size at once, whether or not the kernels ahead of it have ended. A pool that has to make one
+// block of several can do so only with releases that have completed: then the host waits for them (S1 holds either way),
+// and only what still does not fit is a shortage.
 #pragma once
 
 #include "plan_records.h"
@@ -45,6 +47,8 @@ class LruSession final : public StreamingSession {
   bool make_room(int64_t weight);
   bool evict_one();
   bool place(int64_t weight);
+  // 0 when the pool refuses and nothing is left to evict; `shortage_` then holds its words.
+  Address allocate(int64_t weight);
   void release(Held& held, int64_t weight);
   void warm();
   void prefetch_after(int64_t position);
@@ -57,6 +61,7 @@ class LruSession final : public StreamingSession {
   int64_t held_bytes_ = 0;
   int64_t peak_bytes_ = 0;
   int64_t clock_ = 0;
+  std::string shortage_;
 };
 
 }  // namespace penstock

@@ -36,10 +36,10 @@ void PlannedSession::create_memory() {
   }
   for (const RangeRecord& record : plan_.ranges) {
     if (record.bytes == 0) {
-      ranges_.push_back({0, 0, 0});
+      ranges_.push_back({0, 0, 0, false});
       continue;
     }
-    ranges_.push_back({driver_.reserve((size_t)record.bytes), (size_t)record.bytes, 0});
+    ranges_.push_back({driver_.reserve((size_t)record.bytes), (size_t)record.bytes, 0, false});
     MappedRange& range = ranges_.back();
     for (int64_t block : record.blocks) {
       size_t bytes = (size_t)plan_.block_bytes[block];
@@ -47,6 +47,7 @@ void PlannedSession::create_memory() {
       range.mapped_bytes += bytes;
     }
     driver_.allow_access(range.address, range.bytes);
+    range.accessible = true;
     if (poison_) driver_.fill(range.address, kPoison, range.bytes, copy_stream_);
   }
 }
@@ -94,9 +95,9 @@ void PlannedSession::measure() {
 }
 
 void PlannedSession::uninstall() noexcept {
-  quietly([&] { drain(); });
+  finish();
   quietly([&] { source_.follow({}, {}); });
-  forget_tensors();
+  set_shapes({});
   for (MethodState& method : methods_) {
     for (StayState& stay : method.stays)
       if (stay.ready) quietly([&] { driver_.destroy_event(stay.ready); });
@@ -105,9 +106,9 @@ void PlannedSession::uninstall() noexcept {
   }
   for (MappedRange& range : ranges_) {
     if (!range.bytes) continue;
-    if (poison_ && range.mapped_bytes == range.bytes) {
+    if (poison_ && range.accessible) {
       quietly([&] { driver_.fill(range.address, kPoison, range.bytes, copy_stream_); });
-      quietly([&] { driver_.synchronize_stream(copy_stream_); });
+      settle([&] { driver_.synchronize_stream(copy_stream_); });
     }
     if (range.mapped_bytes) quietly([&] { driver_.unmap(range.address, range.mapped_bytes); });
     quietly([&] { driver_.unreserve(range.address, range.bytes); });

@@ -32,6 +32,7 @@ class PlannedSession final : public StreamingSession {
     Address address;
     size_t bytes;
     size_t mapped_bytes;
+    bool accessible;
   };
   struct StayState {
     Event ready = nullptr;

@@ -150,15 +150,21 @@ void StreamingSession::end() {
 void StreamingSession::abort() noexcept {
   // A run that was refused before it began has touched nothing; and a stream under capture must not be synchronized.
   if (!running_) return;
-  // The caller's stream first: the copies that follow its kernels cannot end before it does.
-  quietly([&] { driver_.synchronize_stream(compute_); });
-  quietly([&] { driver_.synchronize_stream(copy_stream_); });
+  finish();
   stalls_.discard_run();
   if (trace_) trace_->drop_open();
   reset();
   owner_ = -1;
   has_run_ = false;
   running_ = false;
+}
+
+void StreamingSession::finish() noexcept {
+  // The caller's stream first: the copies that follow its kernels cannot end before it does.
+  if (running_) settle([&] { driver_.synchronize_stream(compute_); });
+  // A run that failed at its start may not have come to wait for the last one.
+  if (has_run_) settle([&] { driver_.synchronize_event(run_end_); });
+  settle([&] { driver_.synchronize_stream(copy_stream_); });
 }
 
 void StreamingSession::drain() {

@@ -62,9 +62,12 @@ class StreamingSession : public Session {
     int64_t step_count;
   };
 
-  // Called by a policy when it is set up; forgets the tensors of addresses that are no more.
+  // Called by a policy when it is set up, and with none when it is given up; forgets the tensors of addresses that are no
+  // more.
   void set_shapes(std::vector<Shape> shapes);
-  void forget_tensors() noexcept;
+
+  // Before memory is given back: waits until nothing of ours is at work, also in a run that has not ended.
+  void finish() noexcept;
 
   // `cold`: the last run was of another method, or failed.
   virtual void begin_run(bool cold) = 0;
@@ -98,6 +101,7 @@ class StreamingSession : public Session {
     TensorHandle tensor = nullptr;
   };
 
+  void forget_tensors() noexcept;
   TensorHandle tensor_at(int64_t position, Address address, const FetchRequest& request);
 
   int32_t device_index_;

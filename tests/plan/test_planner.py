@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -27,22 +28,25 @@ def streamed_bytes(plan: Plan) -> int:
 # ---- by hand
 
 
-def test_at_the_floor_three_of_four_equal_weights_are_on_the_device_and_all_stream() -> None:
-    schedule, weights = chain("a", "b", "c", "d"), weights_of(a=32, b=32, c=32, d=32)
+def test_at_the_floor_three_of_six_equal_weights_are_on_the_device_and_all_stream() -> None:
+    schedule, weights = chain(*"abcdef"), weights_of(**dict.fromkeys("abcdef", 32))
     floor = placed_floor([schedule], weights, page_bytes=16)
     assert (floor.floor_bytes, floor.resident_bytes, floor.ring_bytes) == (96, 0, 96)
     assert (floor.method, floor.step_index, floor.weights) == ("forward", 0, ("a", "b", "c"))
     (method,) = floor.plan.methods
-    assert method.warm.bytes_streamed == 128 and method.warm.copies == 4 and method.warm.bytes_hit == 0
-    # Each arrives two steps ahead, into what was left one step before.
+    assert (method.warm.bytes_streamed, method.warm.copies, method.warm.bytes_hit) == (6 * 32, 6, 0)
+    # Each arrives two steps ahead of its own, in the place of the one that was read three steps ahead of it.
     by_weight = {stay.weight: stay for stay in method.stays}
-    assert [(by_weight[name].issue_before, by_weight[name].wait_step) for name in "abcd"] == [
-        (2, 1),
-        (3, 2),
-        (0, 3),
-        (1, 0),
-    ]
+    issues = [(by_weight[name].issue_before, by_weight[name].wait_step) for name in "abcdef"]
+    assert issues == [(4, 3), (5, 4), (0, 5), (1, 0), (2, 1), (3, 2)]
     assert {stay.weight for stay in method.stays if stay.crosses_end} == {"a", "b"}
+
+
+def test_on_a_short_cycle_fixed_addresses_cost_more_than_the_load() -> None:
+    """Of four stays of three steps each, in a cycle of four steps, any two overlap: none can share a page."""
+    schedule, weights = chain(*"abcd"), weights_of(**dict.fromkeys("abcd", 32))
+    assert floor_bytes([schedule], weights).floor_bytes == 96
+    assert placed_floor([schedule], weights, page_bytes=16).floor_bytes == 128
 
 
 def test_with_everything_resident_nothing_streams_and_weights_share_pages() -> None:
@@ -58,7 +62,7 @@ def test_with_everything_resident_nothing_streams_and_weights_share_pages() -> N
 
 def test_between_the_two_heads_are_resident_and_tails_of_equal_length_stream() -> None:
     names = [f"w{index}" for index in range(12)]
-    schedule, weights = chain(*names), weights_of(**{name: 100 for name in names})
+    schedule, weights = chain(*names), weights_of(**dict.fromkeys(names, 100))
     plan = make_plan([schedule], weights, budget_bytes=600, page_bytes=1)
     check_plan(plan, [schedule], weights, budget_bytes=600)
     tails = [stay.nbytes for stay in plan.methods[0].stays]
@@ -76,16 +80,16 @@ def test_a_weight_read_twice_in_a_row_is_copied_once() -> None:
 
 
 def test_a_weight_read_on_both_sides_of_the_end_of_a_run_stays_across_it() -> None:
-    schedule, weights = chain("a", "b", "c", "d", "e", "a"), weights_of(a=9, b=8, c=7, d=6, e=5)
+    schedule, weights = chain(*"abcdefghija"), weights_of(**dict.fromkeys("abcdefghij", 9))
     plan = placed_floor([schedule], weights, page_bytes=1).plan
     (stay,) = (stay for stay in plan.methods[0].stays if stay.weight == "a")
-    assert stay.accesses == (5, 0) and stay.crosses_end and stay.last_step == 0
+    assert stay.accesses == (10, 0) and stay.crosses_end and stay.last_step == 0
 
 
 def test_a_weight_read_far_apart_is_copied_twice_into_two_ranges_with_one_head() -> None:
     names = [f"w{index}" for index in range(10)]
     steps = [*names[:5], "tied", *names[5:], "tied"]
-    weights = weights_of(tied=100, **{name: 100 for name in names})
+    weights = weights_of(tied=100, **dict.fromkeys(names, 100))
     plan = placed_floor([chain(*steps)], weights, page_bytes=1).plan
     stays = [stay for stay in plan.methods[0].stays if stay.weight == "tied"]
     assert sorted(stay.accesses for stay in stays) == [(5,), (11,)]
@@ -96,18 +100,19 @@ def test_a_weight_read_far_apart_is_copied_twice_into_two_ranges_with_one_head()
 def test_what_streams_twice_a_run_is_made_resident_first() -> None:
     names = [f"w{index}" for index in range(10)]
     schedule = chain(*names[:5], "tied", *names[5:], "tied")
-    weights = weights_of(tied=2**20, **{name: 2**20 for name in names})
+    weights = weights_of(tied=2**20, **dict.fromkeys(names, 2**20))
     plan = make_plan([schedule], weights, budget_bytes=6 * 2**20, page_bytes=4096)
     assert "tied" not in {stay.weight for stay in plan.methods[0].stays}
 
 
 def test_small_weights_are_resident_where_a_page_each_would_cost_more() -> None:
-    steps, sizes = [], {}
+    steps: list[str] = []
+    sizes: dict[str, int] = {}
     for layer in range(20):
         steps += [f"norm{layer}", f"scale{layer}", f"bias{layer}", f"w{layer}"]
         sizes |= {f"norm{layer}": 100, f"scale{layer}": 100, f"bias{layer}": 100, f"w{layer}": 40_000}
     floor = placed_floor([chain(*steps)], weights_of(**sizes), page_bytes=32_768)
-    # Three weights in the ring, as the next copy is always a large one; and a page for all that is small.
+    # Two large weights in the ring, as the next copy is always a large one; and a page for all that is small.
     assert floor.resident_bytes == 32_768 and {stay.weight[0] for stay in floor.plan.methods[0].stays} == {"w"}
 
 
@@ -123,7 +128,7 @@ def test_a_pinned_weight_is_resident_in_every_method() -> None:
 
 def test_methods_share_heads_and_take_turns_with_the_ring() -> None:
     names = [f"w{index}" for index in range(12)]
-    weights = weights_of(**{name: 4096 * 8 for name in names})
+    weights = weights_of(**dict.fromkeys(names, 4096 * 8))
     schedules = [chain(*names, method="prefill"), chain(*reversed(names), method="decode")]
     budget_bytes = full_bytes(schedules, weights, page_bytes=4096) // 2
     both = make_plan(schedules, weights, budget_bytes=budget_bytes, page_bytes=4096)
@@ -158,7 +163,8 @@ def test_a_program_too_short_to_stream_is_resident(steps: tuple[str, ...]) -> No
 
 
 def test_one_byte_below_the_floor_is_refused_and_says_what_sets_it() -> None:
-    schedule, weights = chain("a", "b", "c", "d", "e"), weights_of(a=1000, b=1000, c=5000, d=5000, e=5000)
+    schedule = chain(*"abcdefgh")
+    weights = weights_of(**{**dict.fromkeys("abcdefgh", 1000), "c": 5000, "d": 5000, "e": 5000})
     floor = placed_floor([schedule], weights, page_bytes=1000)
     assert floor.floor_bytes == 15_000
     with pytest.raises(BelowFloorError, match="the floor is 15000 bytes") as refusal:
@@ -218,7 +224,7 @@ def _schedules(draw: st.DrawFn, names: list[str], method: str) -> Schedule:
     return Schedule(method, tuple(accesses), tuple(steps))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data(), page_bytes=st.sampled_from([1, 16, 4096]))
 def test_every_budget_from_the_floor_up_gets_a_safe_plan_within_it(data: st.DataObject, page_bytes: int) -> None:
     schedules, weights = data.draw(programs(page_bytes))
@@ -238,34 +244,22 @@ def test_every_budget_from_the_floor_up_gets_a_safe_plan_within_it(data: st.Data
     assert streamed_bytes(plan) == 0 and plan.device_bytes == full
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), page_bytes=st.sampled_from([256, 4096]))
-def test_the_floor_is_never_above_the_formula_but_for_colouring(data: st.DataObject, page_bytes: int) -> None:
-    """One method. What the formula counts for one set of residents, the planner places, or something smaller."""
-    schedules, weights = data.draw(programs(page_bytes))
-    schedules = schedules[:1]
-    floor = placed_floor(schedules, weights, page_bytes=page_bytes)
-    formula = floor_bytes(schedules, weights, granularity_bytes=page_bytes)
-    packed = floor_bytes(
-        schedules,
-        weights,
-        granularity_bytes=page_bytes,
-        resident=frozenset(name for name in schedules[0].weight_names if weights[name].nbytes),
-    )
-    assert floor.floor_bytes <= packed.floor_bytes == full_bytes(schedules, weights, page_bytes=page_bytes)
-    # A cycle can need more pages than its largest load; see test_ring.py for how seldom and how much.
-    assert floor.floor_bytes <= formula.floor_bytes * 3 // 2 + page_bytes
+def test_on_most_chains_the_floor_is_the_formulas() -> None:
+    """The cycle seldom costs a page; and where it does, often because no placement at all needs less."""
+    draw = random.Random(5)
+    above: list[float] = []
+    for _ in range(100):
+        sizes = [draw.randint(1, 60) * 4096 for _ in range(draw.randint(8, 60))]
+        weights = weights_of(**{f"w{index}": size for index, size in enumerate(sizes)})
+        formula = floor_bytes([chain(*weights)], weights, granularity_bytes=4096).floor_bytes
+        above.append(placed_floor([chain(*weights)], weights, page_bytes=4096).floor_bytes / formula)
+    assert sorted(above)[90] == 1.0 and max(above) <= 4 / 3
 
 
-@settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(1, 12), min_size=4, max_size=14))
-def test_on_a_plain_chain_the_floor_is_the_formulas(sizes: list[int]) -> None:
-    """Each weight read once, whole pages, all of them too large to be packed away."""
-    weights = weights_of(**{f"w{index}": size * 4096 for index, size in enumerate(sizes)})
-    schedule = chain(*weights)
-    formula = floor_bytes([schedule], weights, granularity_bytes=4096).floor_bytes
-    load = placed_floor([schedule], weights, page_bytes=4096)
-    assert load.floor_bytes == min(formula, load.floor_bytes) or load.plan.ring_bytes > formula
+@pytest.mark.parametrize("count", [6, 9, 30, 90])
+def test_equal_weights_in_threes_need_exactly_three(count: int) -> None:
+    weights = weights_of(**{f"w{index}": 5 * 4096 for index in range(count)})
+    assert placed_floor([chain(*weights)], weights, page_bytes=4096).floor_bytes == 3 * 5 * 4096
 
 
 # ---- real shapes
@@ -314,18 +308,16 @@ def test_a_larger_budget_never_streams_more() -> None:
         floor = placed_floor(schedules, weights, page_bytes=PAGE).floor_bytes
         full = full_bytes(schedules, weights, page_bytes=PAGE)
         streamed = [
-            streamed_bytes(
-                make_plan(schedules, weights, budget_bytes=floor + (full - floor) * k // 12, page_bytes=PAGE)
-            )
-            for k in range(13)
+            streamed_bytes(make_plan(schedules, weights, budget_bytes=floor + (full - floor) * k // 8, page_bytes=PAGE))
+            for k in range(9)
         ]
         assert streamed == sorted(streamed, reverse=True) and streamed[-1] == 0
 
 
 def test_what_is_left_of_the_budget_lets_copies_run_ahead() -> None:
-    """Room that heads cannot use: the copies are issued earlier than the floor's, and wait for earlier steps."""
+    """At the floor a copy is issued two steps ahead, three accesses where a norm is fused in."""
     schedule, weights = llama_3_8b(fused_norms=True)
-    budget_bytes = full_bytes([schedule], weights, page_bytes=PAGE) // 2
+    budget_bytes = full_bytes([schedule], weights, page_bytes=PAGE) * 9 // 10
     (method,) = make_plan([schedule], weights, budget_bytes=budget_bytes, page_bytes=PAGE).methods
     count = len(schedule.accesses)
 
@@ -334,7 +326,7 @@ def test_what_is_left_of_the_budget_lets_copies_run_ahead() -> None:
         return (stay.accesses[0] - stay.issue_before) % count
 
     lead = sorted(ahead(index) for index in range(len(method.stays)))
-    assert lead[len(lead) // 2] >= 4 and lead[-1] <= count // 2 + 2
+    assert lead[len(lead) // 2] >= 5 and lead[-1] <= count // 2 + 2
 
 
 def test_ten_thousand_accesses() -> None:

@@ -26,9 +26,10 @@ class Counts(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            "blocks block_bytes peak_block_bytes ranges mappings streams events pools pool_allocations pool_bytes "
-            "registrations registered_bytes host_allocations host_bytes peak_host_bytes"
-        ).split()
+            *("blocks", "block_bytes", "peak_block_bytes", "ranges", "mappings", "streams", "events"),
+            *("pools", "pool_allocations", "pool_bytes", "registrations", "registered_bytes"),
+            *("host_allocations", "host_bytes", "peak_host_bytes"),
+        )
     ]
 
 

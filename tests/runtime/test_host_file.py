@@ -133,6 +133,7 @@ def test_a_guarded_read_of_a_truncated_file_returns(path: Path, handler: str) ->
         + """
 import threading
 def reads():
+    target = ctypes.create_string_buffer(size)
     for _ in range(3):
         assert core.penstock_host_guarded_copy(target, data, size) == 0
         assert core.penstock_host_guarded_copy(target, data, 2 * PAGE) == 1

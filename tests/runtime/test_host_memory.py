@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +82,9 @@ def test_the_smallest_limit_on_the_way_up_holds(tmp_path: Path) -> None:
     assert limit.available_bytes == 3 * GIB and "inner/memory.high" in limit.source
 
 
-def test_a_path_of_the_host_falls_back_to_what_is_visible(tmp_path: Path) -> None:
-    root = machine(tmp_path, 100 * GIB, "0::/system.slice/docker-abc.scope\n")
+@pytest.mark.parametrize("own", ["/system.slice/docker-abc.scope", "/../../abc", "//double", "/"])
+def test_a_path_of_the_host_falls_back_to_what_is_visible(tmp_path: Path, own: str) -> None:
+    root = machine(tmp_path, 100 * GIB, f"0::{own}\n")
     v2(root / "sys/fs/cgroup", str(4 * GIB), 1 * GIB)
     assert memory_limit_bytes(root).available_bytes == 3 * GIB
 
@@ -186,7 +186,7 @@ def test_chunks_end_between_weights() -> None:
     assert chunk_ends(weights, 6 * p) == (6 * p,)
     assert chunk_ends(weights, 6 * p, 5 * p) == (5 * p, 6 * p)
     assert chunk_ends(weights, 6 * p, 4 * p) == (3 * p, 6 * p)
-    assert chunk_ends(weights, 6 * p - 7, 4 * p) == (3 * p, 6 * p)
+    assert chunk_ends([*weights[:2], (5 * p, p - 7)], 6 * p - 7, 4 * p) == (3 * p, 6 * p)
     # A weight larger than the limit: the header before it, itself, and what follows.
     assert chunk_ends([(p, 9 * p), (10 * p, p)], 11 * p, 2 * p) == (p, 10 * p, 11 * p)
     # Two that share a page cannot be parted.

@@ -232,6 +232,8 @@ def test_a_symbol_is_found_where_only_expressions_tell_it() -> None:
     assert bound.flat((torch.ones(10),), {})[0].shape == (10,)
     refused(bound, "has size 7 in dimension 0, needs 2\\*s0: no whole s0 gives it", torch.ones(7))
     refused(bound, "makes s0 = 9 .the size is 2\\*s0.; needs s0 to be 2 to 8", torch.ones(18))
+    capped = binding(TensorSpec("c", "float32", ("Min(s0, 9)",), (1,)), symbols=ONE_TO_64)
+    refused(capped, r"has size 20 in dimension 0, needs Min\(s0, 9\) = 9", torch.ones(20))
     area = TensorSpec("area", "float32", ("s0*s1", "s1 - 1"), ("s1 - 1", 1))
     bound = binding(area, symbols={"s0": (1, 9), "s1": (1, 9)})
     assert bound.flat((torch.ones(12, 3),), {})[0].shape == (12, 3)
@@ -303,6 +305,8 @@ def test_a_size_that_is_no_size_is_refused_unexecuted(text: str) -> None:
     [
         (TensorSpec("x", "float32", (4,), ("s0",)), {"s0": (1, 64)}, "symbol s0 is told by no size"),
         (TensorSpec("x", "float32", ("s0*s1",), (1,)), {"s0": (1, 64), "s1": (1, 64)}, "symbol s0, s1 is told by no"),
+        (TensorSpec("x", "float32", ("s0**2",), (1,)), {"s0": (1, 64)}, "symbol s0 is told by no size"),
+        (TensorSpec("x", "float32", ("8//s0",), (1,)), {"s0": (1, 64)}, "symbol s0 is told by no size"),
         (TensorSpec("x", "float32", ("s0",), (1,)), {}, "symbol s0 has no range"),
         (TensorSpec("x", "float33", (4,), (1,)), {}, "has dtype 'float33', which torch .* does not have"),
         (TensorSpec("x", "nn", (4,), (1,)), {}, "has dtype 'nn'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import threading
@@ -244,36 +245,53 @@ def whole_story(staged: Staged) -> None:
     staged.next((9, 9))
 
 
+def failure_of(name: str, *arguments: object) -> CoreFailure | None:
+    try:
+        host(name, *arguments)
+    except CoreFailure as failure:
+        return failure
+    return None
+
+
+def failure_of_story(staged: Staged) -> CoreFailure | None:
+    try:
+        whole_story(staged)
+    except CoreFailure as failure:
+        return failure
+    return None
+
+
+def tell_with_failure_at(number: int, device: SoftDevice, file: ctypes.c_void_p, path: Path) -> bool:
+    """Whether the failure was told."""
+    device.fail_at(number)
+    handle = ctypes.c_void_p()
+    refused = failure_of("staging_create", device.driver, file, BUFFER, 2, 2, ctypes.byref(handle))
+    if refused:
+        assert refused.code == REGISTRATION
+        assert f"weights file {path}: pinned buffer" in str(refused) and f"{BUFFER} bytes each" in str(refused)
+        return True
+    staged = Staged(device, handle)
+    failure = failure_of_story(staged)
+    if failure:
+        assert failure.code == DRIVER and device.failed_call() in str(failure)
+        staged.copied.clear()
+        staged.follow([], [(1, 10)])
+        staged.next((1, 10))
+    core.penstock_host_staging_destroy(handle)
+    # Destroying has waited for the last copies, even where waiting was made to fail. Nothing else waits here, so that
+    # the failure falls on a call of the staging's own.
+    staged.compare()
+    return failure is not None
+
+
 def test_each_driver_call_made_to_fail_in_turn(path: Path) -> None:
     """The failure is told or (when things are given back) harmless; nothing is left, and what follows works."""
     told: set[str] = set()
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         with soft_device(64 * BUFFER) as device, host_file(path) as file:
             before, threads_before = device.counts(), thread_count()
-            device.fail_at(number)
-            handle = ctypes.c_void_p()
-            try:
-                host("staging_create", device.driver, file, BUFFER, 2, 2, ctypes.byref(handle))
-            except CoreFailure as failure:
-                assert failure.code == REGISTRATION and str(path) in str(failure)
-                assert "pinned buffer" in str(failure) and str(BUFFER) in str(failure)
+            if tell_with_failure_at(number, device, file, path):
                 told.add(device.failed_call())
-            else:
-                staged = Staged(device, handle)
-                try:
-                    whole_story(staged)
-                except CoreFailure as failure:
-                    assert failure.code == DRIVER and device.failed_call() in str(failure)
-                    told.add(device.failed_call())
-                    staged.follow([], [(1, 10)])
-                    staged.copied.clear()
-                    staged.next((1, 10))
-                core.penstock_host_staging_destroy(handle)
-                # Destroying has waited for the last copies, even where waiting was made to fail. Nothing else waits
-                # here, so that the failure falls on a call of the staging's own.
-                staged.compare()
             failed = device.failed_call()
             device.fail_at(0)
             after = device.counts()

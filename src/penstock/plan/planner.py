@@ -54,6 +54,10 @@ class _Placed:
     def total_pages(self) -> int:
         return self.chosen.resident_pages(self.tails) + self.ring_pages
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.total_pages, self.chosen.cost_bytes(self.tails)
+
 
 def make_plan(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, budget_bytes: int, page_bytes: int
@@ -109,14 +113,14 @@ def _place(chosen: Streaming, tails: Mapping[str, int]) -> _Placed:
 
 
 def _lowest(choices: Sequence[Streaming]) -> _Placed:
-    """The choice that needs the fewest pages when everything that may stream does. Of equals, the first."""
+    """The choice that needs the fewest pages when everything that may stream does. Of equals, the cheapest to run."""
     bounds = [choice.resident_pages(choice.whole) + choice.ring_load(choice.whole) for choice in choices]
     best: _Placed | None = None
     for bound, choice in sorted(zip(bounds, choices, strict=True), key=lambda pair: pair[0]):
-        if best is not None and best.total_pages <= bound:
+        if best is not None and best.total_pages < bound:
             break
         placed = _place(choice, choice.whole)
-        if best is None or placed.total_pages < best.total_pages:
+        if best is None or placed.rank < best.rank:
             best = placed
     assert best is not None, "one choice is to hold everything"
     return best

@@ -15,8 +15,9 @@ from itertools import accumulate, islice
 
 from penstock.plan.stays import MethodArcs
 
-# Where to cut the cycle is a guess; this many are tried, those with the least load first.
-CUTS = 8
+# Where to cut the cycle is a guess; several are tried, those with the least load first. More where it costs little.
+CUTS_AT_LEAST, CUTS_AT_MOST = 8, 64
+ARCS_TIMES_CUTS = 8192
 
 Extent = tuple[int, int]
 
@@ -55,9 +56,10 @@ def colour(method: MethodArcs, pages: Mapping[str, int], *, enough_pages: int = 
     enough_pages = max(enough_pages, *by_step)
     # A cut before step s is crossed by the arcs that cover both s - 1 and s.
     crossing = [min(by_step[step - 1], by_step[step]) for step in range(method.step_count)]
-    cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))[:CUTS]
+    cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))
+    tries = min(max(ARCS_TIMES_CUTS // len(method.arcs), CUTS_AT_LEAST), CUTS_AT_MOST)
     best: Colouring | None = None
-    for cut in cuts:
+    for cut in cuts[:tries]:
         coloured = _colour_from(method, pages, cut, None if best is None else best.page_count)
         if coloured is not None:
             best = coloured

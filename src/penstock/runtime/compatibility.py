@@ -122,7 +122,7 @@ def check_weights(program: Program, index: WeightsIndex) -> dict[str, Entry]:
 
 
 def _fits(item: Weight | State, entry: Entry) -> bool:
-    if entry.kind == "blob" or (entry.dtype, entry.shape) != (item.dtype, item.shape):
+    if (entry.dtype, entry.shape) != (item.dtype, item.shape):
         return False
     return _memory_order(item.shape, item.dim_order) == _memory_order(entry.shape, entry.dim_order)
 

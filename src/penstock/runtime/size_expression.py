@@ -7,6 +7,7 @@ listed here.
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,14 +47,23 @@ class SizeExpression:
         """Every symbol must be given. ZeroDivisionError where the expression divides by one that is zero."""
         return _value(self._tree, symbols)
 
+    def is_linear_in(self, symbol: str) -> bool:
+        """Whether a value of the expression tells that of `symbol`; judged at a few points, so Min(s, 100) passes."""
+        others = dict.fromkeys(self.symbols, 3)
+        try:
+            values = [self.value({**others, symbol: n}) for n in range(5)]
+        except ZeroDivisionError:
+            return False
+        slopes = {after - before for before, after in itertools.pairwise(values)}
+        return len(slopes) == 1 and slopes != {0}
+
     def solve(self, symbol: str, value: int, known: Mapping[str, int]) -> int | None:
-        """The value of `symbol` at which the expression, linear in it, is `value`; None if there is no whole one."""
+        """The value of `symbol` at which the expression, if linear in it, is `value`; None if there is no whole one."""
         at_zero, at_one = (self.value({**known, symbol: n}) for n in (0, 1))
         slope = at_one - at_zero
         if slope == 0 or (value - at_zero) % slope != 0:
             return None
-        found = (value - at_zero) // slope
-        return found if self.value({**known, symbol: found}) == value else None
+        return (value - at_zero) // slope
 
 
 def size_expression(text: str) -> SizeExpression:

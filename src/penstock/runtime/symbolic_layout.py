@@ -64,8 +64,8 @@ class SymbolicLayout:
             progress = False
             for index, dim, size in dynamic:
                 unknown = size.symbols - found.keys()
-                if len(unknown) == 1:
-                    (symbol,) = unknown
+                symbol = next(iter(unknown), "")
+                if len(unknown) == 1 and size.is_linear_in(symbol):
                     found[symbol] = _Origin(symbol, index, dim, size)
                     progress = True
         used = {

@@ -1,0 +1,374 @@
+"""One scenario per wait: each makes the other side late on purpose, so that without the wait it goes wrong every time.
+
+`python -m tests.runtime.scenarios NAME` plays one; what goes wrong without a wait may well end the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.errors import PenstockError, WeightsChangedError
+from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, slow_copies, staged, write_model
+from tests.runtime.soft import SoftDriver, SoftError, library
+
+# Long against what the host needs to get ahead, even on a busy machine.
+KERNEL_NS = 30 * MS
+COPY_NS = 20 * MS
+
+SCENARIOS: dict[str, Callable[[Path], None]] = {}
+
+
+def scenario(body: Callable[[Path], None]) -> Callable[[Path], None]:
+    SCENARIOS[body.__name__] = body
+    return body
+
+
+def _chain(folder: Path) -> Model:
+    names = [f"w{i}" for i in range(6)]
+    return write_model(folder / "weights.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
+
+
+def _memory(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+# ---- the order of kernels and copies
+
+
+@scenario
+def copies_wait_for_readers(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        stream = rig.stream()
+        for _ in range(2):
+            rig.run(stream=stream, delay_ns=KERNEL_NS, check=False)
+        assert rig.check() == 12
+
+
+@scenario
+def kernels_wait_for_copies(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        with slow_copies(rig.driver, COPY_NS):
+            rig.run()
+
+
+@scenario
+def residents_are_in_place_before_a_run(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig, slow_copies(rig.driver, COPY_NS):
+        rig.install(model.full_bytes)
+        rig.run()
+
+
+@scenario
+def the_link_is_measured(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        with slow_copies(rig.driver, COPY_NS):
+            rig.install(model.floor_bytes)
+        rate = rig.session.link_bytes_per_s()
+        assert rate is not None and rate > 0
+        rig.run()
+
+
+@scenario
+def runs_follow_one_another(folder: Path) -> None:
+    model = _chain(folder)
+    order: list[int] = []
+    with Rig(model) as rig:
+        rig.install(model.full_bytes)
+        for run in range(3):
+            stream = rig.stream()
+            rig.begin(stream=stream)
+            for _ in rig.steps(stream=stream, delay_ns=0):
+                rig.driver.launch_sleep(stream, (2 - run) * 10 * MS)
+                rig.driver.call(stream, lambda run=run: order.append(run))  # type: ignore[misc]
+            rig.end()
+        rig.check()
+    assert order == sorted(order) and len(order) == 18
+
+
+@scenario
+def a_method_waits_for_the_last_one(folder: Path) -> None:
+    model = models(folder)["methods"]
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        streams = [rig.stream(), rig.stream()]
+        for run, method in enumerate((0, 1, 0, 2)):
+            rig.run(method, streams[run % 2], delay_ns=KERNEL_NS // 2, check=False)
+        assert rig.check() > 30
+
+
+@scenario
+def staging_follows_the_method(folder: Path) -> None:
+    model = models(folder)["methods"]
+    with Rig(model, source=staged()) as rig:
+        rig.install(model.floor_bytes)
+        for method in (0, 1, 0, 0, 2, 2):
+            rig.run(method)
+
+
+# ---- failed runs
+
+
+@scenario
+def a_failed_run_is_waited_for(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        stream = rig.stream()
+        rig.begin(stream=stream)
+        address = rig.acquire(0)
+        out = rig.driver.hash(stream, address, model.weights["w0"].nbytes, 2 * KERNEL_NS)
+        try:
+            rig.acquire(999)
+        except RunFailed:
+            assert out.value == model.hashes["w0"], "the run was given up while its kernel was at work"
+        rig.run(stream=stream)
+
+
+@scenario
+def copies_of_a_failed_run_have_ended(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        plan = rig.install(model.floor_bytes)
+        rig.begin()
+        addresses = {}
+        for access in model.schedules[0].accesses:
+            addresses[access.number] = rig.acquire(access.number)
+            rig.done(access.number)
+        rig.end()
+        rig.session.begin(0, INLINE)
+        assert rig.session.abort() is None
+        entering = [stay for stay in plan.methods[0].stays if stay.crosses_end]
+        assert entering
+        # The ring is invalid now, so that the next run copies what it starts from.
+        with slow_copies(rig.driver, COPY_NS):
+            rig.begin()
+            try:
+                rig.acquire(999)
+            except RunFailed:
+                for stay in entering:
+                    held = _memory(addresses[stay.accesses[0]], model.weights[stay.weight].nbytes)
+                    assert held == model.content[stay.weight], f"{stay.weight} was still on its way"
+        rig.run()
+
+
+@scenario
+def a_run_that_could_not_begin_leaves_the_last_one_alone(folder: Path) -> None:
+    model = models(folder)["methods"]
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        slow, other = rig.stream(), rig.stream()
+        rig.run(0, slow, delay_ns=KERNEL_NS, check=False)
+        rig.driver.fail_at(1, call="wait")
+        try:
+            rig.begin(1, other)
+            raise AssertionError("the failed call went unnoticed")
+        except PenstockError:
+            pass
+        rig.run(1, other, check=False)
+        rig.check()
+
+
+# ---- draining and closing
+
+
+@scenario
+def draining_waits_for_kernels(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.full_bytes)
+        stream = rig.stream()
+        rig.begin(stream=stream)
+        out = None
+        for index in rig.steps(stream=stream, delay_ns=KERNEL_NS // 3):
+            out = rig._hashes[index][2]
+        rig.end()
+        rig.session.drain()
+        assert out is not None and out.value == model.hashes["w5"], "drained while a kernel was at work"
+        rig.check()
+
+
+@scenario
+def draining_waits_for_copies(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        plan = rig.install(model.floor_bytes)
+        addresses = {}
+        with slow_copies(rig.driver, COPY_NS):
+            rig.begin()
+            for access in model.schedules[0].accesses:
+                addresses[access.number] = rig.acquire(access.number)
+                rig.done(access.number)
+            rig.end()
+            rig.session.drain()
+            last = plan.methods[0].stays[-1]
+            assert not last.read_before_end
+            held = _memory(addresses[last.accesses[0]], model.weights[last.weight].nbytes)
+            assert held == model.content[last.weight], f"drained while {last.weight} was on its way"
+
+
+@scenario
+def closing_waits_for_kernels(folder: Path) -> None:
+    model = _chain(folder)
+    for poison in (True, False):
+        with Rig(model, poison=poison) as rig:
+            rig.install(model.full_bytes)
+            stream = rig.stream()
+            rig.run(stream=stream, delay_ns=KERNEL_NS, check=False)
+            rig.session.close()
+            rig.driver.synchronize_stream(stream)
+            assert all(out.value == model.hashes[name] for name, _, out in rig._hashes)
+
+
+@scenario
+def closing_waits_for_copies(folder: Path) -> None:
+    model = _chain(folder)
+    # With poison the closing session waits for its own writes, and so for everything before them.
+    with Rig(model, poison=False) as rig:
+        rig.install(model.floor_bytes)
+        with slow_copies(rig.driver, COPY_NS):
+            rig.run(check=False)
+            rig.session.close()
+
+
+@scenario
+def closing_waits_for_poison(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model, poison=True) as rig:
+        rig.install(model.full_bytes)
+        with slow_copies(rig.driver, COPY_NS):
+            rig.session.close()
+
+
+@scenario
+def closing_in_a_run_waits_for_its_kernels(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        stream = rig.stream()
+        rig.begin(stream=stream)
+        out = rig.driver.hash(stream, rig.acquire(0), model.weights["w0"].nbytes, KERNEL_NS)
+        rig.session.close()
+        rig.driver.synchronize_stream(stream)
+        assert out.value == model.hashes["w0"]
+
+
+# ---- the least recently used
+
+
+def _lru_floor(model: Model) -> int:
+    from penstock.plan.floor import floor_bytes
+
+    return floor_bytes(model.schedules, model.weights, granularity_bytes=PAGE).floor_bytes
+
+
+@scenario
+def lru_copies_wait_for_readers(folder: Path) -> None:
+    model = _chain(folder)
+    for poison in (True, False):
+        with Rig(model, lru=True, poison=poison) as rig:
+            rig.install_lru(_lru_floor(model))
+            stream = rig.stream()
+            for _ in range(2):
+                rig.run(stream=stream, delay_ns=KERNEL_NS)
+            assert rig.check() == 12
+
+
+@scenario
+def lru_kernels_wait_for_copies(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(_lru_floor(model))
+        with slow_copies(rig.driver, COPY_NS):
+            rig.run()
+            rig.check()
+
+
+@scenario
+def lru_tells_at_load_what_could_not_be_copied(folder: Path) -> None:
+    model = write_model(folder / "w.ptd", [chain("a", "b", "!p")], {"a": 2 * PAGE, "b": 2 * PAGE, "p": PAGE})
+    with Rig(model, lru=True) as rig:
+        with model.path.open("r+b") as file:
+            file.truncate(4 * PAGE)
+        try:
+            rig.install_lru(8 * PAGE)
+            raise AssertionError("a weight that is not in the file any more was loaded")
+        except WeightsChangedError:
+            pass
+
+
+@scenario
+def lru_gives_its_pool_back_before_it_makes_another(folder: Path) -> None:
+    model = _chain(folder)
+    budget = _lru_floor(model)
+    with SoftDriver(PAGE, budget, poison=True) as driver:
+        with Rig(model, lru=True, driver=driver) as rig:
+            rig.install_lru(budget)
+            rig.run()
+            with slow_copies(driver, COPY_NS):
+                rig.install_lru(budget)
+            rig.run()
+            rig.check()
+
+
+# ---- staging
+
+
+@scenario
+def buffers_wait_for_their_copies(folder: Path) -> None:
+    model = _chain(folder)
+    for source in (staged(PAGE, 1, 1), staged(PAGE, 3, 2)):
+        with Rig(model, source=source) as rig:
+            rig.install(model.floor_bytes)
+            with slow_copies(rig.driver, COPY_NS // 2):
+                rig.run()
+
+
+@scenario
+def a_copy_without_an_event_is_waited_for(folder: Path) -> None:
+    """The buffer is not to be filled again, nor given back, while it is read; no session is needed to see that."""
+    path = folder / "file"
+    path.write_bytes(b"\x5a" * PAGE)
+    host = library()
+    file, staging = ctypes.c_void_p(), ctypes.c_void_p()
+    extent = (ctypes.c_int64 * 2)(0, PAGE)
+    with SoftDriver(PAGE, 0, poison=True) as driver:
+        handle = ctypes.c_void_p(driver.handle)
+        assert not host.penstock_host_file_open(str(path).encode(), ctypes.byref(file))
+        assert not host.penstock_host_staging_create(handle, file, ctypes.c_int64(PAGE), 1, 1, ctypes.byref(staging))
+        stream = driver.create_stream()
+        target = ctypes.create_string_buffer(PAGE)
+        address = ctypes.c_uint64(ctypes.addressof(target))
+        assert not host.penstock_host_staging_follow(staging, extent, ctypes.c_int64(1), None, ctypes.c_int64(0))
+        driver.launch_sleep(stream, KERNEL_NS)
+        driver.fail_at(1, call="record")
+        failure = host.penstock_host_staging_copy_next(
+            staging, ctypes.c_int64(0), ctypes.c_int64(PAGE), address, ctypes.c_void_p(stream)
+        )
+        assert failure and target.raw == b"\x5a" * PAGE
+        host.penstock_host_staging_destroy(staging)
+        host.penstock_host_file_close(file)
+        driver.destroy_stream(stream)
+        assert not driver.counts().alive()
+
+
+def play(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        SCENARIOS[name](Path(folder))
+
+
+if __name__ == "__main__":
+    try:
+        for name in sys.argv[1:] or SCENARIOS:
+            play(name)
+    except (AssertionError, PenstockError, RunFailed, SoftError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")

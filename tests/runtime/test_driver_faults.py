@@ -1,0 +1,191 @@
+"""Every driver call made to fail in turn, and every allocation made to find no memory: the right error, nothing leaked,
+and the very next attempt works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+
+from penstock import errors
+from penstock.plan.floor import floor_bytes
+from penstock.runtime.session import HostSource
+from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, staged, write_model
+from tests.runtime.soft import Failure, SoftDriver
+
+T = TypeVar("T")
+
+# What each call's failure is told as; all others are DriverCallError.
+CLASSES: dict[str, type[errors.PenstockError]] = {
+    "create_block": errors.DeviceMemoryError,
+    "create_pool": errors.DeviceMemoryError,
+    "pool_allocate": errors.DeviceMemoryError,
+    "register_host": errors.RegistrationError,
+    "allocate_host": errors.RegistrationError,
+}
+# Calls that give back, or that wait and poison before giving back: nobody is there to be told of their failure.
+QUIET = {
+    *("release_block", "unreserve", "unmap", "destroy_event", "destroy_stream", "destroy_pool", "pool_release"),
+    *("unregister_host", "free_host", "synchronize_stream", "synchronize_event", "fill"),
+    # In a run: what a pool refuses once, it may have once copies have ended.
+    "pool_allocate",
+}
+SETUPS = ["planned", "planned staged", "lru"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    names = [f"w{i}" for i in range(6)]
+    sizes = {**dict.fromkeys(names, 2 * PAGE - 100), "p": 50}
+    schedules = [chain("!p", *names, "w0"), chain("w4", "w2", "w0", "w1", "w5", method="other")]
+    return write_model(tmp_path_factory.mktemp("faults") / "weights.ptd", schedules, sizes)
+
+
+def floor_of(model: Model, lru: bool) -> int:
+    if not lru:
+        return model.floor_bytes
+    return floor_bytes(model.schedules, model.weights, granularity_bytes=PAGE).floor_bytes
+
+
+@dataclass
+class Life:
+    """A session from its creation to its end. Whatever fails is tried once more, and must then succeed."""
+
+    model: Model
+    setup: str
+    driver: SoftDriver
+    poison: bool = True
+    kernel_ns: int = 0
+    trace: bool = True
+    raised: list[errors.PenstockError] = field(default_factory=list)
+
+    @property
+    def lru(self) -> bool:
+        return self.setup == "lru"
+
+    def live(self, stream: int) -> None:
+        source = staged(3000, 2, 1) if self.setup == "planned staged" else None
+        rig = self._twice(lambda: self._rig(source))
+        try:
+            floor = floor_of(self.model, self.lru)
+            for budget_bytes in (floor, floor + 2 * PAGE):
+                self._twice(lambda: self._install(rig, budget_bytes))  # noqa: B023
+                for method, where in ((0, stream), (0, stream), (1, stream), (0, INLINE)):
+                    self._twice(lambda: self._run(rig, method, where))  # noqa: B023
+                self._twice(rig.session.stats if self.lru else rig.check_counters)
+            if self.trace:
+                self._twice(rig.session.start_trace)
+                self._twice(lambda: self._run(rig, 0, stream))
+                self._twice(lambda: self._stop_trace(rig))
+        finally:
+            rig.session.close()
+
+    def _rig(self, source: HostSource | None) -> Rig:
+        return Rig(
+            self.model,
+            lru=self.lru,
+            source=source,
+            driver=self.driver,
+            poison=self.poison,
+            kernel_ns=self.kernel_ns,
+        )
+
+    def _install(self, rig: Rig, budget_bytes: int) -> None:
+        if self.lru:
+            rig.install_lru(budget_bytes)
+        else:
+            rig.install(budget_bytes)
+            rig.check_memory(budget_bytes)
+
+    def _stop_trace(self, rig: Rig) -> None:
+        try:
+            assert rig.session.stop_trace()
+        except errors.PenstockError:
+            # A trace that could not be read is gone; there is another.
+            rig.session.start_trace()
+            self._run(rig, 0, INLINE)
+            raise
+
+    def _run(self, rig: Rig, method: int, stream: int) -> None:
+        try:
+            rig.run(method, stream, check=False)
+        except RunFailed as failed:
+            raise failed.error from failed
+        finally:
+            # What a failed run has launched must have read the right bytes too.
+            rig.await_kernels(stream)
+            rig.check_hashes()
+
+    def _twice(self, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except errors.PenstockError as error:
+            self.raised.append(error)
+        return action()
+
+
+def live_and_fail(
+    model: Model,
+    setup: str,
+    n: int,
+    *,
+    poison: bool = True,
+    failure: Failure = Failure.NONE,
+    call: str = "",
+    kernel_ns: int = 0,
+    copy_ns: int = 0,
+) -> str:
+    """Returns the name of the call that failed; empty when there were not as many."""
+    with SoftDriver(PAGE, 0, poison) as driver:
+        stream = driver.create_stream()
+        driver.set_delays(n, copy_ns)
+        driver.fail_at(n, failure, call)
+        life = Life(model, setup, driver, poison=poison, kernel_ns=kernel_ns)
+        life.live(stream)
+        failed = driver.failed_call()
+        driver.fail_at(0)
+        # A new session on the same driver, and nothing left of the two.
+        Life(model, setup, driver, poison=poison, trace=False).live(stream)
+        driver.destroy_stream(stream)
+        assert not driver.counts().alive(), failed
+    if failed and not (failed in QUIET and not life.raised):
+        assert len(life.raised) == 1, (failed, life.raised)
+        assert "a test asked for this failure" in str(life.raised[0])
+        if failure == Failure.STICKY:
+            assert type(life.raised[0]) is errors.StickyDeviceError
+        # A staging buffer is its memory and its event.
+        elif failed == "create_event" and "staging" in str(life.raised[0]):
+            assert type(life.raised[0]) is errors.RegistrationError
+        else:
+            assert type(life.raised[0]) is CLASSES.get(failed, errors.DriverCallError), failed
+    return failed
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("poison", [True, False], ids=["poison", "plain"])
+def test_every_driver_call_fails_in_turn(model: Model, setup: str, poison: bool) -> None:
+    seen: set[str] = set()
+    n = 1
+    while failed := live_and_fail(model, setup, n, poison=poison):
+        seen.add(failed)
+        n += 1
+    assert n > 300
+    memory = {"create_pool", "pool_allocate", "pool_release", "destroy_pool"}
+    if setup != "lru":
+        memory = {"create_block", "reserve", "map", "allow_access", "unmap", "unreserve", "release_block"}
+    host = {"allocate_host", "free_host"} if "staged" in setup else {"register_host", "unregister_host"}
+    always = {"record", "wait", "copy_to_device", "synchronize_stream", "synchronize_event", "is_capturing"}
+    made = {"create_stream", "destroy_stream", "create_event", "destroy_event", "elapsed_ns"}
+    assert seen >= memory | host | always | made
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("call", ["synchronize_stream", "synchronize_event"])
+def test_a_wait_that_fails_does_not_let_go_of_what_is_in_use(model: Model, setup: str, call: str) -> None:
+    """Slow kernels and slow copies: giving memory back too early would be read, or end the process."""
+    n = 1
+    while live_and_fail(model, setup, n, call=call, kernel_ns=MS, copy_ns=MS // 4, poison=bool(n % 2)):
+        n += 1
+    assert n > 3
