@@ -128,6 +128,11 @@ void on_bus_error(int signal_number, siginfo_t* info, void* context) {
     siglongjmp(region->jump, 1);
   }
   if (is_fault && chain_depth == 0) report(info);
+  // Sanitizers block every signal here, and the handlers before us count on SIGBUS being heard when they raise it.
+  sigset_t bus_error;
+  sigemptyset(&bus_error);
+  sigaddset(&bus_error, SIGBUS);
+  pthread_sigmask(SIG_UNBLOCK, &bus_error, nullptr);
   hand_on(signal_number, info, context);
 }
 

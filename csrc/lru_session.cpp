@@ -118,14 +118,14 @@ void LruSession::release(Held& held, int64_t weight) {
   // S1: what takes these bytes next stands behind the last reader, because it stands behind this wait.
   if (held.has_been_read) driver_.wait(copy_stream_, held.read);
   if (poison_) driver_.fill(held.address, kPoison, (size_t)record_.weights[weight].bytes, copy_stream_);
-  {
-    PoolTimer timer(run_);
-    driver_.pool_release(pool_, held.address, copy_stream_);
-  }
+  Address address = held.address;
+  // Gone whatever the pool says: a release that reports a failure may have been made all the same.
   held.address = 0;
   held.unread = false;
   held.has_been_read = false;
   held_bytes_ -= footprint_bytes(weight);
+  PoolTimer timer(run_);
+  driver_.pool_release(pool_, address, copy_stream_);
 }
 
 bool LruSession::evict_one() {

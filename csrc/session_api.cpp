@@ -219,6 +219,9 @@ void penstock_session_link(void* handle, int64_t* bytes, int64_t* ns) {
   *ns = engine(handle)->session().measured_ns();
 }
 
+// For tests, which put delays on it.
+void* penstock_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
+
 int32_t penstock_session_drain(void* handle) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);

@@ -53,6 +53,8 @@ class StreamingSession : public Session {
   int64_t measured_bytes() const { return measured_bytes_; }
   int64_t measured_ns() const { return measured_ns_; }
 
+  Stream copy_stream() const { return copy_stream_; }
+
   void start_trace();
   std::vector<SpanRecord> stop_trace();
 

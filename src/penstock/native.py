@@ -56,6 +56,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_counters": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_memory": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_link": (None, [_pointer, _pointer, _pointer]),
+    "penstock_session_copy_stream": (_pointer, [_pointer]),
     "penstock_session_drain": (_i32, [_pointer]),
     "penstock_session_start_trace": (_i32, [_pointer]),
     "penstock_session_stop_trace": (_i32, [_pointer, SPAN_VISITOR]),

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.errors import PenstockError
+from penstock.errors import CaptureError, PenstockError, WeightsChangedError
 from penstock.native import core
 from penstock.plan.plan import Plan, Traffic
 from penstock.plan.planner import full_bytes, make_plan, placed_floor
@@ -69,8 +69,15 @@ class Model:
     def full_bytes(self) -> int:
         return full_bytes(self.schedules, self.weights, page_bytes=PAGE)
 
+    @cached_property
+    def _plans(self) -> dict[int, Plan]:
+        return {}
+
     def plan(self, budget_bytes: int) -> Plan:
-        return make_plan(self.schedules, self.weights, budget_bytes=budget_bytes, page_bytes=PAGE)
+        if budget_bytes not in self._plans:
+            made = make_plan(self.schedules, self.weights, budget_bytes=budget_bytes, page_bytes=PAGE)
+            self._plans[budget_bytes] = made
+        return self._plans[budget_bytes]
 
     def budgets(self, steps: int) -> list[int]:
         """From the floor to everything resident."""
@@ -233,8 +240,11 @@ class Rig:
         self._method = method
         try:
             self.session.begin(method, stream)
+        except (CaptureError, WeightsChangedError):
+            raise  # nothing was touched: what was copied ahead still is
         except PenstockError:
-            self._owner = None
+            if self.driver.failed_call() != "is_capturing":
+                self._owner = None
             raise
 
     def end(self) -> None:

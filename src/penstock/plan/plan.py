@@ -1,4 +1,4 @@
-"""A plan: where every weight lies, and when every copy is issued. Plain data, made by the planner, executed by the core.
+"""A plan: where every weight lies, and when every copy is issued. Plain data, from the planner to the core.
 
 Device memory is made of blocks (physical) that are mapped into ranges (virtual addresses). A weight's head may lie in a
 resident block; its tail, or all of it, comes and goes in ring pages that many ranges share. One coming and going is a
@@ -74,7 +74,10 @@ class Stay:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident."""
+    """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident.
+
+    `range_index` is -1 for a weight without bytes in a plan without ranges.
+    """
 
     number: int
     weight: str

@@ -127,6 +127,11 @@ class Session:
         self._core.penstock_session_link(self.handle, ctypes.byref(nbytes), ctypes.byref(ns))
         return nbytes.value * 1e9 / ns.value if nbytes.value and ns.value else None
 
+    @property
+    def copy_stream(self) -> int:
+        """The stream that copies run on, as the driver names it."""
+        return int(self._core.penstock_session_copy_stream(self.handle))
+
     def start_trace(self) -> None:
         self._check(self._core.penstock_session_start_trace(self.handle))
 

@@ -50,8 +50,10 @@ def prepare_source(
     extra_bytes: int,
     progress: bool | None,
 ) -> PreparedSource:
-    """Everything that can be refused before memory is pinned is refused here. `extra_bytes` are of the soft driver, whose
-    device memory is host memory too."""
+    """Everything that can be refused before memory is pinned is refused here.
+
+    `extra_bytes` are of the soft driver, whose device memory is host memory too.
+    """
     if host_memory not in HOST_MEMORY:
         raise HostMemoryError(f"host_memory is {host_memory!r}; it must be one of {', '.join(map(repr, HOST_MEMORY))}")
     if host_memory == "staged":
@@ -64,9 +66,7 @@ def prepare_source(
     return _registered(index, device, extra_bytes, progress)
 
 
-def _registered(
-    index: WeightsIndex, device: torch.device, extra_bytes: int, progress: bool | None
-) -> PreparedSource:
+def _registered(index: WeightsIndex, device: torch.device, extra_bytes: int, progress: bool | None) -> PreparedSource:
     path = Path(index.path)
     check_host_memory(bytes_to_pin(path) + extra_bytes, f"{path}, all of which is held in memory")
     if device.type == "cuda":

@@ -1,0 +1,84 @@
+"""The compiled programs of the GPU tests. `python -m tests.gpu.programs NAME FOLDER` compiles one.
+
+A compile takes more than a minute, nearly all of it on one core: the tests start them side by side.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from examples import decoder
+from torch import nn
+
+import penstock
+
+DECODER = decoder.DecoderConfig(
+    hidden=1024, ff=2816, layers=4, heads=8, kv_heads=4, vocab=8192, max_len=64, dtype=torch.bfloat16
+)
+
+
+@torch.library.custom_op("penstock_tests::spin", mutates_args=(), device_types="cuda")
+def spin(x: torch.Tensor, cycles: int) -> torch.Tensor:
+    """A slow kernel: what follows it on the stream waits."""
+    torch.cuda._sleep(cycles)
+    return x.clone()
+
+
+@spin.register_fake
+def _(x: torch.Tensor, cycles: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class SlowChain(nn.Module):
+    """Weights of different sizes with slow kernels between them, long enough for copies to run far ahead or behind."""
+
+    SIZES = (2048, 1024, 3072, 2048, 512, 2048)
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = zip(self.SIZES, (*self.SIZES[1:], self.SIZES[0]), strict=True)
+        self.layers = nn.ModuleList(nn.Linear(a, b, dtype=torch.bfloat16) for a, b in pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number % 2:
+                x = torch.ops.penstock_tests.spin(x, 2_000_000)
+        return x
+
+
+def compile_program(name: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    if name == "decoder":
+        programs = {
+            method: penstock.apply_weight_offload(decoder.export(case))
+            for method, case in decoder.methods(DECODER).items()
+        }
+        penstock.compile(programs, folder / "model.pt2", device="cuda")
+    else:
+        model = SlowChain().eval().requires_grad_(False)
+        # Exported on meta: the op has no kernel on the CPU.
+        example = torch.zeros(4, SlowChain.SIZES[0], dtype=torch.bfloat16)
+        ep = torch.export.export(model, (example,))
+        penstock.compile(penstock.apply_weight_offload(ep), folder / "model.pt2", device="cuda")
+
+
+def compile_all(folder: Path) -> dict[str, Path]:
+    """Side by side, each in a process of its own; what is there already is used."""
+    paths = {name: folder / name / "model.pt2" for name in ("decoder", "slow_chain")}
+    children = [
+        subprocess.Popen([sys.executable, "-m", "tests.gpu.programs", name, str(path.parent)])
+        for name, path in paths.items()
+        if not path.exists()
+    ]
+    for child in children:
+        assert child.wait() == 0
+    return paths
+
+
+if __name__ == "__main__":
+    compile_program(sys.argv[1], Path(sys.argv[2]))
