@@ -131,6 +131,7 @@ class Rig:
         kernel_ns: int = 0,
     ) -> None:
         self.model = model
+        self.lru = lru
         self.kernel_ns = kernel_ns
         self.plan: Plan | None = None
         self._random = random.Random(seed)

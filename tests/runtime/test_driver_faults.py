@@ -66,7 +66,7 @@ class Life:
         return self.setup == "lru"
 
     def live(self, stream: int) -> None:
-        source = staged(3000, 2, 1) if self.setup == "planned staged" else None
+        source = staged(2 * PAGE, 2, 1) if self.setup == "planned staged" else None
         rig = self._twice(lambda: self._rig(source))
         try:
             floor = floor_of(self.model, self.lru)
@@ -187,6 +187,35 @@ def test_every_driver_call_fails_in_turn(model: Model, setup: str) -> None:
 def test_a_wait_that_fails_does_not_let_go_of_what_is_in_use(model: Model, setup: str, call: str) -> None:
     """Slow kernels and slow copies: giving memory back too early would be read, or end the process."""
     n = 1
-    while live_and_fail(model, setup, n, call=call, kernel_ns=MS, copy_ns=MS // 4, poison=bool(n % 2)):
-        n += 1
+    while live_and_fail(model, setup, n, call=call, kernel_ns=MS, copy_ns=MS // 4, poison=bool(n // 2 % 2)):
+        n += 1 if call == "synchronize_stream" else 3
     assert n > 3
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_lost_device_is_told_as_such_and_closing_goes_on(model: Model, setup: str) -> None:
+    n = 1
+    while live_and_fail(model, setup, n, failure=Failure.STICKY, call="copy_to_device"):
+        n += 7
+    assert n > 7
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_no_device_memory_at_every_allocation(model: Model, setup: str) -> None:
+    """All but so much of the device belongs to somebody else; once that is given back, the same session works."""
+    floor = floor_of(model, setup == "lru")
+    with SoftDriver(PAGE, floor, poison=True) as driver:
+        for free_bytes in range(0, floor, PAGE):
+            hog = driver.create_block(floor - free_bytes)
+            rig = Rig(model, lru=setup == "lru", driver=driver, source=staged() if "staged" in setup else None)
+            install = rig.install_lru if rig.lru else rig.install
+            with pytest.raises(errors.DeviceMemoryError, match="bytes"):
+                install(floor)
+                rig.run()
+            counts = driver.counts()
+            assert (counts.blocks, counts.block_bytes, counts.pool_allocations) == (1, floor - free_bytes, 0)
+            driver.release_block(hog)
+            install(floor)
+            rig.run()
+            rig.check()
+            rig.close()

@@ -1,0 +1,31 @@
+"""A small program at its floor, on both policies: what compute-sanitizer watches.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.memcheck MODEL.pt2
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+import penstock
+from tests.gpu import programs
+
+
+def main(path: Path) -> None:
+    x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
+    with penstock.Module(path, budget="64GiB", quiet=True) as module:
+        wanted = module(x)
+    for policy in ("planned", "lru"):
+        with penstock.Module(path, budget="64GiB", policy=policy, quiet=True) as module:
+            module.set_budget(module.floor_bytes)
+            for _ in range(3):
+                assert torch.equal(module(x), wanted)
+            assert module.last_run.bytes_streamed > 0
+    print("memcheck run complete")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

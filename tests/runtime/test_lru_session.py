@@ -1,0 +1,182 @@
+"""The least-recently-used policy over the soft driver, against a small model of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import DeviceMemoryError, PenstockError
+from penstock.plan.floor import floor_bytes
+from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, chain, models, staged, write_model
+from tests.runtime.soft import SoftDriver
+
+NAMES = ["chain", "tied", "pairs", "long_reads", "small", "methods"]
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    return models(tmp_path_factory.mktemp("lru"))
+
+
+def floor_of(model: Model, granularity_bytes: int = PAGE) -> int:
+    return floor_bytes(model.schedules, model.weights, granularity_bytes=granularity_bytes).floor_bytes
+
+
+class Cache:
+    """What the policy promises: least recently used out first, the next access copied ahead, what is read stays."""
+
+    def __init__(self, model: Model, budget_bytes: int) -> None:
+        self.model, self.budget_bytes = model, budget_bytes
+        self.order: list[str] = []  # on the device, least recently used first
+        self.fresh: set[str] = set()  # copied, not yet read
+        self.readers: dict[str, int] = {}
+        self.pinned = {a.weight for schedule in model.schedules for a in schedule.accesses if a.pinned}
+        self.streamed = self.hit = self.copies = self.pool_calls = 0
+        for name in model.weights:
+            if name in self.pinned:
+                assert self.place(name)
+
+    def footprint(self, name: str) -> int:
+        return -(-self.model.weights[name].nbytes // PAGE) * PAGE
+
+    def place(self, name: str) -> bool:
+        while sum(map(self.footprint, [*self.order, name])) > self.budget_bytes:
+            out = [w for w in self.order if not self.readers.get(w) and w not in self.pinned]
+            if not out:
+                return False
+            self.order.remove(out[0])
+            self.fresh.discard(out[0])
+            self.pool_calls += 1
+        self.order.append(name)
+        self.fresh.add(name)
+        self.pool_calls += 1
+        self.copies += 1
+        self.streamed += self.model.weights[name].nbytes
+        return True
+
+    def run(self, method: int) -> tuple[int, int, int, int]:
+        self.streamed = self.hit = self.copies = self.pool_calls = 0
+        schedule = self.model.schedules[method]
+        for index in range(len(schedule.steps)):
+            for position, access in enumerate(schedule.accesses):
+                if schedule.first_step[access.number] == index and self.model.weights[access.weight].nbytes:
+                    self.access(access.weight)
+                    follower = schedule.accesses[(position + 1) % len(schedule.accesses)].weight
+                    if self.model.weights[follower].nbytes and follower not in self.order:
+                        self.place(follower)
+            for access in schedule.accesses:
+                if schedule.last_step[access.number] == index and self.model.weights[access.weight].nbytes:
+                    self.readers[access.weight] -= 1
+        return self.streamed, self.hit, self.copies, self.pool_calls
+
+    def access(self, name: str) -> None:
+        assert name in self.order or self.place(name)
+        if name not in self.fresh or name in self.pinned:
+            self.hit += self.model.weights[name].nbytes
+        self.fresh.discard(name)
+        self.order.remove(name)
+        self.order.append(name)
+        self.readers[name] = self.readers.get(name, 0) + 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("poison", [True, False], ids=["poison", "plain"])
+def test_counts_are_those_of_the_model(zoo: dict[str, Model], name: str, poison: bool) -> None:
+    model = zoo[name]
+    floor, full = floor_of(model), sum(-(-w.nbytes // PAGE) * PAGE for w in model.weights.values())
+    for seed, budget in enumerate(range(floor, full + 1, max((full - floor) // 4 // PAGE * PAGE, PAGE)), 1):
+        with Rig(model, lru=True, poison=poison, seed=seed, kernel_ns=MS // 5) as rig:
+            rig.install_lru(budget)
+            rig.driver.set_delays(seed, MS // 20)
+            cache = Cache(model, budget)
+            streams = [rig.stream(), rig.stream(), INLINE]
+            for run in range(6):
+                method = run // 2 % len(model.schedules)
+                rig.run(method, streams[run % 3], check=False)
+                last, total = rig.session.stats()
+                assert (last.bytes_streamed, last.bytes_hit, last.copies, last.pool_calls) == cache.run(method)
+                assert total.runs == run + 1
+            rig.check()
+            held, peak = rig.session.memory()
+            assert held <= peak <= budget
+            assert rig.driver.counts().pool_bytes <= held
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_at_the_floor_with_slow_kernels_ahead(zoo: dict[str, Model], seed: int) -> None:
+    """A release that has not completed is waited for in stream order; it is no shortage."""
+    model = zoo[NAMES[seed - 1]]
+    budget = floor_of(model)
+    with SoftDriver(PAGE, budget, poison=True) as driver, Rig(model, lru=True, driver=driver, kernel_ns=4 * MS) as rig:
+        rig.install_lru(budget)
+        streams = [rig.stream(), rig.stream()]
+        for run in range(6):
+            rig.run(run % len(model.schedules), streams[run % 2], check=False)
+        rig.check()
+        assert rig.session.memory()[1] <= budget
+
+
+def test_a_cycle_that_does_not_fit_misses_every_time(zoo: dict[str, Model]) -> None:
+    model = zoo["chain"]
+    weight_bytes = sum(weight.nbytes for weight in model.weights.values())
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(floor_of(model) + 2 * PAGE)
+        for _ in range(4):
+            rig.run()
+        last, _ = rig.session.stats()
+        assert (last.bytes_streamed, last.bytes_hit) == (weight_bytes, 0)
+
+
+def test_everything_that_fits_is_copied_once(zoo: dict[str, Model]) -> None:
+    model = zoo["chain"]
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(sum(-(-w.nbytes // PAGE) * PAGE for w in model.weights.values()))
+        for _ in range(3):
+            rig.run()
+        last, total = rig.session.stats()
+        assert (last.bytes_streamed, last.pool_calls) == (0, 0)
+        assert total.bytes_streamed == sum(weight.nbytes for weight in model.weights.values())
+
+
+def test_another_budget_never_holds_two_pools(zoo: dict[str, Model]) -> None:
+    model = zoo["chain"]
+    low, high = floor_of(model), floor_of(model) + 4 * PAGE
+    with SoftDriver(PAGE, high, poison=True) as driver, Rig(model, lru=True, driver=driver, kernel_ns=MS) as rig:
+        stream = rig.stream()
+        for budget in (high, low, high):
+            rig.install_lru(budget)
+            rig.run(stream=stream, check=False)
+            assert driver.counts().pools == 1
+        rig.check()
+
+
+def test_what_does_not_fit_is_told_with_its_numbers(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "w", [chain("a b", "c")], {"a": 3 * PAGE, "b": 2 * PAGE, "c": PAGE})
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(4 * PAGE)
+        rig.begin()
+        rig.acquire(0)
+        with pytest.raises(Exception, match=f"access 1 needs {2 * PAGE} bytes of a pool of {4 * PAGE}") as failed:
+            rig.acquire(1)
+        assert type(failed.value.error) is DeviceMemoryError  # type: ignore[attr-defined]
+        rig.install_lru(5 * PAGE)
+        rig.run()
+        rig.check()
+
+
+def test_pinned_weights_that_do_not_fit(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "w", [chain("!a", "!b")], {"a": 3 * PAGE, "b": 2 * PAGE})
+    with Rig(model, lru=True) as rig:
+        with pytest.raises(DeviceMemoryError, match="what must stay"):
+            rig.install_lru(4 * PAGE)
+        with pytest.raises(PenstockError, match="there are 0"):
+            rig.begin()
+
+
+def test_staging_needs_an_order_and_this_policy_has_none(zoo: dict[str, Model]) -> None:
+    with Rig(zoo["chain"], lru=True, source=staged(8 * PAGE)) as rig:
+        rig.install_lru(floor_of(zoo["chain"]))
+        rig.begin()
+        with pytest.raises(Exception, match="after the last extent of its order"):
+            rig.acquire(0)

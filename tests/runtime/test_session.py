@@ -1,0 +1,383 @@
+"""The planned session over the soft driver: every byte that a kernel reads, every byte that is moved, every page held."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import (
+    CaptureError,
+    DriverCallError,
+    PenstockError,
+    ScheduleDivergedError,
+    WeightsChangedError,
+)
+from penstock.runtime.session import HostSource
+from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, slow_copies, staged, write_model
+from tests.runtime.scenarios import SCENARIOS
+from tests.runtime.soft import SoftDriver
+
+NAMES = ["chain", "tied", "pairs", "long_reads", "small", "methods"]
+SOURCES: dict[str, HostSource | None] = {
+    "registered": None,
+    "staged": staged(3000, 3, 2),
+    "one buffer": staged(PAGE, 1, 1),
+    "three readers": staged(2 * PAGE, 4, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    return models(tmp_path_factory.mktemp("session"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    names = [f"w{i}" for i in range(6)]
+    return write_model(tmp_path / "weights.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
+
+
+@pytest.fixture
+def rig(model: Model) -> Iterator[Rig]:
+    with Rig(model) as made:
+        made.install(model.floor_bytes)
+        yield made
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_scenario(name: str, tmp_path: Path) -> None:
+    SCENARIOS[name](tmp_path)
+
+
+# ---- budgets, runs, streams, methods
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("poison", [True, False], ids=["poison", "plain"])
+def test_every_budget_from_the_floor_up(zoo: dict[str, Model], name: str, source: str, poison: bool) -> None:
+    model = zoo[name]
+    for seed, budget in enumerate(model.budgets(4), 1):
+        with Rig(model, poison=poison, source=SOURCES[source], seed=seed, kernel_ns=MS // 10) as rig:
+            plan = rig.install(budget)
+            assert (plan.methods[0].warm.bytes_streamed == 0) == (budget == model.full_bytes)
+            streams = [rig.stream(), INLINE, rig.stream()]
+            rig.driver.set_delays(seed, MS // 20)
+            for run in range(4):
+                for method in range(len(model.schedules)):
+                    rig.run(method, streams[(run + method) % 3])
+                    rig.run(method, streams[run % 3])
+            rig.check_memory(budget)
+
+
+def test_the_hundredth_run(zoo: dict[str, Model]) -> None:
+    model = zoo["methods"]
+    budget = model.budgets(3)[1]
+    with Rig(model, kernel_ns=MS // 20) as rig:
+        rig.install(budget)
+        streams = [rig.stream(), rig.stream()]
+        for run in range(100):
+            rig.run((run // 7) % 3, streams[run % 2], check=run % 10 == 9)
+        assert rig.session.stats()[1].runs == 100
+        rig.check_memory(budget)
+
+
+@pytest.mark.parametrize("source", ["registered", "staged"])
+def test_the_host_may_be_many_runs_ahead(zoo: dict[str, Model], source: str) -> None:
+    model = zoo["tied"]
+    with Rig(model, source=SOURCES[source], kernel_ns=MS) as rig:
+        rig.install(model.floor_bytes)
+        streams = [rig.stream(), rig.stream(), rig.stream()]
+        for run in range(30):
+            rig.run(stream=streams[run % 3], check=False)
+        assert rig.check() == 30 * len(model.schedules[0].accesses)
+        rig.check_counters()
+        rig.check_memory(model.floor_bytes)
+
+
+def test_a_change_of_method_costs_one_refill(zoo: dict[str, Model]) -> None:
+    model = zoo["methods"]
+    with Rig(model) as rig:
+        plan = rig.install(model.floor_bytes)
+        for method in (0, 1, 0, 2, 1):
+            rig.run(method)
+            extra = rig.last.bytes_streamed - plan.methods[method].warm.bytes_streamed
+            assert 0 < extra <= plan.ring_bytes
+            rig.run(method)
+            assert rig.last == plan.methods[method].warm
+
+
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_delays_on_every_stream(zoo: dict[str, Model], seed: int) -> None:
+    model = zoo[NAMES[seed % len(NAMES)]]
+    budget = model.budgets(4)[seed % 2]
+    with Rig(model, seed=seed, kernel_ns=MS, poison=bool(seed % 3), source=list(SOURCES.values())[seed % 4]) as rig:
+        rig.install(budget)
+        streams = [rig.stream(), rig.stream(), INLINE]
+        rig.driver.set_delays(seed, MS)
+        for run in range(4):
+            rig.run(run % len(model.schedules), streams[(run * seed) % 3], check=False)
+        rig.check()
+        rig.check_counters()
+        rig.check_memory(budget)
+
+
+def test_another_budget_between_runs(zoo: dict[str, Model]) -> None:
+    model = zoo["tied"]
+    low, *_, high = model.budgets(4)
+    with Rig(model, kernel_ns=MS) as rig:
+        stream = rig.stream()
+        for budget in (high, low, high, low + PAGE):
+            rig.install(budget)
+            for _ in range(2):
+                rig.run(stream=stream, check=False)
+            assert rig.driver.counts().peak_block_bytes <= high
+        rig.check()
+        rig.check_counters()
+
+
+def test_two_sessions_in_two_threads_share_a_driver(zoo: dict[str, Model]) -> None:
+    failures: list[BaseException] = []
+
+    def work(name: str, driver: SoftDriver) -> None:
+        try:
+            with Rig(zoo[name], driver=driver, kernel_ns=MS // 10, source=staged()) as rig:
+                rig.install(zoo[name].floor_bytes)
+                for _ in range(10):
+                    rig.run(check=False)
+                rig.check()
+                rig.session.close()
+                rig.close = lambda: None  # type: ignore[method-assign]  # the other's things are still alive
+        except BaseException as error:
+            failures.append(error)
+
+    with SoftDriver(PAGE, 0, poison=True) as driver:
+        threads = [threading.Thread(target=work, args=(name, driver)) for name in ("tied", "pairs")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert not driver.counts().alive()
+
+
+# ---- stats and trace
+
+
+def test_stall_time_is_what_kernels_waited_for_copies(model: Model) -> None:
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        begin_ns = time.perf_counter_ns()
+        with slow_copies(rig.driver, 10 * MS):
+            rig.run()
+        wall_ns = time.perf_counter_ns() - begin_ns
+        last, total = rig.session.stats()
+        assert 0 < last.stall_ns == total.stall_ns <= wall_ns
+
+
+def test_stall_time_is_counted_once_when_reading_it_fails(model: Model) -> None:
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        begin_ns = time.perf_counter_ns()
+        with slow_copies(rig.driver, 10 * MS):
+            rig.run(check=False)
+        wall_ns = time.perf_counter_ns() - begin_ns
+        for _ in range(8):
+            rig.driver.fail_at(6, call="elapsed_ns")
+            with pytest.raises(DriverCallError):
+                rig.session.stats()
+        last, total = rig.session.stats()
+        assert 0 < last.stall_ns == total.stall_ns <= wall_ns
+
+
+def test_a_trace_has_every_copy_and_every_step(rig: Rig) -> None:
+    assert rig.plan is not None
+    stream = rig.stream()
+    rig.run(stream=stream)
+    rig.session.start_trace()
+    for _ in range(2):
+        rig.run(stream=stream, delay_ns=MS)
+    spans = rig.session.stop_trace()
+    copies = [span for span in spans if span.lane == "copy"]
+    steps = [span for span in spans if span.lane == "compute"]
+    assert sum(span.nbytes for span in copies) == 2 * rig.last.bytes_streamed
+    assert [span.index for span in steps] == [*range(6), *range(6)]
+    assert all(span.begin_ns <= span.end_ns for span in spans)
+    with pytest.raises(PenstockError, match="no trace was started"):
+        rig.session.stop_trace()
+
+
+# ---- divergence
+
+
+def test_another_access_than_the_recorded_one(rig: Rig) -> None:
+    rig.run()
+    rig.begin()
+    rig.acquire(0)
+    with pytest.raises(RunFailed, match="position 1: expected access 1, got access 3") as failed:
+        rig.acquire(3)
+    assert type(failed.value.error) is ScheduleDivergedError
+    for _ in range(2):
+        rig.run()
+
+
+def test_one_access_too_many(rig: Rig) -> None:
+    rig.begin()
+    for _ in rig.steps():
+        pass
+    with pytest.raises(RunFailed, match="access 0 was fetched after the last recorded one"):
+        rig.acquire(0)
+    rig.run()
+
+
+def test_another_step_than_the_recorded_one(rig: Rig) -> None:
+    rig.begin()
+    rig.acquire(0)
+    rig.done(1)
+    with pytest.raises(ScheduleDivergedError, match="expected the end of step 0, got the end of step 1"):
+        rig.end()
+    rig.run()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_too_few_accesses(rig: Rig, steps: int) -> None:
+    rig.begin()
+    for number in range(steps):
+        rig.acquire(number)
+        rig.done(number)
+    with pytest.raises(ScheduleDivergedError, match=f"expected 6 accesses and 6 steps, got {steps} and {steps}"):
+        rig.end()
+    rig.run()
+
+
+def test_the_first_error_is_the_one_that_is_told(rig: Rig) -> None:
+    rig.begin()
+    rig.done(5)
+    rig.done(9)
+    with pytest.raises(RunFailed, match="got the end of step 5"):
+        rig.acquire(77)
+    rig.run()
+
+
+def test_a_run_that_is_given_up_by_its_caller(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.run(stream=stream)
+    rig.begin(stream=stream)
+    rig.read(rig.acquire(0), "w0", stream, delay_ns=MS)
+    assert rig.session.abort() is None
+    rig._owner = None
+    rig.run(stream=stream)
+
+
+# ---- the order of calls
+
+
+def test_methods_that_are_not_there(model: Model) -> None:
+    with Rig(model) as rig:
+        with pytest.raises(PenstockError, match="method 0 was begun, there are 0"):
+            rig.begin()
+        rig.install(model.floor_bytes)
+        for method in (-1, 1):
+            with pytest.raises(PenstockError, match=f"method {method} was begun, there are 1"):
+                rig.begin(method)
+        rig.run()
+        rig.session.uninstall()
+        with pytest.raises(PenstockError, match="method 0 was begun, there are 0"):
+            rig.begin()
+        assert rig.driver.counts().block_bytes == 0
+
+
+def test_a_plan_that_could_not_be_installed_leaves_none(model: Model) -> None:
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        rig.driver.fail_at(2, call="map")
+        with pytest.raises(DriverCallError):
+            rig.install(model.full_bytes)
+        with pytest.raises(PenstockError, match="there are 0"):
+            rig.begin()
+        rig.install(model.floor_bytes)
+        rig.run()
+
+
+def test_no_other_plan_in_the_middle_of_a_run(rig: Rig) -> None:
+    rig.begin()
+    for step in rig.steps():
+        if step == 2:
+            with pytest.raises(PenstockError, match="while a run has not ended"):
+                rig.session.install((rig.session._core and __import__("ctypes").c_int64 * 0)())
+            with pytest.raises(PenstockError, match="while a run has not ended"):
+                rig.session.uninstall()
+    rig.end()
+    rig.check()
+
+
+def test_ended_without_being_begun(rig: Rig) -> None:
+    with pytest.raises(PenstockError, match="ended that was not begun"):
+        rig.session.end()
+    rig.run()
+
+
+def test_capture_is_refused_and_nothing_is_touched(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.run(stream=stream)
+    rig.driver.set_capturing(stream, True)
+    calls = rig.driver.calls()
+    with pytest.raises(CaptureError, match="captured into a graph"):
+        rig.begin(stream=stream)
+    assert rig.driver.calls() == calls + 1  # whether it is capturing
+    rig.driver.set_capturing(stream, False)
+    # What had been copied ahead still is: a warm run.
+    rig.run(stream=stream)
+
+
+# ---- the weights file
+
+
+@pytest.mark.parametrize("source", ["registered", "staged"])
+@pytest.mark.parametrize("change", ["truncated", "touched", "longer"])
+def test_a_file_that_changed_between_runs(model: Model, source: str, change: str) -> None:
+    with Rig(model, source=SOURCES[source]) as rig:
+        rig.install(model.floor_bytes)
+        rig.run()
+        if change == "touched":
+            os.utime(model.path, ns=(1, 1))
+        else:
+            os.truncate(model.path, model.file_bytes + (PAGE if change == "longer" else -PAGE))
+        for _ in range(2):
+            with pytest.raises(WeightsChangedError, match=str(model.path)):
+                rig.begin()
+
+
+@pytest.mark.parametrize("source", ["registered", "staged"])
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_file_truncated_in_the_middle_of_a_run(model: Model, source: str, inline: bool) -> None:
+    with Rig(model, source=SOURCES[source]) as rig:
+        rig.install(model.floor_bytes)
+        stream = INLINE if inline else rig.stream()
+        rig.run(stream=stream)
+
+        def cut() -> None:
+            rig.begin(stream=stream)
+            for step in rig.steps(stream=stream):
+                if step == 0:
+                    os.truncate(model.path, PAGE)
+            rig.end()
+            rig.session.drain()
+
+        with pytest.raises((WeightsChangedError, RunFailed)) as failed:
+            cut()
+        error = failed.value.error if isinstance(failed.value, RunFailed) else failed.value
+        assert type(error) is WeightsChangedError
+        with pytest.raises(WeightsChangedError, match="changed after it was loaded"):
+            rig.begin(stream=stream)
+
+
+def test_a_file_that_is_not_there(model: Model, tmp_path: Path) -> None:
+    missing = Model(model.schedules, model.weights, model.offsets, tmp_path / "missing.ptd")
+    with pytest.raises(WeightsChangedError, match="missing.ptd cannot be opened"):
+        Rig(missing, source=staged())
