@@ -1,6 +1,9 @@
 #include "cuda_driver.h"
 
+#include <algorithm>
 #include <cmath>
+
+#include "cleanup.h"
 
 namespace penstock {
 namespace {
@@ -117,6 +120,21 @@ void CudaDriver::allow_access(Address address, size_t bytes) {
 }
 
 void CudaDriver::unmap(Address address, size_t bytes) { check(cuda_.unmap(address, bytes), "cuMemUnmap"); }
+
+size_t CudaDriver::pool_unit_bytes() {
+  // The driver documents no unit, and rounds a cap up to it: 26 MiB let a pool take 32. So one small allocation tells.
+  if (!pool_unit_bytes_) {
+    Pool pool = create_pool(0);
+    Undo undo_pool([&] { destroy_pool(pool); });
+    Address address = pool_allocate(pool, 1, nullptr);
+    Undo undo_address([&] {
+      pool_release(pool, address, nullptr);
+      synchronize_stream(nullptr);
+    });
+    pool_unit_bytes_ = std::max(granularity_bytes_, pool_peak_bytes(pool));
+  }
+  return pool_unit_bytes_;
+}
 
 Pool CudaDriver::create_pool(size_t max_bytes) {
   CudaPoolProperties wanted{};

@@ -25,6 +25,7 @@ class CudaDriver final : public Driver {
   void allow_access(Address address, size_t bytes) override;
   void unmap(Address address, size_t bytes) override;
 
+  size_t pool_unit_bytes() override;
   Pool create_pool(size_t max_bytes) override;
   void destroy_pool(Pool pool) override;
   Address pool_allocate(Pool pool, size_t bytes, Stream stream) override;
@@ -60,6 +61,7 @@ class CudaDriver final : public Driver {
   int device_ = 0;
   void* context_ = nullptr;
   size_t granularity_bytes_ = 0;
+  size_t pool_unit_bytes_ = 0;  // 0: not asked yet
 };
 
 }  // namespace penstock

@@ -72,7 +72,9 @@ class Driver {
   virtual void allow_access(Address address, size_t bytes) = 0;
   virtual void unmap(Address address, size_t bytes) = 0;
 
-  // A pool never holds more than max_bytes. Allocation and release are ordered on a stream.
+  // A pool never holds more than max_bytes, which must be a multiple of the unit in which it takes memory. Allocation and
+  // release are ordered on a stream.
+  virtual size_t pool_unit_bytes() { return granularity_bytes(); }
   virtual Pool create_pool(size_t max_bytes) = 0;
   virtual void destroy_pool(Pool pool) = 0;
   virtual Address pool_allocate(Pool pool, size_t bytes, Stream stream) = 0;

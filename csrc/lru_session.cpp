@@ -31,7 +31,8 @@ void LruSession::install(LruRecord record) {
   uninstall();
   record_ = std::move(record);
   Undo undo([&] { uninstall(); });
-  pool_ = driver_.create_pool((size_t)record_.budget_bytes);
+  // Where no weight has bytes no pool is needed, and to a driver a cap of 0 may mean none.
+  if (record_.budget_bytes) pool_ = driver_.create_pool((size_t)record_.budget_bytes);
   held_.resize(record_.weights.size());
   for (Held& held : held_) {
     held.ready = driver_.create_event(false);
@@ -50,7 +51,7 @@ void LruSession::install(LruRecord record) {
   }
   warm();
   for (size_t w = 0; w < held_.size(); ++w)
-    if (record_.weights[w].pinned && !place((int64_t)w))
+    if (record_.weights[w].pinned && record_.weights[w].bytes > 0 && !place((int64_t)w))
       throw CoreError(Failure::device_memory, "the pool has no room for what must stay on the device");
   driver_.synchronize_stream(copy_stream_);
   run_ = {};
@@ -81,7 +82,6 @@ void LruSession::warm() {
     driver_.pool_release(pool_, warmed.back(), copy_stream_);
     warmed.pop_back();
   }
-  driver_.synchronize_stream(copy_stream_);
   undo.keep();
 }
 
@@ -94,7 +94,8 @@ void LruSession::uninstall() noexcept {
     if (held_[w].read) quietly([&] { driver_.destroy_event(held_[w].read); });
   }
   if (pool_) {
-    quietly([&] { driver_.synchronize_stream(copy_stream_); });
+    // S4: another pool may follow, and the memory of this one is given back only now.
+    settle([&] { driver_.synchronize_stream(copy_stream_); });
     quietly([&] { driver_.destroy_pool(pool_); });
   }
   pool_ = nullptr;

@@ -79,6 +79,13 @@ void penstock_driver_destroy(void* handle) { delete driver(handle); }
 
 int64_t penstock_driver_granularity(void* handle) { return (int64_t)driver(handle)->granularity_bytes(); }
 
+int32_t penstock_driver_pool_unit(void* handle, int64_t* bytes) {
+  return guarded([&] {
+    Entered entered(*driver(handle));
+    *bytes = (int64_t)driver(handle)->pool_unit_bytes();
+  });
+}
+
 int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total_bytes) {
   return guarded([&] {
     Entered entered(*driver(handle));
@@ -130,6 +137,7 @@ void penstock_session_destroy(void* handle) {
 int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
+    engine(handle)->session().require_idle();
     if (engine(handle)->planned) engine(handle)->planned->install(read_plan(numbers, (size_t)count));
     else engine(handle)->lru->install(read_lru(numbers, (size_t)count));
   });
@@ -138,6 +146,7 @@ int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t c
 int32_t penstock_session_uninstall(void* handle) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
+    engine(handle)->session().require_idle();
     if (engine(handle)->planned) engine(handle)->planned->uninstall();
     else engine(handle)->lru->uninstall();
   });

@@ -57,8 +57,11 @@ int64_t StallMeter::total_ns() {
 void StallMeter::collect(Run& run) {
   if (run.collected) return;
   if (run.used) driver_.synchronize_event(run.waits[run.used - 1].after);
-  for (size_t i = 0; i < run.used; ++i) run.stall_ns += driver_.elapsed_ns(run.waits[i].before, run.waits[i].after);
-  total_ns_ += run.stall_ns;
+  // Whole or not at all: after a failure the run is counted again from its first wait.
+  int64_t stall_ns = 0;
+  for (size_t i = 0; i < run.used; ++i) stall_ns += driver_.elapsed_ns(run.waits[i].before, run.waits[i].after);
+  run.stall_ns = stall_ns;
+  total_ns_ += stall_ns;
   run.collected = true;
 }
 

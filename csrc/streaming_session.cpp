@@ -159,6 +159,10 @@ void StreamingSession::abort() noexcept {
   running_ = false;
 }
 
+void StreamingSession::require_idle() const {
+  if (running_) throw CoreError(Failure::usage, "the plan cannot be changed while a run has not ended");
+}
+
 void StreamingSession::finish() noexcept {
   // The caller's stream first: the copies that follow its kernels cannot end before it does.
   if (running_) settle([&] { driver_.synchronize_stream(compute_); });
@@ -181,17 +185,22 @@ void StreamingSession::wait_for_copy(Event ready) {
 void StreamingSession::measure_link(const std::vector<std::pair<PieceRecord, Address>>& copies) {
   measured_bytes_ = measured_ns_ = 0;
   if (copies.empty()) return;
+  std::vector<PieceRecord> pieces;
+  for (const auto& copy : copies) pieces.push_back(copy.first);
+  source_.follow({}, pieces);
   Event begin = driver_.create_event(true);
   Undo undo_begin([&] { driver_.destroy_event(begin); });
   Event end = driver_.create_event(true);
   Undo undo_end([&] { driver_.destroy_event(end); });
-  driver_.record(begin, copy_stream_);
-  for (const auto& [piece, address] : copies) {
-    source_.load(piece, address, copy_stream_);
-    measured_bytes_ += piece.bytes;
+  // The first copy out of memory that was just registered is slower than any after it, so the second time counts.
+  for (int time = 0; time < 2; ++time) {
+    driver_.record(begin, copy_stream_);
+    for (const auto& [piece, address] : copies) source_.copy(piece, address, copy_stream_);
+    driver_.record(end, copy_stream_);
   }
-  driver_.record(end, copy_stream_);
   driver_.synchronize_event(end);
+  source_.follow({}, {});
+  for (const PieceRecord& piece : pieces) measured_bytes_ += piece.bytes;
   measured_ns_ = driver_.elapsed_ns(begin, end);
 }
 

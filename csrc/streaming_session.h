@@ -42,6 +42,9 @@ class StreamingSession : public Session {
   // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own.
   void abort() noexcept;
 
+  // Throws while a run has not ended: what it was lent must stay.
+  void require_idle() const;
+
   // Waits until nothing of ours is at work on the device.
   void drain();
 

@@ -57,7 +57,7 @@ def generate(module: penstock.Module, tokens: int = 4) -> list[torch.Tensor]:
     prompt = torch.arange(8, device="cuda")[None] * 7 % programs.DECODER.vocab
     outputs = [module.run_method("prefill", prompt.clone(), torch.arange(8, device="cuda"))]
     for step in range(tokens):
-        token = outputs[-1][:, -1:].argmax(-1)
+        token = outputs[-1].argmax(-1).reshape(1, 1)
         outputs.append(module.run_method("decode", token, torch.full((1,), 8 + step, device="cuda")))
     return outputs
 

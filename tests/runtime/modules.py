@@ -15,6 +15,7 @@ from torch.export import Dim
 
 import penstock
 from examples.decoder import TINY, methods
+from penstock.errors import BelowFloorError
 from penstock.plan.plan import Traffic
 from penstock.program import Program
 from penstock.runtime.driver import Driver, open_soft_driver
@@ -188,8 +189,8 @@ class LruModel:
         self._unread.clear()
 
     @property
-    def held_bytes(self) -> int:
-        return PAGE * sum(self._pages[name] for name in self._last_use)
+    def held(self) -> list[str]:
+        return list(self._last_use)
 
     def run(self, schedule: Schedule) -> Traffic:
         self._copied = []
@@ -239,9 +240,12 @@ class Watched:
         self.module = module
         self.runs = 0
         self.total = Traffic(0, 0, 0)
+        self._most_bytes = 0
         self.budget_changed()
 
-    def budget_changed(self) -> None:
+    def budget_changed(self, tried_bytes: int = 0) -> None:
+        """`tried_bytes`: a budget whose plan was begun and given up."""
+        self._most_bytes = max(self._most_bytes, self.module.budget_bytes, tried_bytes)
         self._owner: str | None = None
         self._lru = None if self.module.plan else LruModel(self.module.program, self.module.budget_bytes)
 
@@ -251,17 +255,32 @@ class Watched:
         self._owner = None
 
     def __call__(self, method: str, *arguments: Any) -> Any:
+        result = self.run_on(method, *arguments)
+        self.check()
+        return result
+
+    def run_on(self, method: str, *arguments: Any) -> Any:
+        """Without waiting for anything: copies for the next run may be under way when it begins."""
         result = self.module.run_method(method, *arguments)
-        expected = self._expected(method)
+        self._last = self._expected(method)
         self.runs += 1
-        self.total = Traffic(*(getattr(self.total, name) + getattr(expected, name) for name in _TRAFFIC))
-        assert traffic(self.module.last_run) == expected
+        self.total = Traffic(*(getattr(self.total, name) + getattr(self._last, name) for name in _TRAFFIC))
+        return result
+
+    def check(self) -> None:
+        assert traffic(self.module.last_run) == self._last
         assert traffic(self.module.stats()) == self.total
         assert (self.module.last_run.runs, self.module.stats().runs) == (1, self.runs)
-        check_memory(self.module)
+        check_memory(self.module, self._most_bytes)
         if self._lru:
-            assert self.module.device_memory()[0] == self._lru.held_bytes
-        return result
+            self._check_pool(self._lru.held)
+
+    def _check_pool(self, held: Sequence[str]) -> None:
+        sizes = {weight.name: weight.nbytes for weight in self.module.program.weights}
+        counts = hooks(self.module).counts()
+        # The soft pool rounds nothing; the module counts with the page that a device's pool may round to.
+        assert (counts.pool_allocations, counts.pool_bytes) == (len(held), sum(sizes[name] for name in held))
+        assert self.module.device_memory()[0] == sum(-(-sizes[name] // PAGE) * PAGE for name in held)
 
     def _expected(self, method: str) -> Traffic:
         if self._lru:
@@ -279,18 +298,32 @@ def traffic(stats: Any) -> Traffic:
     return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit)
 
 
-def check_memory(module: penstock.Module) -> None:
-    """What the module says it holds is what its driver has given out, and within the budget (S4)."""
+def check_memory(module: penstock.Module, most_bytes: int | None = None) -> None:
+    """What the module says it holds is what its driver has given out, and within the budget (S4). `most_bytes`: the
+    largest budget it has had."""
     counts = hooks(module).counts()
     held_bytes, peak_bytes = module.device_memory()
-    assert held_bytes <= peak_bytes <= module.budget_bytes
+    assert held_bytes <= module.budget_bytes
+    assert 0 < peak_bytes <= (most_bytes or module.budget_bytes)
     if module.plan is None:
-        assert (counts.block_bytes, counts.pool_bytes) == (0, held_bytes)
+        assert counts.block_bytes == 0 and counts.pools == 1 and counts.pool_bytes <= peak_bytes
     else:
         assert (counts.block_bytes, counts.peak_block_bytes, counts.pool_bytes) == (held_bytes, peak_bytes, 0)
         assert held_bytes == module.plan.device_bytes
     assert counts.peak_host_bytes <= STAGING_CAP_BYTES
     assert counts.host_bytes == (module.host_bytes if counts.host_bytes else 0)
+
+
+def floor_of(path: Path, **options: Any) -> int:
+    try:
+        penstock.Module(path, 0, **options)
+    except BelowFloorError as error:
+        return error.floor_bytes
+    raise AssertionError("a budget of 0 bytes was enough")
+
+
+def at_the_floor(path: Path, **options: Any) -> penstock.Module:
+    return penstock.Module(path, floor_of(path, **options), quiet=True, **options)
 
 
 def budgets(module: penstock.Module, steps: int = 4) -> list[int]:
@@ -358,7 +391,9 @@ class KeptDrivers:
 
     def destroy(self) -> None:
         for driver in self.made:
-            driver.destroy()
+            # A module that a failed test left open would still use its own.
+            if driver.closed:
+                driver.destroy()
 
 
 # ---- files

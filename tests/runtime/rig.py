@@ -351,6 +351,4 @@ def models(folder: Path) -> dict[str, Model]:
         "small": ((chain("s0 w0", "none w1", "w2 !p", "w3 s1", "w4", "none", "w5"),), small),
         "methods": ((prefill, decode, chain("w1", "w3", "w5", "w7", method="third")), tied),
     }
-    return {
-        name: write_model(folder / f"{name}.ptd", schedules, of) for name, (schedules, of) in made.items()
-    }
+    return {name: write_model(folder / f"{name}.ptd", schedules, of) for name, (schedules, of) in made.items()}

@@ -31,6 +31,14 @@ class Driver:
     def page_bytes(self) -> int:
         return int(core().penstock_driver_granularity(self.handle))
 
+    @property
+    def pool_unit_bytes(self) -> int:
+        """Pools take memory in multiples of this."""
+        unit = ctypes.c_int64()
+        if core().penstock_driver_pool_unit(self.handle, ctypes.byref(unit)):
+            raise last_exception()
+        return unit.value
+
     def memory(self) -> Memory:
         free, total = ctypes.c_int64(), ctypes.c_int64()
         if core().penstock_driver_memory(self.handle, ctypes.byref(free), ctypes.byref(total)):

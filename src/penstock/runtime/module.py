@@ -104,7 +104,7 @@ class Module:
             )
             stack.callback(driver.close)
             offsets = {weight.name: self._entries[weight.name].offset_bytes for weight in self.program.weights}
-            self._policy: Policy = POLICIES[policy](self.program, driver.page_bytes, offsets)
+            self._policy: Policy = POLICIES[policy](self.program, driver, offsets)
             self._driver = driver
             self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             if self._choice.source == "automatic" and self.device.type == "cuda":
@@ -282,6 +282,11 @@ class Module:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
         with self._idle():
+            if self._trace is not None:
+                # Its copies are numbered by the present plan, and could not be named by another.
+                raise PenstockError(
+                    f"a trace to {self._trace.path} is being recorded; close it before the budget changes"
+                )
             choice = self._choose(budget, None, None)
             arrangement = self._policy.arrange(choice.budget_bytes)
             old = self._arrangement
@@ -355,10 +360,19 @@ class Module:
             self._session.forget()
             self._cleanup.pop_all()
             return
-        if self._trace is not None:
-            self._trace.close()
+        self._close_trace()
         with self._lock:
             self._close()
+
+    def _close_trace(self) -> None:
+        trace = self._trace
+        if trace is None:
+            return
+        try:
+            trace.close()
+        except (OSError, PenstockError) as error:
+            # close() must give everything back whatever the disk says; so this is told, not raised.
+            print(f"penstock: the trace {trace.path} could not be written: {error}", file=sys.stderr)
 
     def _close(self) -> None:
         if self._open:

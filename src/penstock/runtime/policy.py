@@ -13,6 +13,7 @@ from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan, full_bytes, make_plan, placed_floor
 from penstock.program import Program
+from penstock.runtime.driver import Driver
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
 
 
@@ -44,9 +45,10 @@ class Arrangement:
 class Policy(ABC):
     is_lru: bool
 
-    def __init__(self, program: Program, page_bytes: int, source_offsets: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, driver: Driver, source_offsets: Mapping[str, int]) -> None:
         self._program = program
-        self._page_bytes = page_bytes
+        self._driver = driver
+        self._page_bytes = driver.page_bytes
         self._offsets = source_offsets
         self._schedules = [method.schedule for method in program.methods]
         self._weights = {weight.name: weight for weight in program.weights}
@@ -99,7 +101,14 @@ class LruPolicy(Policy):
         load = floor_bytes(self._schedules, self._weights, granularity_bytes=self._page_bytes)
         pinned = {access.weight for schedule in self._schedules for access in schedule.accesses if access.pinned}
         # Each weight is an allocation of its own here: what must stay is not packed.
-        return load.transient_bytes + sum(self._footprint_bytes(name) for name in pinned)
+        return self._whole_units(load.transient_bytes + sum(self._footprint_bytes(name) for name in pinned))
+
+    @cached_property
+    def _unit_bytes(self) -> int:
+        return self._driver.pool_unit_bytes
+
+    def _whole_units(self, nbytes: int) -> int:
+        return -(-nbytes // self._unit_bytes) * self._unit_bytes
 
     def _footprint_bytes(self, name: str) -> int:
         # The pool rounds every allocation; pages are what it rounds large ones to, and an upper bound for small ones.
@@ -111,7 +120,7 @@ class LruPolicy(Policy):
 
     @cached_property
     def _full_bytes(self) -> int:
-        return sum(self._footprint_bytes(name) for name in self._weights)
+        return self._whole_units(sum(self._footprint_bytes(name) for name in self._weights))
 
     @property
     def full_bytes(self) -> int:
@@ -122,7 +131,8 @@ class LruPolicy(Policy):
             self._schedules,
             self._weights,
             self._offsets,
-            budget_bytes=budget_bytes // self._page_bytes * self._page_bytes,
+            # A pool takes whole units, so a cap between two of them would be exceeded.
+            budget_bytes=budget_bytes // self._unit_bytes * self._unit_bytes,
             granularity_bytes=self._page_bytes,
         )
         return Arrangement(self._program, numbers, None)

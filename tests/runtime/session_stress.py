@@ -1,0 +1,155 @@
+"""Everything a session does, quickly and from several threads: for builds with a sanitizer in them, which do the judging.
+
+`python -m tests.runtime.session_stress stress|race|overrun`; the last two make that fault on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.plan.floor import floor_bytes
+from penstock.runtime.session import HostSource
+from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, models, staged
+from tests.runtime.scenarios import SCENARIOS
+from tests.runtime.soft import SoftDriver
+
+SOURCES: list[HostSource | None] = [None, staged(3000, 3, 3), staged(PAGE, 1, 1)]
+
+
+def planned(model: Model, source: HostSource | None, *, poison: bool) -> None:
+    with Rig(model, source=source, poison=poison, kernel_ns=MS // 4) as rig:
+        rig.driver.set_delays(3, MS // 10)
+        streams = [rig.stream(), rig.stream(), INLINE]
+        for budget in (model.floor_bytes, model.full_bytes, model.floor_bytes + PAGE):
+            rig.install(budget)
+            rig.session.start_trace()
+            for run in range(6):
+                rig.run(run // 2 % len(model.schedules), streams[run % 3], check=False)
+            rig.session.stop_trace()
+            fail(rig, streams[0])
+            rig.run(stream=streams[1])
+            rig.check_counters()
+
+
+def lru(model: Model) -> None:
+    floor = floor_bytes(model.schedules, model.weights, granularity_bytes=PAGE).floor_bytes
+    with Rig(model, lru=True, kernel_ns=MS // 4) as rig:
+        rig.driver.set_delays(5, MS // 10)
+        streams = [rig.stream(), rig.stream(), INLINE]
+        for budget in (floor, floor + 3 * PAGE):
+            rig.install_lru(budget)
+            for run in range(6):
+                rig.run(run // 2 % len(model.schedules), streams[run % 3], check=False)
+            fail(rig, streams[0])
+            rig.run(stream=streams[1])
+            rig.session.stats()
+
+
+def fail(rig: Rig, stream: int) -> None:
+    """Divergence, and calls that fail, with copies and kernels under way."""
+    rig.begin(stream=stream)
+    try:
+        rig.acquire(-1)
+        raise AssertionError("a divergent access was served")
+    except RunFailed:
+        pass
+    for call in ("record", "wait", "synchronize_event", "copy_to_device"):
+        for n in (1, 4):
+            rig.driver.fail_at(n, call=call)
+            try:
+                rig.run(stream=stream, check=False)
+            except (PenstockError, RunFailed):
+                rig._owner = None
+            rig.driver.fail_at(0)
+    rig.await_kernels(stream)
+    rig.check_hashes()
+
+
+def truncated(model: Model, source: HostSource | None) -> None:
+    before = model.path.read_bytes()
+    with Rig(model, source=source) as rig:
+        rig.install(model.floor_bytes)
+        rig.run()
+        try:
+            rig.begin()
+            for _ in rig.steps():
+                os.truncate(model.path, PAGE)
+            rig.end()
+            rig.session.drain()
+            raise AssertionError("a truncated file went unnoticed")
+        except (PenstockError, RunFailed):
+            pass
+    model.path.write_bytes(before)
+
+
+def side_by_side(one: Model, other: Model) -> None:
+    failures: list[BaseException] = []
+
+    def work(model: Model, driver: SoftDriver) -> None:
+        try:
+            rig = Rig(model, driver=driver, kernel_ns=MS // 10, source=staged())
+            for _ in range(2):
+                rig.install(model.floor_bytes)
+                for _ in range(6):
+                    rig.run(check=False)
+            rig.check()
+            rig.session.close()
+        except BaseException as error:
+            failures.append(error)
+
+    with SoftDriver(PAGE, 0, poison=True) as driver:
+        threads = [threading.Thread(target=work, args=(model, driver)) for model in (one, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+        assert not driver.counts().alive()
+
+
+def race(folder: Path) -> None:
+    """Two streams write the same device bytes with nothing between them."""
+    with SoftDriver(PAGE, 0, poison=False) as driver:
+        block, address = driver.create_block(PAGE), driver.reserve(PAGE)
+        driver.map(address, PAGE, block)
+        driver.allow_access(address, PAGE)
+        streams = [driver.create_stream(), driver.create_stream()]
+        for value, stream in enumerate(streams):
+            driver.fill(address, value, PAGE, stream)
+        for stream in streams:
+            driver.destroy_stream(stream)
+
+
+def overrun(folder: Path) -> None:
+    """A kernel reads past the end of its memory."""
+    memory = ctypes.create_string_buffer(PAGE)
+    with SoftDriver(PAGE, 0, poison=False) as driver:
+        driver.hash(INLINE, ctypes.addressof(memory), PAGE + 64)
+
+
+def stress(folder: Path) -> None:
+    zoo = models(folder)
+    for number, name in enumerate(("methods", "tied", "small")):
+        for source in SOURCES:
+            planned(zoo[name], source, poison=bool(number % 2))
+        lru(zoo[name])
+    for source in SOURCES:
+        truncated(zoo["chain"], source)
+    side_by_side(zoo["tied"], zoo["pairs"])
+    for name in SCENARIOS:
+        (folder / name).mkdir()
+        SCENARIOS[name](folder / name)
+
+
+if __name__ == "__main__":
+    plays: dict[str, Callable[[Path], None]] = {"race": race, "overrun": overrun, "stress": stress}
+    with tempfile.TemporaryDirectory() as made:
+        plays[sys.argv[1]](Path(made))
+    print("done")

@@ -1,0 +1,230 @@
+"""A trace shows what ran: every copy of the plan and every step once, in order, on the device's clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import penstock
+from penstock.errors import PenstockError
+from tests.runtime.modules import (
+    PAGE,
+    SCRIPTS,
+    SETUPS,
+    LruModel,
+    Watched,
+    at_the_floor,
+    hooks,
+    play,
+    same,
+)
+
+ResidentBits = Callable[[str], list[list[Tensor]]]
+Event = dict[str, Any]
+
+
+def spans(path: Path) -> dict[str, list[Event]]:
+    """The spans of each lane, in the order of the file, after a look at the frame around them."""
+    document = json.loads(path.read_text())
+    assert document["displayTimeUnit"] == "ns"
+    names = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert sorted(names.values()) == ["compute", "copy"]
+    lanes: dict[str, list[Event]] = {"compute": [], "copy": []}
+    for event in document["traceEvents"]:
+        if event["ph"] == "M":
+            continue
+        assert event["ph"] == "X" and event["dur"] >= 0 and event["cat"] == names[event["tid"]]
+        lanes[event["cat"]].append(event)
+    return lanes
+
+
+def traced(module: penstock.Module, path: Path, name: str) -> tuple[dict[str, list[Event]], list[list[Tensor]]]:
+    with module.trace(path):
+        found = play(module.run_method, SCRIPTS[name])
+        assert not path.exists()
+    return spans(path), found
+
+
+def runs_of(events: list[Event]) -> dict[int, list[Event]]:
+    runs: dict[int, list[Event]] = {}
+    for event in events:
+        runs.setdefault(event["args"]["run"], []).append(event)
+    return runs
+
+
+@pytest.mark.parametrize("delays_ns", [0, 200_000])
+@pytest.mark.parametrize("setup", ["registered", "staged"])
+@pytest.mark.parametrize("name", ["decoder", "chain", "gate"])
+def test_the_spans_are_the_plans(
+    name: str,
+    setup: str,
+    delays_ns: int,
+    program_path: Callable[[str], Path],
+    resident_bits: ResidentBits,
+    tmp_path: Path,
+) -> None:
+    with at_the_floor(program_path(name), **SETUPS[setup]) as module:
+        hooks(module).set_delays(5, delays_ns)
+        lanes, found = traced(module, tmp_path / "trace.json", name)
+        assert same(found, resident_bits(name))
+        plan, program, total = module.plan, module.program, module.stats()
+    assert plan is not None
+    copies, steps = runs_of(lanes["copy"]), runs_of(lanes["compute"])
+    assert sum(event["args"]["bytes"] for event in lanes["copy"]) == total.bytes_streamed
+    owner = None
+    for number, (method, _) in enumerate(SCRIPTS[name], start=1):
+        planned, schedule = plan.method(method), program.method(method).schedule
+        cold = owner != method
+        owner = method
+        # Every step once, in order, by its kernel's name.
+        assert [event["args"]["index"] for event in steps[number]] == list(range(len(schedule.steps)))
+        assert [event["name"] for event in steps[number]] == [step.kernel for step in schedule.steps]
+        assert {event["args"]["method"] for event in steps[number]} == {method}
+        # One span for every stay, by its weight's name; cold, those that enter the run come twice.
+        expected = Counter(range(len(planned.stays)))
+        if cold:
+            expected += Counter(index for index, stay in enumerate(planned.stays) if stay.crosses_end)
+        assert Counter(event["args"]["index"] for event in copies[number]) == expected
+        for event in copies[number]:
+            stay = planned.stays[event["args"]["index"]]
+            assert (event["name"], event["args"]["bytes"]) == (stay.weight, stay.nbytes)
+        traffic = planned.cold if cold else planned.warm
+        assert sum(event["args"]["bytes"] for event in copies[number]) == traffic.bytes_streamed
+    assert set(copies) == set(steps) == set(range(1, len(SCRIPTS[name]) + 1))
+    _check_order(plan, program, lanes, [method for method, _ in SCRIPTS[name]])
+
+
+def _check_order(plan: Any, program: Any, lanes: dict[str, list[Event]], methods: list[str]) -> None:
+    """On the device's clock: a lane does one thing after the other, and a copy ends before the step that reads it
+    begins."""
+    for events in lanes.values():
+        for before, after in zip(events, events[1:], strict=False):
+            assert _end(before) <= after["ts"] + 1e-3
+    copies, steps = runs_of(lanes["copy"]), runs_of(lanes["compute"])
+    for number, method in enumerate(methods, start=1):
+        planned, schedule = plan.method(method), program.method(method).schedule
+        for position, placement in enumerate(planned.placements):
+            if placement.stay is None:
+                continue
+            reader = steps[number][schedule.first_step[schedule.accesses[position].number]]
+            # In this run, or ahead of it in the last one.
+            ready = [
+                event
+                for run in (number - 1, number)
+                for event in copies.get(run, [])
+                if event["args"]["method"] == method
+                and event["args"]["index"] == placement.stay
+                and _end(event) <= reader["ts"] + 1e-3
+            ]
+            assert ready, f"run {number}: {placement.weight} was on its way when {reader['name']} began"
+
+
+def _end(event: Event) -> float:
+    return float(event["ts"] + event["dur"])
+
+
+def test_under_lru_the_spans_are_what_it_copied(decoder: Path, resident_bits: ResidentBits, tmp_path: Path) -> None:
+    with at_the_floor(decoder, policy="lru") as module:
+        lanes, found = traced(module, tmp_path / "trace.json", "decoder")
+        assert same(found, resident_bits("decoder"))
+        total, program = module.stats(), module.program
+        model = LruModel(program, module.budget_bytes)
+    copies, steps = runs_of(lanes["copy"]), runs_of(lanes["compute"])
+    sizes = {weight.name: weight.nbytes for weight in program.weights}
+    assert all(event["args"]["bytes"] == sizes[event["name"]] for event in lanes["copy"])
+    assert (len(lanes["copy"]), sum(event["args"]["bytes"] for event in lanes["copy"])) == (
+        total.copies,
+        total.bytes_streamed,
+    )
+    for number, (method, _) in enumerate(SCRIPTS["decoder"], start=1):
+        schedule = program.method(method).schedule
+        assert len(copies[number]) == model.run(schedule).copies
+        assert [event["args"]["index"] for event in steps[number]] == list(range(len(schedule.steps)))
+
+
+def test_only_what_runs_while_it_is_open_is_in_a_trace(decoder: Path, tmp_path: Path) -> None:
+    with at_the_floor(decoder) as module:
+        run = Watched(module)
+        play(run, SCRIPTS["decoder"])
+        with module.trace(tmp_path / "first.json") as trace:
+            play(run, SCRIPTS["decoder"][:2])
+        trace.close()
+        play(run, SCRIPTS["decoder"])
+        with module.trace(str(tmp_path / "second.json")):
+            play(run, SCRIPTS["decoder"][:3])
+        first, second = spans(tmp_path / "first.json"), spans(tmp_path / "second.json")
+        begin = len(SCRIPTS["decoder"]) + 1
+        assert set(runs_of(first["compute"])) == {begin, begin + 1}
+        assert set(runs_of(second["compute"])) == {2 * begin + 1, 2 * begin + 2, 2 * begin + 3}
+
+
+def test_a_second_trace_is_refused_while_one_is_open(decoder: Path, tmp_path: Path) -> None:
+    with at_the_floor(decoder) as module:
+        with module.trace(tmp_path / "first.json"):
+            with pytest.raises(PenstockError, match=r"a trace to .*first.json is being recorded"):
+                module.trace(tmp_path / "second.json")
+            play(Watched(module), SCRIPTS["decoder"][:1])
+        assert spans(tmp_path / "first.json")["compute"]
+        assert not (tmp_path / "second.json").exists()
+
+
+def test_closing_the_module_writes_the_trace(decoder: Path, tmp_path: Path) -> None:
+    module = at_the_floor(decoder)
+    trace = module.trace(tmp_path / "trace.json")
+    play(module.run_method, SCRIPTS["decoder"][:2])
+    module.close()
+    assert set(runs_of(spans(tmp_path / "trace.json")["compute"])) == {1, 2}
+    trace.close()
+
+
+def test_a_trace_that_cannot_be_written_is_told_and_the_module_still_closes(
+    decoder: Path, tmp_path: Path, kept: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = at_the_floor(decoder)
+    with pytest.raises(OSError, match="nowhere"), module.trace(tmp_path / "nowhere" / "trace.json"):
+        play(module.run_method, SCRIPTS["decoder"][:1])
+    module.trace(tmp_path / "nowhere" / "trace.json")
+    module.close()
+    assert "trace.json" in capsys.readouterr().err
+    with pytest.raises(penstock.errors.ClosedError):
+        module.stats()
+
+
+def test_a_failed_run_leaves_a_trace_that_can_be_read(decoder: Path, tmp_path: Path) -> None:
+    with at_the_floor(decoder) as module:
+        with module.trace(tmp_path / "trace.json"):
+            play(module.run_method, SCRIPTS["decoder"][:1])
+            assert module.plan is not None
+            copies = module.plan.method("prefill").warm.copies
+            assert copies > 6
+            module.stats()
+            hooks(module).fail_at(copies - 3, call="copy_to_device")
+            with pytest.raises(PenstockError, match="a test asked for this failure"):
+                play(module.run_method, SCRIPTS["decoder"][:1])
+            module.reset_state()
+            play(module.run_method, SCRIPTS["decoder"][:1])
+        steps = runs_of(spans(tmp_path / "trace.json")["compute"])
+        assert len(steps[2]) < len(steps[1]) == len(steps[3])
+
+
+def test_the_budget_does_not_change_while_a_trace_is_open(decoder: Path, tmp_path: Path) -> None:
+    """Copies are named by the plan that made them."""
+    with at_the_floor(decoder) as module:
+        run = Watched(module)
+        with module.trace(tmp_path / "trace.json"):
+            play(run, SCRIPTS["decoder"][:1])
+            with pytest.raises(PenstockError, match=r"a trace to .*trace.json is being recorded; close it before"):
+                module.set_budget(module.floor_bytes + 64 * PAGE)
+            play(run, SCRIPTS["decoder"][:1])
+        assert set(runs_of(spans(tmp_path / "trace.json")["copy"])) == {1, 2}
+        module.set_budget(module.floor_bytes + 64 * PAGE)
+        run.budget_changed()
+        with module.trace(tmp_path / "trace.json"):
+            play(run, SCRIPTS["decoder"][:1])
+        assert set(runs_of(spans(tmp_path / "trace.json")["copy"])) == {3}
