@@ -44,12 +44,11 @@ bool is_sticky(int code) {
   }
 }
 
-void check(int code, const char* call, Failure shortage = Failure::driver) {
+// `failure`: what it means that this very call failed.
+void check(int code, const char* call, Failure failure = Failure::driver) {
   if (code == kSuccess) return;
-  Failure failure = Failure::driver;
   if (is_sticky(code)) failure = Failure::sticky;
-  else if (shortage == Failure::registration) failure = shortage;
-  else if (code == kOutOfMemory) failure = Failure::device_memory;
+  else if (failure == Failure::driver && code == kOutOfMemory) failure = Failure::device_memory;
   throw DriverError(failure, call, code, cuda_error_text(code));
 }
 
@@ -94,7 +93,7 @@ MemoryInfo CudaDriver::memory_info() {
 Block CudaDriver::create_block(size_t bytes) {
   CudaAllocationProperties wanted = properties();
   unsigned long long handle = 0;
-  check(cuda_.create(&handle, bytes, &wanted, 0), "cuMemCreate");
+  check(cuda_.create(&handle, bytes, &wanted, 0), "cuMemCreate", Failure::device_memory);
   return handle;
 }
 
@@ -142,7 +141,7 @@ Pool CudaDriver::create_pool(size_t max_bytes) {
   wanted.location = {kOnDevice, device_};
   wanted.max_bytes = max_bytes;
   Pool pool = nullptr;
-  check(cuda_.pool_create(&pool, &wanted), "cuMemPoolCreate");
+  check(cuda_.pool_create(&pool, &wanted), "cuMemPoolCreate", Failure::device_memory);
   // Reuse that follows events, that takes completed frees, and that inserts waits of its own: all three on.
   int on = 1;
   uint64_t keep_everything = UINT64_MAX;

@@ -384,7 +384,6 @@ class KeptDrivers:
 
     def check(self) -> None:
         """Every module has closed its driver, and left nothing in it."""
-        assert self.made
         for driver in self.made:
             assert driver.closed
             assert not hooks(driver).counts().alive()

@@ -1,4 +1,4 @@
-"""Drives a native session over the soft driver as compiled code would, without torch, and checks every byte it lends."""
+"""Drives a native session over the soft driver as compiled code would, without torch, and checks every byte lent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a session does, quickly and from several threads: for builds with a sanitizer in them, which do the judging.
+"""Everything a session does, quickly and from several threads: for builds with a sanitizer, which does the judging.
 
 `python -m tests.runtime.session_stress stress|race|overrun`; the last two make that fault on purpose.
 """

@@ -40,7 +40,9 @@ DELETIONS = {
     "streaming_session.cpp measure_link: driver_.record(end, copy_stream_)": "the_link_is_measured",
     "streaming_session.cpp measure_link: driver_.synchronize_event(end)": "the_link_is_measured",
     # S2, for what is resident
-    "planned_session.cpp fill_residents: driver_.synchronize_stream(copy_stream_)": "residents_are_in_place_before_a_run",
+    "planned_session.cpp fill_residents: driver_.synchronize_stream(copy_stream_)": (
+        "residents_are_in_place_before_a_run"
+    ),
     "planned_session.cpp uninstall: finish()": "closing_waits_for_copies",
     "planned_session.cpp uninstall: driver_.synchronize_stream(copy_stream_)": "closing_waits_for_poison",
     "planned_session.cpp begin_run: source_.follow(method.entering, method.cycle)": "staging_follows_the_method",

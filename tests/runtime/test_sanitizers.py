@@ -40,7 +40,7 @@ def test_nothing_is_reported(sanitizer: str, tmp_path: Path) -> None:
     runtime = found(library)
     if runtime is None:
         pytest.skip(f"{COMPILER} has no {library}: it cannot build with -fsanitize={sanitizer}")
-    core = Build(tmp_path, ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]).library("core")
+    core = Build(tmp_path, ["-O0", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]).library("core")
     # Where addresses are laid out at random, ThreadSanitizer may find its own in use.
     prefix = ["setarch", "-R"] if sanitizer == "thread" and _may_fix_addresses() else []
 

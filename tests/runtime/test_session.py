@@ -1,4 +1,4 @@
-"""The planned session over the soft driver: every byte that a kernel reads, every byte that is moved, every page held."""
+"""The planned session over the soft driver: every byte a kernel reads, every byte moved, every page held."""
 
 from __future__ import annotations
 

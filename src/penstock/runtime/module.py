@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from penstock.budget import format_bytes
 from penstock.errors import (
     ActivationMemoryError,
-    BudgetError,
     ClosedError,
     ConcurrentRunError,
     ForkedError,
@@ -419,6 +418,9 @@ class Module:
             terms = automatic_terms(
                 self.program, self.device, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes
             )
+            if self._open:
+                # Planning again: what is held for weights will be free, and state has its memory already.
+                terms = replace(terms, free_bytes=terms.free_bytes + self._session.memory()[0], state_bytes=0)
             return automatic_budget(terms, self._policy.floor_bytes)
 
         return choose_budget(
@@ -472,7 +474,7 @@ class _Idle:
 def _poison_asked() -> bool:
     value = os.environ.get(POISON_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise BudgetError(f"{POISON_VARIABLE} is {value!r}; it must be 0 or 1")
+        raise PenstockError(f"{POISON_VARIABLE} is {value!r}; it must be 0 or 1")
     return value == "1"
 
 
