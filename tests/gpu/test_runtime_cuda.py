@@ -121,9 +121,9 @@ def test_budgets(
                 assert held == peak == module.plan.device_bytes
             else:
                 assert module.last_run.pool_calls > 0
-    assert streamed == sorted(streamed, reverse=True)
     assert streamed[0] > 0
     if policy == "planned":
+        assert streamed == sorted(streamed, reverse=True)
         assert streamed[-1] == 0
 
 
