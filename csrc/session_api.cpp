@@ -165,7 +165,6 @@ int32_t penstock_session_begin(void* handle, int64_t method, void* stream) {
       over.file->check_unchanged();
       over.session().begin(method, stream);
     } catch (...) {
-      over.session().abort();
       over.driver->leave();
       throw;
     }

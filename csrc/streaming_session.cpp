@@ -53,16 +53,19 @@ void StreamingSession::begin(int64_t method, Stream compute) {
   compute_ = compute;
   position_ = 0;
   step_ = 0;
+  Undo undo([&] { abort(); });
   stalls_.begin_run();
   // S8: this run follows the last one, whatever streams the two are on.
   if (has_run_) driver_.wait(compute_, run_end_);
   bool cold = owner_ != method;
   owner_ = -1;
   begin_run(cold);
+  undo.keep();
 }
 
 bool StreamingSession::acquire(int64_t number, Address* out) {
   if (!error().empty()) return false;
+  if (!running_) return fail("access " + text(number) + " was fetched outside of a run", Failure::usage);
   const Shape& shape = shapes_[method_];
   if (position_ >= (int64_t)shape.numbers.size())
     return fail("access " + text(number) + " was fetched after the last recorded one");
@@ -112,6 +115,10 @@ TensorHandle StreamingSession::tensor_at(int64_t position, Address address, cons
 
 void StreamingSession::done(int64_t step) {
   if (!error().empty()) return;
+  if (!running_) {
+    fail("step " + text(step) + " was ended outside of a run", Failure::usage);
+    return;
+  }
   if (step != step_) {
     fail("the schedule diverges: expected the end of step " + text(step_) + ", got the end of step " + text(step));
     return;

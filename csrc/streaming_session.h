@@ -36,7 +36,8 @@ class StreamingSession : public Session {
   // The part of fetch that knows no torch.
   bool acquire(int64_t number, Address* out);
 
-  // Around the compiled code, on one thread. begin and end throw; after either threw, or after a failed fetch, abort.
+  // Around the compiled code, on one thread. begin and end throw; a begin that threw leaves no run, and a run that was
+  // there before it alone. After end threw, or after a failed fetch, abort.
   void begin(int64_t method, Stream compute);
   void end();
   // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own.

@@ -24,7 +24,11 @@ from penstock.weight import State, Weight
 from penstock.weights import Entry, WeightsIndex
 from tests.runtime.programs import CPU, a_program
 
-HERE = {"torch": torch.__version__, "machine": platform.machine()}
+HERE = {
+    "torch": torch.__version__,
+    "machine": platform.machine(),
+    "cpu": torch.backends.cpu.get_cpu_capability(),
+}
 ON_H100 = {**HERE, "cuda": "12.8", "gpu": "NVIDIA H100", "capability": "9.0"}
 FIRST_GPU = torch.device("cuda", 0)
 MAJOR, MINOR = torch.__version__.split(".")[:2]
@@ -115,8 +119,19 @@ def test_another_compute_capability_is_refused() -> None:
         check_build(program, torch.device("cuda", 1))
 
 
+def test_another_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    check_build(a_program(built_with={**HERE, "cpu": "AVX2"}), CPU)
+    with pytest.raises(BuildMismatchError, match="AVX512 instructions, torch finds AVX2"):
+        check_build(a_program(built_with={**HERE, "cpu": "AVX512"}), CPU)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    check_build(a_program(built_with={**HERE, "cpu": "AVX2"}), CPU)
+    with pytest.raises(BuildMismatchError, match="SVE256"):
+        check_build(a_program(built_with={**HERE, "cpu": "SVE256"}), CPU)
+
+
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("key", ["torch", "machine", "capability"])
+@pytest.mark.parametrize("key", ["torch", "machine", "cpu", "capability"])
 def test_a_program_that_does_not_say_is_refused(key: str) -> None:
     silent = {k: v for k, v in ON_H100.items() if k != key}
     with pytest.raises(PackageError, match=f"does not say with which {key}"):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import DeviceMemoryError, PenstockError
+from penstock.errors import DeviceMemoryError, PenstockError, ScheduleDivergedError
 from penstock.plan.floor import floor_bytes
-from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, chain, models, staged, write_model
+from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.soft import SoftDriver
 
 NAMES = ["chain", "tied", "pairs", "long_reads", "small", "methods"]
@@ -163,6 +163,23 @@ def test_what_does_not_fit_is_told_with_its_numbers(tmp_path: Path) -> None:
         rig.install_lru(5 * PAGE)
         rig.run()
         rig.check()
+
+
+def test_another_access_than_the_recorded_one(zoo: dict[str, Model]) -> None:
+    model = zoo["chain"]
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(floor_of(model))
+        stream = rig.stream()
+        for _ in range(2):
+            rig.run(stream=stream)
+            rig.begin(stream=stream)
+            rig.read(rig.acquire(0), "w0", stream, delay_ns=MS)
+            with pytest.raises(RunFailed, match="position 1: expected access 1, got access 7") as failed:
+                rig.acquire(7)
+            assert type(failed.value.error) is ScheduleDivergedError
+        # What was held is not trusted after a failure: everything is copied anew.
+        rig.run(stream=stream)
+        assert rig.session.stats()[0].bytes_streamed >= sum(weight.nbytes for weight in model.weights.values())
 
 
 def test_pinned_weights_that_do_not_fit(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_another_device(chain: Path, kept: KeptDrivers, works: Callable[[], None
         ({"host_memory_cap": "1GiB"}, errors.BudgetError, "host_memory_cap='1GiB' was given with .*registered"),
         ({"host_memory": "staged", "policy": "lru"}, errors.HostMemoryError, 'host_memory="staged" .* policy="lru"'),
         ({"host_memory": "staged", "host_memory_cap": 100}, errors.HostMemoryError, "host_memory_cap is 100 bytes"),
-        ({"host_memory": "staged", "host_memory_cap": "-1"}, errors.BudgetError, "'-1' is not a number of bytes"),
+        ({"host_memory": "staged", "host_memory_cap": "-1"}, errors.BudgetError, "host_memory_cap: '-1' is not"),
     ],
 )
 def test_options_that_do_not_exist_or_do_not_go_together(
@@ -357,10 +357,11 @@ def test_the_schedule_diverges(
         return dataclasses.replace(program, methods=methods)
 
     prefill, decode = SCRIPTS["decoder"][:2]
+    first = resident_bits("decoder")[:1]
     with monkeypatch.context() as patch:
         altered(patch, change)
         with at_the_floor(decoder, **SETUPS[setup]) as module:
-            assert same(play(module.run_method, [prefill]), resident_bits("decoder")[:1])
+            assert same(play(module.run_method, [prefill]), first)
             accesses = read_program(decoder).method("decode").schedule.accesses
             at = position % len(accesses)
             expected = f"position {at}: expected access 999, got access {accesses[at].number}"
@@ -370,8 +371,7 @@ def test_the_schedule_diverges(
                 play(module.run_method, [prefill])
             assert module.stats().runs == 1
             module.reset_state()
-            assert same(play(module.run_method, [prefill]), resident_bits("decoder")[:1])
-            assert module.device_memory()[1] <= module.budget_bytes
+            assert same(play(Watched(module), [prefill]), first)
     works()
 
 
@@ -424,7 +424,6 @@ def test_a_driver_call_fails_in_a_run(
             hooks(module).fail_at(n, call=call)
             with pytest.raises(errors.DriverCallError, match=f"{call} failed: a test asked for this failure"):
                 module(X)
-            hooks(module).fail_at(0)
             run.run_failed()
             assert same(play(run, SCRIPTS["chain"]), resident_bits("chain"))
     works()
@@ -440,8 +439,7 @@ def test_a_driver_call_fails_in_a_run_under_lru(
         with pytest.raises(errors.DriverCallError, match=f"{call} failed: a test asked for this failure"):
             module(X)
         hooks(module).fail_at(0)
-        assert same(play(module.run_method, SCRIPTS["chain"]), resident_bits("chain"))
-        assert module.device_memory()[1] <= module.budget_bytes
+        assert same(play(Watched(module), SCRIPTS["chain"]), resident_bits("chain"))
     works()
 
 
@@ -535,6 +533,9 @@ if not child:
                     os._exit(2)
     modules[0].close()
     modules[0].close()
+    with penstock.Module(path, quiet=True) as own:
+        if not torch.equal(own(x)["sum"], expected[0]):
+            os._exit(3)
     # The others go when the interpreter does.
     sys.exit(0)
 _, status = os.waitpid(child, 0)
@@ -548,7 +549,13 @@ print("fine")
 
 def test_used_after_fork(chain: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORK, str(chain)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FORK, str(chain)],
+        # A child cannot use OpenMP once its parent has: its threads are not there.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
 
@@ -561,7 +568,8 @@ def _open_things() -> dict[str, int]:
     return {
         "descriptors": len(list((proc / "fd").iterdir())),
         "threads": len(list((proc / "task").iterdir())),
-        "mappings": len((proc / "maps").read_text().splitlines()),
+        # Compiled code aside, which the C library never unmaps when it has symbols that must be unique in a process.
+        "mappings": sum(not line.endswith(".so (deleted)") for line in (proc / "maps").read_text().splitlines()),
     }
 
 
@@ -582,4 +590,4 @@ def test_fifty_modules_one_after_another_leave_nothing_behind(setup: str, chain:
     assert after["descriptors"] == before["descriptors"]
     assert after["threads"] == before["threads"]
     # The allocator of the process comes and goes with a few of its own.
-    assert after["mappings"] < before["mappings"] + 50
+    assert after["mappings"] < before["mappings"] + 25

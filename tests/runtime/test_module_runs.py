@@ -1,4 +1,4 @@
-"""Whatever the budget, the policy and the host memory, a run gives the resident run's bits and moves the plan's bytes."""
+"""Whatever the budget, the policy and the host memory: a run gives the resident bits and moves the planned bytes."""
 
 from __future__ import annotations
 

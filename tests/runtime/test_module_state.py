@@ -146,9 +146,7 @@ def test_after_a_failed_run_state_is_unusable_until_reset(
             with pytest.raises(StateInvalidError, match=unusable):
                 use()
         module.reset_state()
-        run = module.run_method if setup == "lru" else _counted(module)
-        assert same(play(run, SCRIPTS["decoder"]), resident_bits("decoder"))
-        assert module.device_memory()[1] <= module.budget_bytes
+        assert same(play(Watched(module), SCRIPTS["decoder"]), resident_bits("decoder"))
 
 
 def test_a_run_that_fails_before_its_first_step_leaves_state_alone(decoder: Path) -> None:
@@ -166,15 +164,6 @@ def test_a_run_that_fails_before_its_first_step_leaves_state_alone(decoder: Path
         assert same(play(run, SCRIPTS["decoder"][1:2]), found[1:])
 
 
-def _counted(module: penstock.Module) -> Callable[..., object]:
-    """As Watched, from where the counters are now."""
-    run = Watched(module)
-    before = module.stats()
-    run.runs = before.runs
-    run.total = run.total.__class__(before.bytes_streamed, before.copies, before.bytes_hit)
-    return run
-
-
 def test_a_refused_run_leaves_state_alone(gate: Path) -> None:
     with penstock.Module(gate, EVERYTHING, quiet=True) as module:
         with pytest.raises(InputError):
@@ -184,6 +173,18 @@ def test_a_refused_run_leaves_state_alone(gate: Path) -> None:
             module(torch.zeros(2, GATE_WIDTH))
         hooks(module).set_capturing(None, False)
         assert torch.equal(module.read_state("total"), FIRST_TOTAL)
+
+
+def test_in_and_out_of_inference_mode(gate: Path, resident_bits: ResidentBits) -> None:
+    with torch.inference_mode():
+        module = at_the_floor(gate)
+    with module:
+        run = Watched(module)
+        for inside in (True, False, True, False):
+            with torch.inference_mode(inside):
+                module.reset_state()
+                module.write_state("total", module.read_state("total"))
+                assert same(play(run, SCRIPTS["gate"]), resident_bits("gate"))
 
 
 def test_modules_of_one_file_have_state_of_their_own(gate: Path, resident_bits: ResidentBits) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.plan.plan import Plan
+from penstock.program import Program
 from tests.runtime.modules import (
     PAGE,
     SCRIPTS,
@@ -27,6 +30,8 @@ from tests.runtime.modules import (
 
 ResidentBits = Callable[[str], list[list[Tensor]]]
 Event = dict[str, Any]
+# Times are written in microseconds, from whole nanoseconds.
+CLOCK_US = 1e-3
 
 
 def spans(path: Path) -> dict[str, list[Event]]:
@@ -100,29 +105,34 @@ def test_the_spans_are_the_plans(
     _check_order(plan, program, lanes, [method for method, _ in SCRIPTS[name]])
 
 
-def _check_order(plan: Any, program: Any, lanes: dict[str, list[Event]], methods: list[str]) -> None:
-    """On the device's clock: a lane does one thing after the other, and a copy ends before the step that reads it
-    begins."""
+def _check_order(plan: Plan, program: Program, lanes: dict[str, list[Event]], methods: list[str]) -> None:
+    """On the device's clock: a lane does one thing after the other, a copy ends before the first step that reads it
+    begins (S2), and begins when the last reader of what was in its place has ended (S1)."""
     for events in lanes.values():
-        for before, after in zip(events, events[1:], strict=False):
-            assert _end(before) <= after["ts"] + 1e-3
+        for before, after in pairwise(events):
+            assert _end(before) <= after["ts"] + CLOCK_US
     copies, steps = runs_of(lanes["copy"]), runs_of(lanes["compute"])
     for number, method in enumerate(methods, start=1):
         planned, schedule = plan.method(method), program.method(method).schedule
+        cold = number == 1 or methods[number - 2] != method
+        first_step = [schedule.first_step[access.number] for access in schedule.accesses]
         for position, placement in enumerate(planned.placements):
             if placement.stay is None:
                 continue
-            reader = steps[number][schedule.first_step[schedule.accesses[position].number]]
-            # In this run, or ahead of it in the last one.
-            ready = [
-                event
-                for run in (number - 1, number)
-                for event in copies.get(run, [])
-                if event["args"]["method"] == method
-                and event["args"]["index"] == placement.stay
-                and _end(event) <= reader["ts"] + 1e-3
-            ]
-            assert ready, f"run {number}: {placement.weight} was on its way when {reader['name']} began"
+            # A stay that enters the run was copied at its very start, or in the last run.
+            enters = position < planned.stays[placement.stay].issue_before
+            run = number - 1 if enters and not cold else number
+            copy = _copies_of(copies[run], placement.stay)[0 if enters and cold else -1]
+            assert _end(copy) <= steps[number][first_step[position]]["ts"] + CLOCK_US, placement.weight
+        for index, stay in enumerate(planned.stays):
+            step_at_issue = [*first_step, len(schedule.steps)][stay.issue_before]
+            if stay.wait_step is not None and stay.wait_step < step_at_issue:
+                copy = _copies_of(copies[number], index)[-1]
+                assert _end(steps[number][stay.wait_step]) <= copy["ts"] + CLOCK_US, stay.weight
+
+
+def _copies_of(events: list[Event], stay: int) -> list[Event]:
+    return [event for event in events if event["args"]["index"] == stay]
 
 
 def _end(event: Event) -> float:

@@ -18,6 +18,7 @@ from penstock.errors import (
     ScheduleDivergedError,
     WeightsChangedError,
 )
+from penstock.native import core
 from penstock.runtime.session import HostSource
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, slow_copies, staged, write_model
 from tests.runtime.scenarios import SCENARIOS
@@ -315,6 +316,27 @@ def test_no_other_plan_in_the_middle_of_a_run(rig: Rig) -> None:
                 rig.session.uninstall()
     rig.end()
     rig.check()
+
+
+def test_a_run_within_a_run_is_refused_and_the_outer_one_goes_on(rig: Rig) -> None:
+    stream = rig.stream()
+    rig.begin(stream=stream)
+    for step in rig.steps(stream=stream, delay_ns=MS):
+        if step == 2:
+            with pytest.raises(PenstockError, match="while another one was not ended"):
+                rig.session.begin(0, stream)
+    rig.end()
+    rig.check()
+    rig.check_counters()
+    rig.run(stream=stream)
+
+
+def test_fetched_outside_of_a_run(rig: Rig) -> None:
+    for _ in range(2):
+        assert core().penstock_session_acquire(rig.session.handle, 0, ctypes.byref(ctypes.c_uint64()))
+        rig.done(0)
+        assert core().penstock_session_failure_text(rig.session.handle) == b"access 0 was fetched outside of a run"
+        rig.run()
 
 
 def test_ended_without_being_begun(rig: Rig) -> None:

@@ -312,6 +312,7 @@ def _built_with(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -79,6 +79,11 @@ def check_build(program: Program, device: torch.device) -> None:
     machine = _built_with(program, "machine")
     if machine != platform.machine():
         raise BuildMismatchError(f"the program was compiled for {machine}, this machine is {platform.machine()}")
+    instructions, ours = _built_with(program, "cpu"), torch.backends.cpu.get_cpu_capability()
+    if ours not in _runs_on(instructions):
+        raise BuildMismatchError(
+            f"the program was compiled for a CPU with {instructions} instructions, torch finds {ours} on this one"
+        )
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = _built_with(program, "capability")
@@ -87,6 +92,12 @@ def check_build(program: Program, device: torch.device) -> None:
                 f"the program was compiled for compute capability {capability} ({_built_with(program, 'gpu')}); "
                 f"{device} is {torch.cuda.get_device_name(device)} of compute capability {major}.{minor}"
             )
+
+
+def _runs_on(instructions: str) -> tuple[str, ...]:
+    """What torch calls the CPUs that can run code for `instructions`: of other families, only the same."""
+    x86 = ("AVX2", "AVX512")
+    return x86[x86.index(instructions) :] if instructions in x86 else (instructions,)
 
 
 def check_weights(program: Program, index: WeightsIndex) -> dict[str, Entry]:

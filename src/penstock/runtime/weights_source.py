@@ -57,13 +57,20 @@ def prepare_source(
     if host_memory not in HOST_MEMORY:
         raise HostMemoryError(f"host_memory is {host_memory!r}; it must be one of {', '.join(map(repr, HOST_MEMORY))}")
     if host_memory == "staged":
-        return _staged(_DEFAULT_CAP_BYTES if cap is None else parse_bytes(cap), extra_bytes)
+        return _staged(_DEFAULT_CAP_BYTES if cap is None else _parse_cap(cap), extra_bytes)
     if cap is not None:
         raise BudgetError(
             f'host_memory_cap={cap!r} was given with host_memory="registered", which pins the file as it is: '
             f'{index.file_bytes} bytes; use host_memory="staged" to hold a cap'
         )
     return _registered(index, device, extra_bytes, progress)
+
+
+def _parse_cap(cap: int | str) -> int:
+    try:
+        return parse_bytes(cap)
+    except BudgetError as error:
+        raise BudgetError(f"host_memory_cap: {error}") from error
 
 
 def _registered(index: WeightsIndex, device: torch.device, extra_bytes: int, progress: bool | None) -> PreparedSource:

@@ -6,21 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch._inductor.package.package import load_package
 
 
 class CompiledMethod:
-    """One method of a .pt2, with flat inputs and outputs. The native core must be loaded first."""
+    """One method of a .pt2, with flat inputs and outputs. The native core must be loaded first.
+
+    torch's own load_package compares the machine with the one that compiled, and for that imports the compiler and has
+    it build test programs: half a minute, for a warning. check_build makes the comparisons that matter.
+    """
 
     def __init__(self, path: Path, method: str, device_index: int = -1) -> None:
         # Single-threaded: no copies of the model inside, no synchronisation of the device at the end of a run.
-        self._model = load_package(
-            str(path), model_name=method, run_single_threaded=True, num_runners=1, device_index=device_index
+        run_single_threaded, runners = True, 1
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(
+            str(path), method, run_single_threaded, runners, device_index
         )
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(self._model.loader.run(list(inputs)))
+        return list(self._loader.run(list(inputs)))
 
     @property
     def constant_names(self) -> list[str]:
-        return list(self._model.get_constant_fqns())
+        return list(self._loader.get_constant_fqns())
