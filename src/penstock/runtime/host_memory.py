@@ -127,7 +127,7 @@ def chunk_ends(
 def prefault_with_progress(
     path: str | os.PathLike[str], *, show: bool | None = None, threads: int | None = None
 ) -> int:
-    """Bring a whole file into the page cache; the bytes that were touched. A cached file takes some 20 ms per GiB.
+    """Bring a whole file into the page cache; the bytes that were touched.
 
     A bar is shown when asked for, or when nothing is said and stderr is a terminal.
     """
