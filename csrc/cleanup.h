@@ -17,8 +17,8 @@ void quietly(Action&& action) noexcept {
   }
 }
 
-// Waits for what uses something, before that is given back. Twice: drivers also report the failure of earlier work here,
-// without having waited. A second failure means that the device is lost, and with it whatever was at work.
+// Waits for what uses something, before that is given back. Twice: drivers also report the failure of earlier work
+// here, without having waited. A second failure means that the device is lost, and with it whatever was at work.
 template <typename Wait>
 void settle(Wait&& wait) noexcept {
   try {

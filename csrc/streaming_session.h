@@ -68,8 +68,8 @@ class StreamingSession : public Session {
     int64_t step_count;
   };
 
-  // Called by a policy when it is set up, and with none when it is given up; forgets the tensors of addresses that are no
-  // more.
+  // Called by a policy when it is set up, and with none when it is given up; forgets the tensors of addresses that are
+  // no more.
   void set_shapes(std::vector<Shape> shapes);
 
   // Before memory is given back: waits until nothing of ours is at work, also in a run that has not ended.

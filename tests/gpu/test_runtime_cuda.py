@@ -193,6 +193,25 @@ def test_hundredth_run(compiled: dict[str, Path], resident: tuple[list[torch.Ten
         assert module.stats().runs == 500
 
 
+def test_state_is_ordered_across_streams(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
+    """Reset behind a long kernel on one stream, run on another: the run must not see half of the reset."""
+    wanted, _ = resident
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    prompt = (torch.arange(8, device="cuda")[None] * 7 % programs.DECODER.vocab).clone()
+    positions = torch.arange(8, device="cuda")
+    torch.cuda.synchronize()
+    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "planned"), quiet=True) as module:
+        for _ in range(3):
+            generate(module)
+            with torch.cuda.stream(first):
+                torch.cuda._sleep(50_000_000)
+                module.reset_state()
+            with torch.cuda.stream(second):
+                output = module.run_method("prefill", prompt, positions)
+            torch.cuda.synchronize()
+            assert torch.equal(bits(output), bits(wanted[0]))
+
+
 def test_set_budget(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
     wanted, full = resident
     floor = floor_of(compiled["decoder"], "planned")

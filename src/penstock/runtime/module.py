@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -146,6 +147,7 @@ class Module:
                 for number, method in enumerate(self.program.methods)
             }
             self._out_of_memory_count = self._count_out_of_memory()
+            self._wait_for_torch()  # the first values of state, which a run on any stream may read
             self._cleanup = stack.pop_all()
         self._open = True
         self._say()
@@ -308,24 +310,29 @@ class Module:
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of the present value."""
-        with self._idle():
-            self._wait_for_runs()
+        with self._state_access():
             return self._state.read(name)
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
-        with self._idle():
-            self._wait_for_runs()
+        with self._state_access():
             self._state.write(name, value)
 
     def reset_state(self) -> None:
         """Puts the first values back; also after a failed run, which leaves state unusable."""
-        with self._idle():
-            self._wait_for_runs()
+        with self._state_access():
             self._state.reset()
 
-    def _wait_for_runs(self) -> None:
-        # Runs may be under way on another stream than the caller's present one.
-        self._session.drain()
+    @contextmanager
+    def _state_access(self) -> Iterator[None]:
+        """S8 for state: runs before it have ended, and it has ended before the next one, whatever their streams."""
+        with self._idle():
+            self._session.drain()
+            yield
+            self._wait_for_torch()
+
+    def _wait_for_torch(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
         """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
