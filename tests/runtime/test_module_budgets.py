@@ -270,13 +270,13 @@ def test_below_the_floor_a_change_is_refused_and_nothing_changes(
     with at_the_floor(decoder, **SETUPS[setup]) as module:
         run = Watched(module)
         play(run, SCRIPTS["decoder"])
-        calls = hooks(module).calls()
         with pytest.raises(BelowFloorError) as below:
             module.set_budget(module.floor_bytes - 1)
         assert below.value.floor_bytes == module.floor_bytes == module.budget_bytes
-        assert hooks(module).calls() == calls
+        # What was in place still is: the next run of the same method is a warm one.
+        method, arguments = SCRIPTS["decoder"][-1]
+        run(method, *arguments)
         module.reset_state()
-        # The ring was not touched: the next run of the same method is a warm one.
         assert same(play(run, SCRIPTS["decoder"]), resident_bits("decoder"))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -583,11 +585,17 @@ def test_fifty_modules_one_after_another_leave_nothing_behind(setup: str, chain:
 
     cycle()
     cycle()
+    gc.collect()
     before = _open_things()
     for _ in range(50):
         cycle()
-    after = _open_things()
-    assert after["descriptors"] == before["descriptors"]
-    assert after["threads"] == before["threads"]
+    # A thread that has been joined stays in the list for a moment.
+    for _ in range(500):
+        after = _open_things()
+        if after["threads"] <= before["threads"]:
+            break
+        time.sleep(0.01)
+    assert after["descriptors"] <= before["descriptors"]
+    assert after["threads"] <= before["threads"]
     # The allocator of the process comes and goes with a few of its own.
     assert after["mappings"] < before["mappings"] + 25
