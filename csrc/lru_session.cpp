@@ -32,7 +32,9 @@ void LruSession::install(LruRecord record) {
   record_ = std::move(record);
   Undo undo([&] { uninstall(); });
   // Where no weight has bytes no pool is needed, and to a driver a cap of 0 may mean none.
-  if (record_.budget_bytes) pool_ = driver_.create_pool((size_t)record_.budget_bytes);
+  bool needed = std::any_of(record_.weights.begin(), record_.weights.end(),
+                            [](const LruWeightRecord& weight) { return weight.bytes > 0; });
+  if (needed && record_.budget_bytes) pool_ = driver_.create_pool((size_t)record_.budget_bytes);
   held_.resize(record_.weights.size());
   for (Held& held : held_) {
     held.ready = driver_.create_event(false);
@@ -60,6 +62,10 @@ void LruSession::install(LruRecord record) {
 }
 
 void LruSession::warm() {
+  if (!pool_) return;
+  // The pool keeps what it once had. Taking all of it now means that a device that is short says so at load, and not as a
+  // slower run later.
+  driver_.pool_release(pool_, driver_.pool_allocate(pool_, (size_t)record_.budget_bytes, copy_stream_), copy_stream_);
   std::set<int64_t> sizes;
   for (size_t w = 0; w < record_.weights.size(); ++w) sizes.insert(footprint_bytes((int64_t)w));
   std::vector<Address> warmed;

@@ -16,7 +16,7 @@ class LruSession final : public StreamingSession {
       : StreamingSession(driver, source, device_index, poison) {}
   ~LruSession() override { uninstall(); }
 
-  // Creates the pool, warms it with one allocation per distinct size, and places what must stay.
+  // Creates the pool, takes all of its memory, warms it with one allocation per distinct size, and places what must stay.
   void install(LruRecord record);
   void uninstall() noexcept;
 

@@ -207,7 +207,8 @@ class _Pinned:
     """Files held pinned by this process, each counted once however often it is registered: its pages are the same."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A garbage collection inside it may close a module, which releases its own file.
+        self._lock = threading.RLock()
         self._files: dict[tuple[int, int], tuple[int, int]] = {}
 
     def add(self, key: tuple[int, int], nbytes: int) -> None:
