@@ -445,17 +445,18 @@ def test_a_driver_call_fails_in_a_run_under_lru(
     works()
 
 
-def test_compiled_code_fails_for_its_own_reasons(chain: Path, works: Callable[[], None]) -> None:
+def test_compiled_code_fails_for_its_own_reasons(
+    chain: Path, works: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with at_the_floor(chain) as module:
-        entrance = module._entrances["forward"]
 
         def fail(inputs: object) -> None:
             raise RuntimeError("a kernel gave up")
 
-        module._entrances["forward"] = dataclasses.replace(entrance, compiled=fail)
-        with pytest.raises(errors.RuntimeFailure, match="method 'forward' failed inside its compiled code: a kernel"):
-            module(X)
-        module._entrances["forward"] = entrance
+        with monkeypatch.context() as patch:
+            patch.setattr(module._entrances["forward"], "compiled", fail)
+            with pytest.raises(errors.RuntimeFailure, match="'forward' failed inside its compiled code: a kernel"):
+                module(X)
         Watched(module)("forward", X)
     works()
 

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 
 from penstock.budget import format_bytes
 from penstock.errors import (
-    ActivationMemoryError,
     ClosedError,
     ConcurrentRunError,
     ForkedError,
@@ -27,34 +26,21 @@ from penstock.errors import (
 )
 from penstock.native import core
 from penstock.plan.plan import Plan
-from penstock.program import Method, Program
+from penstock.program import Program
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
+from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
-from penstock.runtime.inputs import InputBinding
-from penstock.runtime.outputs import OutputBinding
 from penstock.runtime.policy import POLICIES, Arrangement, Policy
 from penstock.runtime.session import Session, Span, Stats
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import prepare_source
-from penstock.torch_private.loader import CompiledMethod
 from penstock.weights import Entry, WeightsIndex, read_index, verify_checksums
 
 POISON_VARIABLE = "PENSTOCK_POISON"
-
-
-@dataclass(frozen=True)
-class _Entrance:
-    """One method, ready to be called."""
-
-    index: int
-    method: Method
-    compiled: CompiledMethod
-    inputs: InputBinding
-    outputs: OutputBinding
 
 
 class Module:
@@ -136,17 +122,11 @@ class Module:
             self._session.install(arrangement.numbers)
             self._arrangement: Arrangement = arrangement
             self._state = StateStore(self.program.states, self.device, index, lambda name: _stored(index, name))
+            shortages = Shortages(self.device)
             self._entrances = {
-                method.name: _Entrance(
-                    number,
-                    method,
-                    CompiledMethod(self.path, method.name, -1 if self.device.index is None else self.device.index),
-                    InputBinding(method, self.device, written=method.signature.written),
-                    OutputBinding(method),
-                )
+                method.name: Entrance(self.path, number, method, self.device, shortages)
                 for number, method in enumerate(self.program.methods)
             }
-            self._out_of_memory_count = self._count_out_of_memory()
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
             self._cleanup = stack.pop_all()
         self._open = True
@@ -172,60 +152,9 @@ class Module:
             )
         try:
             self._require_usable()
-            return self._run(entrance, arguments, keywords)
+            return entrance.run(self._session, self._state, arguments, keywords)
         finally:
             self._lock.release()
-
-    def _run(self, entrance: _Entrance, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        inputs = [*self._state.tensors(entrance.method), *entrance.inputs.flat(arguments, keywords)]
-        if self.device.type == "cpu":
-            return entrance.outputs.nested(self._compute(entrance, inputs, 0), inputs)
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream(self.device).cuda_stream
-            return entrance.outputs.nested(self._compute(entrance, inputs, stream), inputs)
-
-    def _compute(self, entrance: _Entrance, inputs: list[torch.Tensor], stream: int) -> list[torch.Tensor]:
-        self._session.begin(entrance.index, stream)
-        try:
-            outputs = entrance.compiled(inputs)
-        except BaseException as error:
-            # Generated code reduces a failure of the core to a generic one; the core has kept the real one.
-            real = self._session.abort()
-            self._invalidate_state(entrance, real or error)
-            if real is not None:
-                raise real from error
-            if isinstance(error, RuntimeError):
-                raise self._explained(entrance, error) from error
-            raise
-        try:
-            self._session.end()
-        except PenstockError as error:
-            self._invalidate_state(entrance, error)
-            raise
-        return outputs
-
-    def _invalidate_state(self, entrance: _Entrance, error: BaseException) -> None:
-        if entrance.method.states:
-            self._state.mark_invalid(f"method {entrance.method.name!r} failed: {error}")
-
-    def _explained(self, entrance: _Entrance, error: RuntimeError) -> RuntimeFailure:
-        name = entrance.method.name
-        count = self._count_out_of_memory()
-        shortage = count > self._out_of_memory_count or isinstance(error, torch.OutOfMemoryError)
-        self._out_of_memory_count = count
-        if shortage:
-            return ActivationMemoryError(
-                f"method {name!r} ran out of device memory for its own buffers: it needs about "
-                f"{format_bytes(entrance.method.activation_example_bytes)} for inputs like those of the export, beside "
-                f"{format_bytes(self.budget_bytes)} for weights and {format_bytes(self.state_bytes)} for state; "
-                f"set_budget() with less, or free device memory ({error})"
-            )
-        return RuntimeFailure(f"method {name!r} failed inside its compiled code: {error}")
-
-    def _count_out_of_memory(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     # ------------------------------------------------------------------------------------------------- what is there
 

@@ -1,0 +1,92 @@
+"""One method, ready to be called: from a caller's arguments through the compiled code to the caller's results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.budget import format_bytes
+from penstock.errors import ActivationMemoryError, PenstockError, RuntimeFailure
+from penstock.program import Method
+from penstock.runtime.inputs import InputBinding
+from penstock.runtime.outputs import OutputBinding
+from penstock.runtime.session import Session
+from penstock.runtime.state import StateStore
+from penstock.torch_private.loader import CompiledMethod
+
+
+class Shortages:
+    """How often torch's allocator found no memory. Compiled code reduces that, too, to a generic failure."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known = self._count()
+
+    def _count(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
+
+    def is_new(self) -> bool:
+        """Whether there was one since the last time this was asked."""
+        before, self._known = self._known, self._count()
+        return self._known > before
+
+
+class Entrance:
+    """Making one loads, and so runs, native code from the file."""
+
+    def __init__(self, path: Path, index: int, method: Method, device: torch.device, shortages: Shortages) -> None:
+        self._index = index
+        self._method = method
+        self._device = device
+        self._shortages = shortages
+        self.compiled = CompiledMethod(path, method.name, -1 if device.index is None else device.index)
+        self._inputs = InputBinding(method, device, written=method.signature.written)
+        self._outputs = OutputBinding(method)
+
+    def run(self, session: Session, state: StateStore, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        inputs = [*state.tensors(self._method), *self._inputs.flat(arguments, keywords)]
+        if self._device.type == "cpu":
+            return self._outputs.nested(self._compute(session, state, inputs, 0), inputs)
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            return self._outputs.nested(self._compute(session, state, inputs, stream), inputs)
+
+    def _compute(
+        self, session: Session, state: StateStore, inputs: list[torch.Tensor], stream: int
+    ) -> list[torch.Tensor]:
+        session.begin(self._index, stream)
+        try:
+            outputs = self.compiled(inputs)
+        except BaseException as error:
+            # Generated code reduces a failure of the core to a generic one; the core has kept the real one.
+            real = session.abort()
+            self._invalidate(state, real or error)
+            if real is not None:
+                raise real from error
+            if isinstance(error, RuntimeError):
+                raise self._explained(error) from error
+            raise
+        try:
+            session.end()
+        except PenstockError as error:
+            self._invalidate(state, error)
+            raise
+        return outputs
+
+    def _invalidate(self, state: StateStore, error: BaseException) -> None:
+        if self._method.states:
+            state.mark_invalid(f"method {self._method.name!r} failed: {error}")
+
+    def _explained(self, error: RuntimeError) -> RuntimeFailure:
+        name = self._method.name
+        if self._shortages.is_new() or isinstance(error, torch.OutOfMemoryError):
+            return ActivationMemoryError(
+                f"method {name!r} ran out of device memory for its own buffers: it needs about "
+                f"{format_bytes(self._method.activation_example_bytes)} for inputs like those of the export; "
+                f"set_budget() with less, or free device memory ({error})"
+            )
+        return RuntimeFailure(f"method {name!r} failed inside its compiled code: {error}")
