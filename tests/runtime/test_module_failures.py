@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import penstock
+import penstock.runtime.entrance
 import penstock.runtime.host_memory as host_memory_file
 import penstock.runtime.module as module_file
 from penstock import errors
@@ -179,8 +180,8 @@ def test_the_compiled_code_cannot_be_loaded(
         raise RuntimeError("no such symbol")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module_file, "CompiledMethod", refuse)
-        with pytest.raises(RuntimeError, match="no such symbol"):
+        patch.setattr(penstock.runtime.entrance, "CompiledMethod", refuse)
+        with pytest.raises(errors.PackageError, match="method 'forward' cannot be loaded: no such symbol"):
             penstock.Module(chain, EVERYTHING, quiet=True)
     works()
 

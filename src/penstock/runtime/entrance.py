@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.budget import format_bytes
-from penstock.errors import ActivationMemoryError, PenstockError, RuntimeFailure
+from penstock.errors import ActivationMemoryError, PackageError, PenstockError, RuntimeFailure
 from penstock.program import Method
 from penstock.runtime.inputs import InputBinding
 from penstock.runtime.outputs import OutputBinding
@@ -43,7 +43,12 @@ class Entrance:
         self._method = method
         self._device = device
         self._shortages = shortages
-        self.compiled = CompiledMethod(path, method.name, -1 if device.index is None else device.index)
+        try:
+            self.compiled = CompiledMethod(path, method.name, -1 if device.index is None else device.index)
+        except RuntimeError as error:
+            raise PackageError(
+                f"{path}: the compiled code of method {method.name!r} cannot be loaded: {error}"
+            ) from error
         self._inputs = InputBinding(method, device, written=method.signature.written)
         self._outputs = OutputBinding(method)
 
