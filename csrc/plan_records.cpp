@@ -64,12 +64,17 @@ MethodRecord read_method(Reader& in, const PlanRecord& plan) {
   }
   method.stays.resize(stays);
   for (StayRecord& stay : method.stays) {
-    stay.issue_before = in.next(0, (int64_t)method.accesses.size() + 1);
-    stay.wait_step = in.next(-1, method.step_count);
+    stay.bytes = in.next(1, INT64_MAX);
     stay.last_step = in.next(0, method.step_count);
-    for (size_t i = in.length(); i > 0; --i) stay.pieces.push_back(read_piece(in, plan));
   }
-  for (size_t i = in.length(); i > 0; --i) method.entering.push_back(in.next(0, (int64_t)stays));
+  method.copies.resize(in.length());
+  for (CopyRecord& copy : method.copies) {
+    copy.stay = in.next(0, (int64_t)stays);
+    copy.issue_before = in.next(0, (int64_t)method.accesses.size() + 1);
+    copy.wait_step = in.next(-1, method.step_count);
+    copy.piece = read_piece(in, plan);
+  }
+  for (size_t i = in.length(); i > 0; --i) method.entering.push_back(in.next(0, (int64_t)method.copies.size()));
   return method;
 }
 

@@ -29,24 +29,27 @@ struct AccessRecord {
   int64_t stay;  // -1: resident
 };
 
+// One weight in the ring, from its copies to its last reader.
 struct StayRecord {
+  int64_t bytes;
+  int64_t last_step;
+};
+
+// One piece of a stay, and when it is copied.
+struct CopyRecord {
+  int64_t stay;
   int64_t issue_before;
   int64_t wait_step;  // -1: none
-  int64_t last_step;
-  std::vector<PieceRecord> pieces;
-
-  int64_t bytes() const {
-    int64_t sum = 0;
-    for (const PieceRecord& piece : pieces) sum += piece.bytes;
-    return sum;
-  }
+  PieceRecord piece;
 };
 
 struct MethodRecord {
   int64_t step_count;
   std::vector<AccessRecord> accesses;
   std::vector<StayRecord> stays;
-  // Stays that are in place when a run begins, in the order in which they are needed.
+  // In the order of issue.
+  std::vector<CopyRecord> copies;
+  // Copies that are in place when a run begins, in the order in which they are needed.
   std::vector<int64_t> entering;
 };
 

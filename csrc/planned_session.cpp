@@ -62,14 +62,15 @@ void PlannedSession::create_events() {
       const StayRecord& stay = record.stays[s];
       method.stays[s].ready = driver_.create_event(false);
       method.steps[stay.last_step].last_read.push_back((int64_t)s);
-      if (stay.wait_step >= 0 && !method.steps[stay.wait_step].ended)
-        method.steps[stay.wait_step].ended = driver_.create_event(false);
-      method.cycle.insert(method.cycle.end(), stay.pieces.begin(), stay.pieces.end());
     }
-    for (int64_t s : record.entering) {
-      const std::vector<PieceRecord>& pieces = record.stays[s].pieces;
-      method.entering.insert(method.entering.end(), pieces.begin(), pieces.end());
+    for (size_t c = 0; c < record.copies.size(); ++c) {
+      const CopyRecord& copy = record.copies[c];
+      method.stays[copy.stay].copies.push_back((int64_t)c);
+      if (copy.wait_step >= 0 && !method.steps[copy.wait_step].ended)
+        method.steps[copy.wait_step].ended = driver_.create_event(false);
+      method.cycle.push_back(copy.piece);
     }
+    for (int64_t c : record.entering) method.entering.push_back(record.copies[c].piece);
   }
 }
 
@@ -84,13 +85,12 @@ void PlannedSession::measure() {
   std::vector<std::pair<PieceRecord, Address>> copies;
   int64_t bytes = 0;
   for (const MethodRecord& method : plan_.methods)
-    for (const StayRecord& stay : method.stays)
-      for (const PieceRecord& piece : stay.pieces) {
-        if (bytes >= kMeasuredBytes) break;
-        // No run has begun: nothing lies in the ring that this could overwrite.
-        copies.emplace_back(piece, address_of(piece));
-        bytes += piece.bytes;
-      }
+    for (const CopyRecord& copy : method.copies) {
+      if (bytes >= kMeasuredBytes) break;
+      // No run has begun: nothing lies in the ring that this could overwrite.
+      copies.emplace_back(copy.piece, address_of(copy.piece));
+      bytes += copy.piece.bytes;
+    }
   measure_link(copies);
 }
 
@@ -126,36 +126,36 @@ Address PlannedSession::address_of(const PieceRecord& piece) const {
 }
 
 void PlannedSession::begin_run(bool cold) {
-  next_stay_ = 0;
+  next_copy_ = 0;
   if (!cold) return;
   MethodState& method = methods_[method_];
-  for (StayState& stay : method.stays) stay = {stay.ready, false, false};
+  forget_copies(method);
   source_.follow(method.entering, method.cycle);
   // S1: other kernels may still read these pages. Everything that is copied later stands behind this wait.
   if (has_run_) driver_.wait(copy_stream_, run_end_);
-  for (int64_t stay : plan_.methods[method_].entering) issue(stay);
+  for (int64_t copy : plan_.methods[method_].entering) issue(copy);
 }
 
 void PlannedSession::issue(int64_t index) {
-  const StayRecord& record = plan_.methods[method_].stays[index];
+  const CopyRecord& record = plan_.methods[method_].copies[index];
+  const PieceRecord& piece = record.piece;
   MethodState& method = methods_[method_];
   // S1. The event was recorded before this call: a step that ended in this run or the last.
   if (record.wait_step >= 0) driver_.wait(copy_stream_, method.steps[record.wait_step].ended);
-  if (trace_) trace_->copy_begins(run_number_, method_, index, record.bytes(), copy_stream_);
-  for (const PieceRecord& piece : record.pieces) {
-    source_.copy(piece, address_of(piece), copy_stream_);
-    run_.bytes_streamed += piece.bytes;
-    run_.copies++;
-  }
+  if (trace_) trace_->copy_begins(run_number_, method_, index, piece.bytes, copy_stream_);
+  source_.copy(piece, address_of(piece), copy_stream_);
   if (trace_) trace_->copy_ends(copy_stream_);
-  driver_.record(method.stays[index].ready, copy_stream_);
-  method.stays[index].issued = true;
-  method.stays[index].unread = true;
+  run_.bytes_streamed += piece.bytes;
+  run_.copies++;
+  StayState& stay = method.stays[record.stay];
+  if (++stay.issued < stay.copies.size()) return;
+  driver_.record(stay.ready, copy_stream_);
+  stay.unread = true;
 }
 
 void PlannedSession::issue_until(int64_t position) {
-  const std::vector<StayRecord>& stays = plan_.methods[method_].stays;
-  while (next_stay_ < stays.size() && stays[next_stay_].issue_before <= position) issue((int64_t)next_stay_++);
+  const std::vector<CopyRecord>& copies = plan_.methods[method_].copies;
+  while (next_copy_ < copies.size() && copies[next_copy_].issue_before <= position) issue((int64_t)next_copy_++);
 }
 
 Address PlannedSession::lend(int64_t position) {
@@ -164,13 +164,14 @@ Address PlannedSession::lend(int64_t position) {
   run_.bytes_hit += access.bytes;
   if (access.stay >= 0) {
     StayState& stay = methods_[method_].stays[access.stay];
-    if (!stay.issued)
-      throw CoreError(Failure::usage, "the plan issues no copy for access " + std::to_string(access.number) +
-                                          " before it is fetched");
+    if (stay.issued != stay.copies.size())
+      throw CoreError(Failure::usage, "the plan issues " + std::to_string(stay.issued) + " of " +
+                                          std::to_string(stay.copies.size()) + " copies for access " +
+                                          std::to_string(access.number) + " before it is fetched");
     if (stay.unread) {
       wait_for_copy(stay.ready);
       stay.unread = false;
-      run_.bytes_hit -= plan_.methods[method_].stays[access.stay].bytes();
+      run_.bytes_hit -= plan_.methods[method_].stays[access.stay].bytes;
     }
   }
   return access.range < 0 ? 0 : ranges_[access.range].address + (Address)access.range_offset_bytes;
@@ -180,10 +181,12 @@ void PlannedSession::step_ended(int64_t index) {
   StepState& step = methods_[method_].steps[index];
   for (int64_t s : step.last_read) {
     StayState& stay = methods_[method_].stays[s];
-    stay.issued = false;
+    stay.issued = 0;
     if (!poison_) continue;
-    for (const PieceRecord& piece : plan_.methods[method_].stays[s].pieces)
+    for (int64_t c : stay.copies) {
+      const PieceRecord& piece = plan_.methods[method_].copies[c].piece;
       driver_.fill(address_of(piece), kPoison, (size_t)piece.bytes, compute_);
+    }
   }
   if (step.ended) driver_.record(step.ended, compute_);
 }
@@ -191,8 +194,14 @@ void PlannedSession::step_ended(int64_t index) {
 void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].accesses.size()); }
 
 void PlannedSession::reset() noexcept {
-  for (MethodState& method : methods_)
-    for (StayState& stay : method.stays) stay = {stay.ready, false, false};
+  for (MethodState& method : methods_) forget_copies(method);
+}
+
+void PlannedSession::forget_copies(MethodState& method) noexcept {
+  for (StayState& stay : method.stays) {
+    stay.issued = 0;
+    stay.unread = false;
+  }
 }
 
 }  // namespace penstock

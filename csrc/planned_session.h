@@ -35,8 +35,9 @@ class PlannedSession final : public StreamingSession {
     bool accessible;
   };
   struct StayState {
-    Event ready = nullptr;
-    bool issued = false;  // in this run or the last, and not read to the end since
+    Event ready = nullptr;        // after the last of its copies
+    std::vector<int64_t> copies;  // indices into the method's
+    size_t issued = 0;            // how many of them, since it was last read to the end
     bool unread = false;
   };
   struct StepState {
@@ -54,15 +55,16 @@ class PlannedSession final : public StreamingSession {
   void create_events();
   void fill_residents();
   void measure();
-  void issue(int64_t stay);
+  void issue(int64_t copy);
   void issue_until(int64_t position);
+  static void forget_copies(MethodState& method) noexcept;
   Address address_of(const PieceRecord& piece) const;
 
   PlanRecord plan_;
   std::vector<Block> blocks_;
   std::vector<MappedRange> ranges_;
   std::vector<MethodState> methods_;
-  size_t next_stay_ = 0;
+  size_t next_copy_ = 0;
   int64_t device_bytes_ = 0;
   int64_t peak_device_bytes_ = 0;
 };

@@ -27,8 +27,8 @@ Trace::Span& Trace::open(Lane lane, int64_t run, int64_t method, int64_t index, 
   return spans_.back();
 }
 
-void Trace::copy_begins(int64_t run, int64_t method, int64_t stay, int64_t bytes, Stream stream) {
-  driver_.record(open(Lane::copy, run, method, stay, bytes).begin, stream);
+void Trace::copy_begins(int64_t run, int64_t method, int64_t copy, int64_t bytes, Stream stream) {
+  driver_.record(open(Lane::copy, run, method, copy, bytes).begin, stream);
   open_copy_ = (int64_t)spans_.size() - 1;
 }
 

@@ -9,7 +9,7 @@ namespace penstock {
 
 enum class Lane : int64_t { compute = 0, copy = 1 };
 
-// One span, as handed out: `index` is the step or the stay, of method `method` in run `run`.
+// One span, as handed out: `index` is the step or the copy, of method `method` in run `run`.
 struct SpanRecord {
   int64_t lane;
   int64_t run;
@@ -26,7 +26,7 @@ class Trace {
   Trace(Driver& driver, Stream stream);
   ~Trace();
 
-  void copy_begins(int64_t run, int64_t method, int64_t stay, int64_t bytes, Stream stream);
+  void copy_begins(int64_t run, int64_t method, int64_t copy, int64_t bytes, Stream stream);
   void copy_ends(Stream stream);
   // A step may begin several times: what counts is the last, after everything it reads has been waited for.
   void step_begins(int64_t run, int64_t method, int64_t step, Stream stream);

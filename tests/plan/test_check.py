@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.plan import MethodPlan, Piece, Plan, Stay
+from penstock.plan.plan import Copy, Piece, Plan
 from penstock.plan.planner import make_plan
 from penstock.schedule import Schedule
 from tests.plan.test_floor import chain, weights_of
@@ -43,79 +45,91 @@ def with_stay(plan: Plan, index: int, **changes: Any) -> Plan:
     return with_method(plan, stays=tuple(stays))
 
 
+def with_copies(plan: Plan, copies: Iterable[Copy]) -> Plan:
+    return with_method(plan, copies=tuple(copies))
+
+
 def with_piece(plan: Plan, index: int, **changes: Any) -> Plan:
-    (piece,) = plan.methods[0].stays[index].pieces
-    return with_stay(plan, index, pieces=(dataclasses.replace(piece, **changes),))
+    """The piece of a stay, changed; the stay's own size follows."""
+    copies = plan.methods[0].copies
+    changed = [
+        dataclasses.replace(copy, piece=dataclasses.replace(copy.piece, **changes)) if copy.stay == index else copy
+        for copy in copies
+    ]
+    sizes = sum(copy.piece.nbytes for copy in changed if copy.stay == index)
+    return with_stay(with_copies(plan, changed), index, nbytes=sizes)
 
 
-def every_stay(plan: Plan, change: Callable[[Stay], Stay]) -> Plan:
-    return with_method(plan, stays=tuple(map(change, plan.methods[0].stays)))
+def every_copy(plan: Plan, change: Callable[[Copy], Copy]) -> Plan:
+    return with_copies(plan, map(change, plan.methods[0].copies))
 
 
-def test_no_stay_may_do_without_its_wait(plan: Plan) -> None:
+def test_no_copy_may_do_without_its_wait(plan: Plan) -> None:
     """One wait missing may be covered by the copy before it in the queue; not all of them."""
-    refused(every_stay(plan, lambda stay: dataclasses.replace(stay, wait_step=None)), "may overwrite")
+    refused(every_copy(plan, lambda copy: dataclasses.replace(copy, wait_step=None)), "may overwrite")
 
 
 def test_a_wait_for_an_earlier_step_is_not_enough(plan: Plan) -> None:
     count = plan.methods[0].step_count
 
-    def earlier(stay: Stay) -> Stay:
-        assert stay.wait_step is not None
-        return dataclasses.replace(stay, wait_step=(stay.wait_step - 1) % count)
+    def earlier(copy: Copy) -> Copy:
+        assert copy.wait_step is not None
+        return dataclasses.replace(copy, wait_step=(copy.wait_step - 1) % count)
 
-    refused(every_stay(plan, earlier), "may overwrite")
+    refused(every_copy(plan, earlier), "may overwrite")
 
 
 def test_a_copy_issued_before_its_pages_were_read(plan: Plan) -> None:
     # Its place in the list follows from the order of issue: the one that is moved comes first.
-    method = plan.methods[0]
-    moved = next(stay for stay in method.stays if stay.issue_before == 6)
-    stays = (dataclasses.replace(moved, issue_before=0), *(stay for stay in method.stays if stay is not moved))
-    refused(with_placements_of(plan, method, stays), "may overwrite|should lie in")
+    copies = plan.methods[0].copies
+    moved = next(copy for copy in copies if copy.issue_before == 6)
+    rest = (copy for copy in copies if copy is not moved)
+    refused(with_copies(plan, (dataclasses.replace(moved, issue_before=0), *rest)), "may overwrite|should lie in")
 
 
 def test_a_copy_issued_after_its_access(plan: Plan) -> None:
     method = plan.methods[0]
-    moved = max((stay for stay in method.stays if stay.read_before_end), key=lambda stay: stay.accesses[0])
+    in_run = [copy for copy in method.copies if method.stays[copy.stay].accesses[0] >= copy.issue_before]
+    moved = max(in_run, key=lambda copy: method.stays[copy.stay].accesses[0])
     late = dataclasses.replace(moved, issue_before=len(SCHEDULE.accesses))
-    stays = (*(stay for stay in method.stays if stay is not moved), late)
-    refused(with_placements_of(plan, method, stays), "should lie in|may overwrite")
+    rest = (copy for copy in method.copies if copy is not moved)
+    refused(with_copies(plan, (*rest, late)), "should lie in|may overwrite")
 
 
-def with_placements_of(plan: Plan, method: MethodPlan, stays: tuple[Stay, ...]) -> Plan:
-    stay_of = {position: index for index, stay in enumerate(stays) for position in stay.accesses}
-    placements = tuple(
-        dataclasses.replace(placed, stay=stay_of.get(position)) for position, placed in enumerate(method.placements)
-    )
-    return with_method(plan, stays=stays, placements=placements)
-
-
-def test_stays_out_of_order(plan: Plan) -> None:
-    method = plan.methods[0]
-    refused(with_placements_of(plan, method, tuple(reversed(method.stays))), "out of the order of issue")
+def test_copies_out_of_order(plan: Plan) -> None:
+    refused(with_copies(plan, reversed(plan.methods[0].copies)), "out of the order of issue")
 
 
 def test_a_stay_that_a_run_finds_in_the_wrong_pages(plan: Plan) -> None:
     """Two neighbours given the same ring pages: the second copy lands on the first before it is read."""
-    first, second = plan.methods[0].stays[4:6]
     ranges = list(plan.ranges)
-    here, there = (stay.pieces[0].range_index for stay in (first, second))
+    in_order = list(dict.fromkeys(copy.piece.range_index for copy in plan.methods[0].copies))
+
+    def ring_of(index: int) -> tuple[int, ...]:
+        return tuple(block for block in ranges[index].blocks if plan.blocks[block].ring)
+
+    here, there = next(pair for pair in pairwise(in_order) if len(ring_of(pair[0])) == len(ring_of(pair[1])))
     head = tuple(block for block in ranges[there].blocks if not plan.blocks[block].ring)
-    ring = tuple(block for block in ranges[here].blocks if plan.blocks[block].ring)
-    ring = (*ring, *ranges[there].blocks)[: len(ranges[there].blocks) - len(head)]
-    ranges[there] = dataclasses.replace(ranges[there], blocks=head + ring)
+    ranges[there] = dataclasses.replace(ranges[there], blocks=head + ring_of(here))
     broken = dataclasses.replace(plan, ranges=tuple(ranges))
     refused(broken, "may overwrite|should lie in|no range maps")
 
 
 def test_a_piece_too_short_or_elsewhere(plan: Plan) -> None:
-    piece = plan.methods[0].stays[3].pieces[0]
-    refused(with_piece(plan, 3, nbytes=piece.nbytes - 1), "bytes of 'w[0-9]+' are placed")
-    refused(with_piece(plan, 3, range_offset_bytes=0), "into resident block")
-    refused(with_piece(plan, 3, nbytes=piece.nbytes + 1), "beyond its end")
-    refused(with_piece(plan, 3, weight="small", weight_offset_bytes=0, nbytes=1), "copies 'small'")
-    refused(with_stay(plan, 3, pieces=()), "are placed")
+    # A stay in one piece, with a head.
+    parts = Counter(copy.stay for copy in plan.methods[0].copies)
+    copy = next(c for c in plan.methods[0].copies if parts[c.stay] == 1 and c.piece.range_offset_bytes)
+    piece, stay = copy.piece, copy.stay
+    refused(with_piece(plan, stay, nbytes=piece.nbytes - 1), "bytes of 'w[0-9]+' are placed")
+    refused(with_piece(plan, stay, range_offset_bytes=0), "into resident block")
+    refused(with_piece(plan, stay, nbytes=piece.nbytes + 1), "beyond its end")
+    refused(with_piece(plan, stay, weight="small", weight_offset_bytes=0, nbytes=1), "copies 'small'")
+    rest = [other for other in plan.methods[0].copies if other is not copy]
+    refused(with_copies(plan, rest), "its copies do not")
+    refused(with_stay(with_copies(plan, rest), stay, nbytes=0), "are placed")
+    refused(with_stay(plan, stay, nbytes=piece.nbytes + 1), "its copies do not")
+    twice = sorted([*plan.methods[0].copies, copy], key=lambda copy: copy.issue_before)
+    refused(with_stay(with_copies(plan, twice), stay, nbytes=2 * piece.nbytes), "overlap")
 
 
 def test_a_head_that_is_not_filled(plan: Plan) -> None:

@@ -36,10 +36,10 @@ def test_at_the_floor_three_of_six_equal_weights_are_on_the_device_and_all_strea
     (method,) = floor.plan.methods
     assert (method.warm.bytes_streamed, method.warm.copies, method.warm.bytes_hit) == (6 * 32, 6, 0)
     # Each arrives two steps ahead of its own, in the place of the one that was read three steps ahead of it.
-    by_weight = {stay.weight: stay for stay in method.stays}
+    by_weight = {copy.piece.weight: copy for copy in method.copies}
     issues = [(by_weight[name].issue_before, by_weight[name].wait_step) for name in "abcdef"]
-    assert issues == [(4, 3), (5, 4), (0, 5), (1, 0), (2, 1), (3, 2)]
-    assert {stay.weight for stay in method.stays if stay.crosses_end} == {"a", "b"}
+    assert issues == [(4, 3), (5, 4), (6, 5), (1, 0), (2, 1), (3, 2)]
+    assert [method.copies[index].piece.weight for index in method.entering] == ["a", "b", "c"]
 
 
 def test_on_a_short_cycle_fixed_addresses_cost_more_than_the_load() -> None:
@@ -93,7 +93,7 @@ def test_a_weight_read_far_apart_is_copied_twice_into_two_ranges_with_one_head()
     plan = placed_floor([chain(*steps)], weights, page_bytes=1).plan
     stays = [stay for stay in plan.methods[0].stays if stay.weight == "tied"]
     assert sorted(stay.accesses for stay in stays) == [(5,), (11,)]
-    assert stays[0].pieces[0].range_index != stays[1].pieces[0].range_index
+    assert len({copy.piece.range_index for copy in plan.methods[0].copies if copy.piece.weight == "tied"}) == 2
     check_plan(plan, [chain(*steps)], weights)
 
 
@@ -298,7 +298,9 @@ def test_llama_3_8b_streams_little_more_than_what_does_not_fit() -> None:
         plan = make_plan([schedule], weights, budget_bytes=budget_bytes, page_bytes=PAGE)
         check_plan(plan, [schedule], weights, budget_bytes=budget_bytes)
         assert full - budget_bytes <= streamed_bytes(plan) + PAGE <= (full - budget_bytes) * 1.06 + 64 * 2**20
-        assert plan.ring_bytes <= 0.18 * (full - budget_bytes) + 64 * 2**20 and plan.methods[0].warm.copies <= 291
+        assert plan.ring_bytes <= 0.18 * (full - budget_bytes) + 64 * 2**20
+        # Two copies per stay where the pages of two others are taken over, seldom more.
+        assert plan.methods[0].warm.copies <= 2.1 * len(plan.methods[0].stays) <= 2.1 * 291
 
 
 def test_a_larger_budget_never_streams_more() -> None:
@@ -321,11 +323,7 @@ def test_what_is_left_of_the_budget_lets_copies_run_ahead() -> None:
     (method,) = make_plan([schedule], weights, budget_bytes=budget_bytes, page_bytes=PAGE).methods
     count = len(schedule.accesses)
 
-    def ahead(stay_index: int) -> int:
-        stay = method.stays[stay_index]
-        return (stay.accesses[0] - stay.issue_before) % count
-
-    lead = sorted(ahead(index) for index in range(len(method.stays)))
+    lead = sorted((method.stays[copy.stay].accesses[0] - copy.issue_before) % count for copy in method.copies)
     assert lead[len(lead) // 2] >= 5 and lead[-1] <= count // 2 + 2
 
 

@@ -147,7 +147,8 @@ def copies_of_a_failed_run_have_ended(folder: Path) -> None:
         rig.end()
         rig.session.begin(0, INLINE)
         assert rig.session.abort() is None
-        entering = [stay for stay in plan.methods[0].stays if stay.crosses_end]
+        method = plan.methods[0]
+        entering = [method.stays[method.copies[index].stay] for index in method.entering]
         assert entering
         # The ring is invalid now, so that the next run copies what it starts from.
         with slow_copies(rig.driver, COPY_NS):
@@ -210,8 +211,9 @@ def draining_waits_for_copies(folder: Path) -> None:
                 rig.done(access.number)
             rig.end()
             rig.session.drain()
-            last = plan.methods[0].stays[-1]
-            assert not last.read_before_end
+            copy = plan.methods[0].copies[-1]
+            last = plan.methods[0].stays[copy.stay]
+            assert last.accesses[0] < copy.issue_before
             held = _memory(addresses[last.accesses[0]], model.weights[last.weight].nbytes)
             assert held == model.content[last.weight], f"drained while {last.weight} was on its way"
 

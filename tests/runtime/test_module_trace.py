@@ -91,14 +91,14 @@ def test_the_spans_are_the_plans(
         assert [event["args"]["index"] for event in steps[number]] == list(range(len(schedule.steps)))
         assert [event["name"] for event in steps[number]] == [step.kernel for step in schedule.steps]
         assert {event["args"]["method"] for event in steps[number]} == {method}
-        # One span for every stay, by its weight's name; cold, those that enter the run come twice.
-        expected = Counter(range(len(planned.stays)))
+        # One span for every copy, by its weight's name; cold, those that enter the run come twice.
+        expected = Counter(range(len(planned.copies)))
         if cold:
-            expected += Counter(index for index, stay in enumerate(planned.stays) if stay.crosses_end)
+            expected += Counter(planned.entering)
         assert Counter(event["args"]["index"] for event in copies[number]) == expected
         for event in copies[number]:
-            stay = planned.stays[event["args"]["index"]]
-            assert (event["name"], event["args"]["bytes"]) == (stay.weight, stay.nbytes)
+            piece = planned.copies[event["args"]["index"]].piece
+            assert (event["name"], event["args"]["bytes"]) == (piece.weight, piece.nbytes)
         traffic = planned.cold if cold else planned.warm
         assert sum(event["args"]["bytes"] for event in copies[number]) == traffic.bytes_streamed
     assert set(copies) == set(steps) == set(range(1, len(SCRIPTS[name]) + 1))
@@ -119,20 +119,23 @@ def _check_order(plan: Plan, program: Program, lanes: dict[str, list[Event]], me
         for position, placement in enumerate(planned.placements):
             if placement.stay is None:
                 continue
-            # A stay that enters the run was copied at its very start, or in the last run.
-            enters = position < planned.stays[placement.stay].issue_before
-            run = number - 1 if enters and not cold else number
-            copy = _copies_of(copies[run], placement.stay)[0 if enters and cold else -1]
-            assert _end(copy) <= steps[number][first_step[position]]["ts"] + CLOCK_US, placement.weight
-        for index, stay in enumerate(planned.stays):
-            step_at_issue = [*first_step, len(schedule.steps)][stay.issue_before]
-            if stay.wait_step is not None and stay.wait_step < step_at_issue:
-                copy = _copies_of(copies[number], index)[-1]
-                assert _end(steps[number][stay.wait_step]) <= copy["ts"] + CLOCK_US, stay.weight
+            for index, copy in enumerate(planned.copies):
+                if copy.stay != placement.stay:
+                    continue
+                # A copy that enters the run was made at its very start, or in the last run.
+                enters = position < copy.issue_before
+                run = number - 1 if enters and not cold else number
+                made = _copies_of(copies[run], index)[0 if enters and cold else -1]
+                assert _end(made) <= steps[number][first_step[position]]["ts"] + CLOCK_US, placement.weight
+        for index, copy in enumerate(planned.copies):
+            step_at_issue = [*first_step, len(schedule.steps)][copy.issue_before]
+            if copy.wait_step is not None and copy.wait_step < step_at_issue:
+                made = _copies_of(copies[number], index)[-1]
+                assert _end(steps[number][copy.wait_step]) <= made["ts"] + CLOCK_US, copy.piece.weight
 
 
-def _copies_of(events: list[Event], stay: int) -> list[Event]:
-    return [event for event in events if event["args"]["index"] == stay]
+def _copies_of(events: list[Event], index: int) -> list[Event]:
+    return [event for event in events if event["args"]["index"] == index]
 
 
 def _end(event: Event) -> float:

@@ -53,7 +53,7 @@ DELETIONS = {
     ),
     "planned_session.cpp step_ended: driver_.record(step.ended, compute_)": "copies_wait_for_readers",
     # S2
-    "planned_session.cpp issue: driver_.record(method.stays[index].ready, copy_stream_)": "kernels_wait_for_copies",
+    "planned_session.cpp issue: driver_.record(stay.ready, copy_stream_)": "kernels_wait_for_copies",
     "lru_session.cpp install: driver_.synchronize_stream(copy_stream_)": "lru_tells_at_load_what_could_not_be_copied",
     "lru_session.cpp uninstall: finish()": "lru_closing_waits_for_kernels",
     # S4

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
-from penstock.plan.plan import Block, MethodPlan, Piece, Placement, Plan, Range, Stay
+from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.residency import Demand
-from penstock.plan.ring import Colouring
-from penstock.plan.stays import MethodArcs, issue_position
+from penstock.plan.stays import LaidStay, MethodArcs, issue_position
 from penstock.schedule import Schedule
 
 # The range of an access without bytes where a plan has no range at all.
@@ -20,10 +19,11 @@ def assemble(
     held: Sequence[str],
     tails: Mapping[str, int],
     methods: Sequence[MethodArcs],
-    colourings: Sequence[Colouring],
+    laid: Sequence[Sequence[LaidStay]],
+    ring_pages: int,
 ) -> Plan:
     """Weights in `held` are resident as a whole, those in `tails` (pages, none 0) but for their tail."""
-    return _Assembly(demand, tails).plan(held, methods, colourings)
+    return _Assembly(demand, tails).plan(held, methods, laid, ring_pages)
 
 
 class _Assembly:
@@ -38,7 +38,13 @@ class _Assembly:
         self.head_blocks: dict[str, tuple[int, ...]] = {}
         self.filled_heads: set[str] = set()
 
-    def plan(self, held: Sequence[str], methods: Sequence[MethodArcs], colourings: Sequence[Colouring]) -> Plan:
+    def plan(
+        self,
+        held: Sequence[str],
+        methods: Sequence[MethodArcs],
+        laid: Sequence[Sequence[LaidStay]],
+        ring_pages: int,
+    ) -> Plan:
         if self.demand.packs:
             self._hold(held)
         else:
@@ -47,11 +53,10 @@ class _Assembly:
         for name, tail in self.tails.items():
             self._block_for_head(name, self.demand.pages[name] - tail)
         ring_begin = len(self.blocks)
-        ring_pages = max((coloured.page_count for coloured in colourings), default=0)
         self.blocks += [Block(self.demand.page_bytes, ring=True)] * ring_pages
         planned = [
-            self._method(schedule, method, coloured, ring_begin)
-            for schedule, method, coloured in zip(self.demand.schedules, methods, colourings, strict=True)
+            self._method(schedule, method, stays, ring_begin)
+            for schedule, method, stays in zip(self.demand.schedules, methods, laid, strict=True)
         ]
         return Plan(
             page_bytes=self.demand.page_bytes,
@@ -80,29 +85,31 @@ class _Assembly:
         if pages:
             self.blocks.append(Block(pages * self.demand.page_bytes, ring=False))
 
-    def _method(self, schedule: Schedule, method: MethodArcs, coloured: Colouring, ring_begin: int) -> MethodPlan:
+    def _method(
+        self, schedule: Schedule, method: MethodArcs, laid_stays: Sequence[LaidStay], ring_begin: int
+    ) -> MethodPlan:
         first_steps = [schedule.first_step[access.number] for access in schedule.accesses]
-        pages_of = [_pages(extents) for extents in coloured.extents]
-        waits = _wait_steps(method, pages_of, coloured.page_count)
         stays: list[Stay] = []
-        for arc, pages, wait_step in zip(method.arcs, pages_of, waits, strict=True):
-            range_index = self._range(arc.weight, tuple(ring_begin + page for page in pages))
-            head_bytes = (self.demand.pages[arc.weight] - len(pages)) * self.demand.page_bytes
-            tail_bytes = self.demand.nbytes[arc.weight] - head_bytes
-            stays.append(
-                Stay(
-                    weight=arc.weight,
-                    pieces=(Piece(arc.weight, head_bytes, tail_bytes, range_index, head_bytes),),
-                    accesses=arc.positions,
-                    issue_before=issue_position(first_steps, arc, method.step_count),
-                    wait_step=wait_step,
-                    last_step=arc.end_step % method.step_count,
-                )
-            )
-        count = len(schedule.accesses)
-        # Of copies issued together, what is read in this run comes before what is read in the next.
-        stays.sort(key=lambda stay: (stay.issue_before, stay.accesses[0] + count * (not stay.read_before_end)))
-        return MethodPlan(schedule.method, self._placements(schedule, stays), tuple(stays), len(schedule.steps))
+        copies: list[Copy] = []
+        range_of: list[int] = []
+        for index, (arc, laid) in enumerate(zip(method.arcs, laid_stays, strict=True)):
+            range_of.append(self._range(arc.weight, tuple(ring_begin + page for page in laid.pages)))
+            page_bytes, nbytes = self.demand.page_bytes, self.demand.nbytes[arc.weight]
+            head_bytes = (self.demand.pages[arc.weight] - len(laid.pages)) * page_bytes
+            stays.append(Stay(arc.weight, nbytes - head_bytes, arc.positions, arc.end_step % method.step_count))
+            for part in laid.parts:
+                begin_bytes = head_bytes + part.first_page * page_bytes
+                part_bytes = min(part.page_count * page_bytes, nbytes - begin_bytes)
+                piece = Piece(arc.weight, begin_bytes, part_bytes, range_of[-1], begin_bytes)
+                issue_before = issue_position(first_steps, part.begin_step, method.step_count)
+                copies.append(Copy(index, piece, issue_before, part.blocked_until % method.step_count))
+        return MethodPlan(
+            schedule.method,
+            self._placements(schedule, stays, range_of),
+            tuple(stays),
+            in_order_of_issue(copies, stays, len(schedule.accesses)),
+            len(schedule.steps),
+        )
 
     def _range(self, name: str, ring_blocks: tuple[int, ...]) -> int:
         blocks = self.head_blocks[name] + ring_blocks
@@ -114,14 +121,14 @@ class _Assembly:
             self.filled_heads.add(name)
         return len(self.ranges) - 1
 
-    def _placements(self, schedule: Schedule, stays: Sequence[Stay]) -> tuple[Placement, ...]:
+    def _placements(self, schedule: Schedule, stays: Sequence[Stay], range_of: Sequence[int]) -> tuple[Placement, ...]:
         stay_of = {position: index for index, stay in enumerate(stays) for position in stay.accesses}
         placements: list[Placement] = []
         for position, access in enumerate(schedule.accesses):
             nbytes = self.demand.nbytes.get(access.weight, 0)
             stay = stay_of.get(position)
             if stay is not None:
-                where = (stays[stay].pieces[0].range_index, 0)
+                where = (range_of[stay], 0)
             elif nbytes:
                 where = self.held_at[access.weight]
             else:
@@ -130,25 +137,12 @@ class _Assembly:
         return tuple(placements)
 
 
-def _pages(extents: Sequence[tuple[int, int]]) -> list[int]:
-    return [page for first, length in extents for page in range(first, first + length)]
+def in_order_of_issue(copies: Sequence[Copy], stays: Sequence[Stay], access_count: int) -> tuple[Copy, ...]:
+    """Of copies issued together, what is read in this run comes before what is read in the next."""
 
+    def key(copy: Copy) -> tuple[int, int, int]:
+        first = stays[copy.stay].accesses[0]
+        reader = first if first >= copy.issue_before else first + access_count
+        return copy.issue_before, reader, copy.piece.weight_offset_bytes
 
-def _wait_steps(method: MethodArcs, pages_of: Sequence[Sequence[int]], page_count: int) -> list[int]:
-    """By arc, the last reader of what its pages held before.
-
-    A stay that has a page to itself finds its own copy of the run before there, and waits for its own last reader.
-    """
-    count = method.step_count
-    waits = [0] * len(method.arcs)
-    ended = [0] * page_count
-    order = sorted(range(len(method.arcs)), key=lambda index: method.arcs[index].begin_step % count)
-    # The first round only leaves the ends; the second finds them all, a run later.
-    for run in (0, 1):
-        for index in order:
-            arc = method.arcs[index]
-            waits[index] = max(ended[page] for page in pages_of[index]) % count
-            end_step = arc.begin_step % count + arc.end_step - arc.begin_step + run * count
-            for page in pages_of[index]:
-                ended[page] = end_step
-    return waits
+    return tuple(sorted(copies, key=key))

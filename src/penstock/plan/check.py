@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.errors import PenstockError
-from penstock.plan.plan import MethodPlan, Piece, Plan, Stay
+from penstock.plan.plan import Copy, MethodPlan, Piece, Plan, Stay
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
@@ -128,18 +128,23 @@ def _check_records(
         raise PlanError(f"{where} has {len(schedule.steps)} steps; the plan says {method.step_count}")
     if len(method.placements) != len(schedule.accesses):
         raise PlanError(f"{where} has {len(schedule.accesses)} accesses; the plan places {len(method.placements)}")
+    pieces_of: list[list[Piece]] = [[] for _ in method.stays]
+    for index, copy in enumerate(method.copies):
+        piece, stay = copy.piece, method.stays[copy.stay]
+        pieces_of[copy.stay].append(piece)
+        _check_piece(plan, piece, weights)
+        if piece.weight != stay.weight:
+            raise PlanError(f"{where}, stay {copy.stay} of {stay.weight!r} copies {piece.weight!r}")
+        for block, _, _, _ in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
+            if not plan.blocks[block].ring:
+                raise PlanError(f"{where}, stay {copy.stay} of {stay.weight!r} copies into resident block {block}")
+        if not 0 <= copy.issue_before <= len(schedule.accesses):
+            raise PlanError(f"{where}, copy {index} of {stay.weight!r} is issued before {copy.issue_before}")
+        if index and method.copies[index - 1].issue_before > copy.issue_before:
+            raise PlanError(f"{where}, copy {index} of {stay.weight!r} is listed out of the order of issue")
     for index, stay in enumerate(method.stays):
-        for piece in stay.pieces:
-            _check_piece(plan, piece, weights)
-            if piece.weight != stay.weight:
-                raise PlanError(f"{where}, stay {index} of {stay.weight!r} copies {piece.weight!r}")
-            for block, _, _, _ in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
-                if not plan.blocks[block].ring:
-                    raise PlanError(f"{where}, stay {index} of {stay.weight!r} copies into resident block {block}")
-        if not 0 <= stay.issue_before <= len(schedule.accesses):
-            raise PlanError(f"{where}, stay {index} of {stay.weight!r} is issued before {stay.issue_before}")
-        if index and method.stays[index - 1].issue_before > stay.issue_before:
-            raise PlanError(f"{where}, stay {index} of {stay.weight!r} is listed out of the order of issue")
+        if sum(piece.nbytes for piece in pieces_of[index]) != stay.nbytes:
+            raise PlanError(f"{where}, stay {index} of {stay.weight!r} has {stay.nbytes} bytes, its copies do not")
         if stay.last_step != _last_step(schedule, stay):
             raise PlanError(f"{where}, stay {index} of {stay.weight!r}: its last reader is not step {stay.last_step}")
         for position in stay.accesses:
@@ -159,10 +164,14 @@ def _check_records(
         if placed.stay is not None:
             if position not in method.stays[placed.stay].accesses:
                 raise PlanError(f"{where}, stay {placed.stay} does not list position {position}, which reads it")
-            stay_pieces = method.stays[placed.stay].pieces
+            stay_pieces = tuple(pieces_of[placed.stay])
         covered = 0
+        reached = 0
         for piece in sorted(stay_pieces, key=lambda piece: piece.weight_offset_bytes):
             begin = placed.range_offset_bytes + piece.weight_offset_bytes
+            if piece.weight_offset_bytes < reached:
+                raise PlanError(f"{where}, position {position}: two pieces of {access.weight!r} overlap")
+            reached = piece.weight_offset_bytes + piece.nbytes
             if (piece.range_index, piece.range_offset_bytes) != (placed.range_index, begin):
                 raise PlanError(f"{where}, position {position}: a piece of {access.weight!r} is not where it is read")
             covered += piece.nbytes
@@ -190,8 +199,8 @@ def _act_out(plan: Plan, schedule: Schedule, method: MethodPlan, *, runs: int) -
     """A cold run and warm ones. Steps count over all runs; an event is known by the step it was recorded after."""
     ring = {index: _Page() for index, block in enumerate(plan.blocks) if block.ring}
     issue_at: dict[int, list[int]] = {}
-    for index, stay in enumerate(method.stays):
-        issue_at.setdefault(stay.issue_before, []).append(index)
+    for index, planned in enumerate(method.copies):
+        issue_at.setdefault(planned.issue_before, []).append(index)
     fetched_at: dict[int, list[int]] = {}
     for position, access in enumerate(schedule.accesses):
         fetched_at.setdefault(schedule.first_step[access.number], []).append(position)
@@ -202,16 +211,15 @@ def _act_out(plan: Plan, schedule: Schedule, method: MethodPlan, *, runs: int) -
 
     def copy(index: int) -> None:
         nonlocal copies_wait_for
-        stay = method.stays[index]
-        if stay.wait_step is not None:
-            copies_wait_for = max(copies_wait_for, recorded.get(stay.wait_step, -1))
-        _write(plan, schedule, ring, index, stay, copies_wait_for)
+        planned = method.copies[index]
+        if planned.wait_step is not None:
+            copies_wait_for = max(copies_wait_for, recorded.get(planned.wait_step, -1))
+        _write(plan, schedule, ring, planned, copies_wait_for)
 
     for run in range(runs):
         if run == 0:
-            for index, stay in enumerate(method.stays):
-                if stay.crosses_end:
-                    copy(index)
+            for index in method.entering:
+                copy(index)
         for step in range(len(schedule.steps)):
             for position in fetched_at.get(step, ()):
                 for index in issue_at.get(position, ()):
@@ -222,18 +230,18 @@ def _act_out(plan: Plan, schedule: Schedule, method: MethodPlan, *, runs: int) -
             copy(index)
 
 
-def _write(plan: Plan, schedule: Schedule, ring: dict[int, _Page], index: int, stay: Stay, waited_for: int) -> None:
-    for piece in stay.pieces:
-        for block, _, _, ahead in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
-            page = ring[block]
-            # S1. Readers that come only later find the wrong content then.
-            if page.read_until > waited_for:
-                raise PlanError(
-                    f"method {schedule.method!r}, stay {index} of {stay.weight!r}: its copy may overwrite "
-                    f"{page.content} while step {page.read_until % len(schedule.steps)} reads it "
-                    f"(waits for step {stay.wait_step})"
-                )
-            ring[block] = _Page((piece.weight, piece.weight_offset_bytes + ahead), index)
+def _write(plan: Plan, schedule: Schedule, ring: dict[int, _Page], copy: Copy, waited_for: int) -> None:
+    piece = copy.piece
+    for block, _, _, ahead in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
+        page = ring[block]
+        # S1. Readers that come only later find the wrong content then.
+        if page.read_until > waited_for:
+            raise PlanError(
+                f"method {schedule.method!r}, stay {copy.stay} of {piece.weight!r}: its copy may overwrite "
+                f"{page.content} while step {page.read_until % len(schedule.steps)} reads it "
+                f"(waits for step {copy.wait_step})"
+            )
+        ring[block] = _Page((piece.weight, piece.weight_offset_bytes + ahead), copy.stay)
 
 
 def _read(

@@ -40,36 +40,35 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stay:
-    """One weight in the ring, from its copy to its last reader. A method's stays are listed in the order of issue."""
+class Copy:
+    """One piece of a stay, and when it is copied."""
 
-    weight: str
-    pieces: tuple[Piece, ...]
-    # Positions (in the method's access order) that read this stay, in the order in which they come once it is copied.
-    # A stay that crosses the end of a run has accesses of the next run last, so the positions may fall back once.
-    accesses: tuple[int, ...]
-    # The copy is issued by the host right before the access at this position is fetched; the number of accesses of the
-    # method means: at the end of the run.
+    stay: int
+    piece: Piece
+    # Issued by the host right before the access at this position is fetched; the number of accesses of the method
+    # means: at the end of the run.
     issue_before: int
     # The step whose end the copy waits for on the device: the last reader of anything that was in its pages before.
     # None: nothing was. At the time of issue that step has ended, in this run or (if it comes later) in the last one.
     wait_step: int | None
+
+
+@dataclass(frozen=True)
+class Stay:
+    """One weight in the ring, from its copies to its last reader."""
+
+    weight: str
+    nbytes: int
+    # Positions (in the method's access order) that read this stay, in the order in which they come once it is copied.
+    # A stay that crosses the end of a run has accesses of the next run last, so the positions may fall back once.
+    accesses: tuple[int, ...]
     # The step after which the pages may be overwritten.
     last_step: int
 
     @property
     def crosses_end(self) -> bool:
-        """Whether it is in place when a run begins. A run that finds the ring in other hands copies it first."""
-        return self.accesses[0] < self.issue_before or self.accesses[-1] < self.accesses[0]
-
-    @property
-    def read_before_end(self) -> bool:
-        """Whether an access of the run that issues the copy reads it."""
-        return self.accesses[0] >= self.issue_before
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        """Whether it is read on both sides of the end of a run."""
+        return self.accesses[-1] < self.accesses[0]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,24 @@ class MethodPlan:
     # In the order in which the compiled code makes them.
     placements: tuple[Placement, ...]
     stays: tuple[Stay, ...]
+    # In the order of issue within a run.
+    copies: tuple[Copy, ...]
     step_count: int
+
+    @cached_property
+    def entering(self) -> tuple[int, ...]:
+        """Indices of the copies that are made, or under way, when a run begins, in the order of their first readers.
+
+        Those that are issued in the run before their first reader's; and all of a stay that is read on both sides.
+        A run that finds the ring in other hands issues them first.
+        """
+
+        def enters(copy: Copy) -> bool:
+            stay = self.stays[copy.stay]
+            return stay.crosses_end or stay.accesses[0] < copy.issue_before
+
+        found = [index for index, copy in enumerate(self.copies) if enters(copy)]
+        return tuple(sorted(found, key=lambda index: min(self.stays[self.copies[index].stay].accesses)))
 
     @cached_property
     def warm(self) -> Traffic:
@@ -115,14 +131,13 @@ class MethodPlan:
         return self._traffic(cold=True)
 
     def _traffic(self, *, cold: bool) -> Traffic:
-        entering = [stay for stay in self.stays if stay.crosses_end] if cold else []
+        issued = [*(self.copies[index] for index in (self.entering if cold else ())), *self.copies]
         # The first access that reads a copy is no hit. A stay that is read on both sides of the end of a run is, cold,
         # copied twice in that run, and has two such accesses.
-        missed = [*self.stays, *(stay for stay in entering if stay.read_before_end)]
-        issued = [*entering, *self.stays]
+        missed = [*self.stays, *(stay for stay in self.stays if cold and stay.crosses_end)]
         return Traffic(
-            bytes_streamed=sum(stay.nbytes for stay in issued),
-            copies=sum(len(stay.pieces) for stay in issued),
+            bytes_streamed=sum(copy.piece.nbytes for copy in issued),
+            copies=len(issued),
             bytes_hit=sum(placement.nbytes for placement in self.placements) - sum(stay.nbytes for stay in missed),
         )
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from penstock.errors import BelowFloorError
 from penstock.plan import floor
 from penstock.plan.assembly import assemble
+from penstock.plan.laps import lay_in_laps, lost_pages
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Demand, Streaming, size_classes, streaming, streaming_tails
-from penstock.plan.ring import Colouring, colour, loads, peak_load, shrink
-from penstock.plan.stays import look_ahead
+from penstock.plan.ring import Colouring, colour, lay_coloured, loads, peak_load, reading_load, shrink
+from penstock.plan.stays import LaidStay, look_ahead
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
@@ -19,6 +20,11 @@ from penstock.weight import Weight
 # bridges steps of uneven length. Never more than this part of the budget.
 LOOKAHEAD_BYTES = 32 * 2**20
 LOOKAHEAD_PART = 32
+# In laps, never more than this part of what does not fit either: it would cost more than the steps it bridges.
+LOOKAHEAD_PART_OF_STREAM = 96
+
+# How many lengths of the ring are tried within the lookahead: a run should come out near a whole number of laps.
+LAP_TRIALS = 32
 
 # How often a choice whose load fits may turn out not to fit once its stays have pages, before the floor's is taken.
 ATTEMPTS = 24
@@ -36,6 +42,16 @@ class FloorPlan:
     step_index: int | None
     # The weights in the ring at that step: in place, or on their way.
     weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Laps:
+    """A choice whose stays take the ring in laps."""
+
+    chosen: Streaming
+    tails: Mapping[str, int]
+    laid: tuple[tuple[LaidStay, ...], ...]
+    ring_pages: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,11 @@ def make_plan(
         )
     if budget_pages >= demand.held_pages(demand.nbytes):
         return _assemble(_place(streaming(demand, ()), {}))
-    return _assemble(_ahead(_best(choices, lowest, budget_pages), budget_pages))
+    coloured = _best(choices, lowest, budget_pages)
+    laps = _best_laps(choices, budget_pages)
+    if laps is not None and laps.chosen.cost_bytes(laps.tails) < coloured.chosen.cost_bytes(coloured.tails):
+        return _assemble_laps(laps)
+    return _assemble(_ahead(coloured, budget_pages))
 
 
 def placed_floor(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> FloorPlan:
@@ -223,8 +243,68 @@ def _ahead(placed: _Placed, budget_pages: int) -> _Placed:
 
 
 def _assemble(placed: _Placed) -> Plan:
-    held = [name for name in placed.chosen.demand.nbytes if name not in placed.tails]
-    return assemble(placed.chosen.demand, held, placed.tails, placed.chosen.methods, placed.colourings)
+    methods = placed.chosen.methods
+    laid = [lay_coloured(method, coloured) for method, coloured in zip(methods, placed.colourings, strict=True)]
+    return _assembled(placed.chosen, placed.tails, laid, placed.ring_pages)
+
+
+def _assemble_laps(laps: _Laps) -> Plan:
+    return _assembled(laps.chosen, laps.tails, laps.laid, laps.ring_pages)
+
+
+def _assembled(
+    chosen: Streaming, tails: Mapping[str, int], laid: Sequence[Sequence[LaidStay]], ring_pages: int
+) -> Plan:
+    held = [name for name in chosen.demand.nbytes if name not in tails]
+    return assemble(chosen.demand, held, tails, chosen.methods, laid, ring_pages)
+
+
+def _best_laps(choices: Sequence[Streaming], budget_pages: int) -> _Laps | None:
+    """The cheapest choice whose stays can take the ring in laps; None where none can."""
+    best: tuple[int, _Laps] | None = None
+    for chosen in _by_frequency(choices):
+        found = _laps_of(chosen, budget_pages)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    return None if best is None else best[1]
+
+
+def _laps_of(chosen: Streaming, budget_pages: int) -> tuple[int, _Laps] | None:
+    """The best ring for a choice, and its cost: what it moves, and what it lacks of lookahead where runs meet."""
+    page_bytes = chosen.demand.page_bytes
+    streamed_pages = chosen.demand.held_pages(chosen.demand.nbytes) - budget_pages
+    ahead_pages = min(
+        LOOKAHEAD_BYTES // page_bytes, budget_pages // LOOKAHEAD_PART, streamed_pages // LOOKAHEAD_PART_OF_STREAM
+    )
+    ahead_pages = max(1, ahead_pages)
+    # A longer ring leaves less room for heads, so that tails, and with them the ring, grow: until one holds the other.
+    least_pages = 1
+    while True:
+        tails = chosen.tails_beside(budget_pages - least_pages)
+        if tails is None:
+            return None
+        load_pages = max((reading_load(method, tails) for method in chosen.methods), default=0)
+        if load_pages <= least_pages:
+            break
+        least_pages = load_pages
+    best: tuple[int, _Laps] | None = None
+    step = max(1, ahead_pages // LAP_TRIALS)
+    for ring_pages in range(least_pages + ahead_pages, least_pages + 3 * ahead_pages, step):
+        tails = chosen.tails_beside(budget_pages - ring_pages)
+        if tails is None:
+            break
+        streamed = streaming_tails(chosen, tails)
+        kept = {name: tail for name, tail in tails.items() if tail}
+        lost = max((lost_pages(method, kept, ring_pages) for method in streamed.methods), default=0)
+        lacking = max(0, least_pages + ahead_pages - (ring_pages - lost))
+        cost = streamed.cost_bytes(kept) + lacking * page_bytes
+        if best is not None and cost >= best[0]:
+            continue
+        laid = [lay_in_laps(method, kept, ring_pages, page_bytes) for method in streamed.methods]
+        if all(stays is not None for stays in laid):
+            whole = tuple(stays for stays in laid if stays is not None)
+            best = cost, _Laps(streamed, kept, whole, ring_pages)
+    return best
 
 
 def _worst(placed: _Placed) -> tuple[str | None, int | None, tuple[str, ...]]:

@@ -116,6 +116,24 @@ class Streaming:
                 low = middle + 1
         return high
 
+    def tails_beside(self, resident_pages: int) -> dict[str, int] | None:
+        """The shortest tails of about equal length whose heads fit into so many pages; None if not even none do."""
+
+        def fits(pages: int) -> bool:
+            return self.resident_pages(self.level(pages)) <= resident_pages
+
+        low, high = 0, self.largest_pages
+        if not fits(high):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if fits(middle):
+                high = middle
+            else:
+                low = middle + 1
+        tails = self.level(high)
+        return self.shorten(tails, resident_pages - self.resident_pages(tails))
+
     def shorten(self, tails: Mapping[str, int], spare_pages: int) -> dict[str, int]:
         """Tails cut further by as many pages in all: each page saved at the head is one that no run copies again.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate, islice
 
-from penstock.plan.stays import MethodArcs
+from penstock.plan.stays import LaidStay, MethodArcs, Part
 
 # Where to cut the cycle is a guess; several are tried, those with the least load first. More where it costs little.
 CUTS_AT_LEAST, CUTS_AT_MOST = 8, 64
@@ -134,3 +134,35 @@ def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int, below_p
     if below_pages is not None and page_count >= below_pages:
         return None
     return Colouring(page_count, tuple(map(tuple, extents)))
+
+
+def reading_load(method: MethodArcs, pages: Mapping[str, int]) -> int:
+    """The most pages that one step finds in place: between first and last reader, without any copy ahead."""
+    return peak_load(replace(method, arcs=tuple(replace(arc, begin_step=arc.first_step) for arc in method.arcs)), pages)
+
+
+def lay_coloured(method: MethodArcs, coloured: Colouring) -> tuple[LaidStay, ...]:
+    """Each stay in one part, which waits for the last reader of anything its pages held before.
+
+    A stay that has a page to itself finds its own copy of the run before there, and waits for its own last reader.
+    """
+    count = method.step_count
+    pages_of = [
+        tuple(page for first, length in extents for page in range(first, first + length))
+        for extents in coloured.extents
+    ]
+    blocked = [0] * len(method.arcs)
+    ended = [0] * coloured.page_count
+    order = sorted(range(len(method.arcs)), key=lambda index: method.arcs[index].begin_step % count)
+    # The first round only leaves the ends; the second finds them all, a run later.
+    for run in (0, 1):
+        for index in order:
+            arc = method.arcs[index]
+            runs_later = run - arc.begin_step // count
+            blocked[index] = max(ended[page] for page in pages_of[index]) - runs_later * count
+            for page in pages_of[index]:
+                ended[page] = arc.end_step + runs_later * count
+    return tuple(
+        LaidStay(pages, (Part(0, len(pages), arc.begin_step, until),))
+        for arc, pages, until in zip(method.arcs, pages_of, blocked, strict=True)
+    )

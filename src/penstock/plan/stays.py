@@ -39,6 +39,26 @@ class MethodArcs:
     always: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Pages of a stay that are copied together, counted from the first that streams."""
+
+    first_page: int
+    page_count: int
+    # The step before which the copy is issued, and the step of the last reader of what was in the pages before. Both
+    # count from the run of the stay's first access, and are negative in the run before.
+    begin_step: int
+    blocked_until: int
+
+
+@dataclass(frozen=True)
+class LaidStay:
+    """A stay with its ring pages, in the order of its bytes, and the parts in which they are copied."""
+
+    pages: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
 def method_arcs(schedule: Schedule, streamed: Collection[str]) -> MethodArcs:
     """The shortest arcs that still overlap copies with steps, when the weights in `streamed` (none empty) stream."""
     count = len(schedule.steps)
@@ -90,12 +110,13 @@ def look_ahead(method: MethodArcs, pages: Mapping[str, int], ahead_pages: int) -
     return replace(method, arcs=tuple(arcs))
 
 
-def issue_position(first_steps: Sequence[int], arc: Arc, step_count: int) -> int:
-    """The first position fetched once the arc has begun; the number of positions is the end of the run.
+def issue_position(first_steps: Sequence[int], begin_step: int, step_count: int) -> int:
+    """The first position fetched for this step or a later one; the number of positions is the end of the run.
 
-    Where the arc begins in the run before, the position is of that run, and comes after the arc's own first access.
+    What begins with a run is issued at the end of the one before, which may be long before it. Where the step is of the
+    run before, so is the position, and comes after the stay's own first access.
     """
-    return bisect_left(first_steps, arc.begin_step % step_count)
+    return bisect_left(first_steps, begin_step % step_count) if begin_step else len(first_steps)
 
 
 def _begin_steps(schedule: Schedule, streamed: Collection[str]) -> list[int]:

@@ -39,7 +39,7 @@ class Arrangement:
         """The weight of a copy, as the core numbers copies."""
         if self.plan is None:
             return self.program.weights[index].name
-        return self.plan.methods[method_index].stays[index].weight
+        return self.plan.methods[method_index].copies[index].piece.weight
 
 
 class Policy(ABC):

@@ -33,10 +33,14 @@ def _plan(plan: Plan, offsets: Mapping[str, int]) -> Iterator[int]:
 def _pieces(pieces: Sequence[Piece], offsets: Mapping[str, int]) -> Iterator[int]:
     yield len(pieces)
     for piece in pieces:
-        yield offsets[piece.weight] + piece.weight_offset_bytes
-        yield piece.nbytes
-        yield piece.range_index
-        yield piece.range_offset_bytes
+        yield from _piece(piece, offsets)
+
+
+def _piece(piece: Piece, offsets: Mapping[str, int]) -> Iterator[int]:
+    yield offsets[piece.weight] + piece.weight_offset_bytes
+    yield piece.nbytes
+    yield piece.range_index
+    yield piece.range_offset_bytes
 
 
 def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
@@ -50,25 +54,16 @@ def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
         yield placement.range_offset_bytes
         yield -1 if placement.stay is None else placement.stay
     for stay in method.stays:
-        yield stay.issue_before
-        yield -1 if stay.wait_step is None else stay.wait_step
+        yield stay.nbytes
         yield stay.last_step
-        yield from _pieces(stay.pieces, offsets)
-    entering = entering_stays(method)
-    yield len(entering)
-    yield from entering
-
-
-def entering_stays(method: MethodPlan) -> list[int]:
-    """Indices of the stays that are in place when a run begins, in the order in which that run needs them."""
-
-    def first_access_of_run(index: int) -> int:
-        stay = method.stays[index]
-        # What comes before the end belongs to the run that issued the copy.
-        return min(stay.accesses)
-
-    crossing = [index for index, stay in enumerate(method.stays) if stay.crosses_end]
-    return sorted(crossing, key=first_access_of_run)
+    yield len(method.copies)
+    for copy in method.copies:
+        yield copy.stay
+        yield copy.issue_before
+        yield -1 if copy.wait_step is None else copy.wait_step
+        yield from _piece(copy.piece, offsets)
+    yield len(method.entering)
+    yield from method.entering
 
 
 def lru_numbers(

@@ -36,7 +36,7 @@ class Span:
     lane: str
     run: int
     method_index: int
-    # The step, or the stay (under policy="lru": the weight).
+    # The step, or the copy (under policy="lru": the weight).
     index: int
     nbytes: int
     begin_ns: int

@@ -1,0 +1,207 @@
+"""What is measured, as plain data, and what follows from it: rates, bounds, comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Eager and compiled kernels round bf16 differently, layer after layer; what is above this is another result.
+WRONG_ABOVE = 0.05
+
+RAN, MISSING, FAILED, REPEATED = "ran", "missing", "failed", "repeated"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds per forward, one figure per round."""
+
+    seconds: tuple[float, ...]
+    runs_per_round: int
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """From the fastest to the slowest round, as a part of the median."""
+        return (max(self.seconds) - min(self.seconds)) / self.median_s
+
+
+@dataclass(frozen=True)
+class Memory:
+    # The figure that the table shows, and where it comes from.
+    peak_bytes: int | None
+    peak_source: str
+    # The least free memory of the whole device while loading and running, against what was free before.
+    driver_peak_bytes: int | None
+    # torch.cuda.max_memory_allocated: what torch's own allocator gave out.
+    torch_peak_bytes: int | None
+    # Module.device_memory: what this project held for weights.
+    weights_peak_bytes: int | None
+    # VmHWM of the process. Memory that a driver pins may not be in it.
+    host_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Per forward, once warm."""
+
+    bytes_streamed: int | None
+    # "counted" while running, or "by construction": known from what the system does.
+    source: str
+    planned_bytes: int | None = None
+    copies: int | None = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    # Against the resident eager model, for every output that was kept: back to back runs, and one synchronised.
+    relative_errors: tuple[float, ...]
+    equal_to_eager: bool
+    # To the bit, against the same compiled program with every weight resident; None for other systems.
+    equal_to_resident: bool | None
+
+    @property
+    def wrong(self) -> bool:
+        # Written so that a NaN is wrong.
+        return not all(error <= WRONG_ABOVE for error in self.relative_errors)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system at one number of tokens and one budget."""
+
+    system: str
+    tokens: int
+    status: str
+    # Why it did not run; empty when it did.
+    reason: str = ""
+    budget_fraction: float | None = None
+    budget_bytes: int | None = None
+    floor_bytes: int | None = None
+    # Made only to compare with a peer at its footprint.
+    for_comparison: bool = False
+    load_s: float | None = None
+    back_to_back: Samples | None = None
+    synchronised: Samples | None = None
+    traffic: Traffic | None = None
+    memory: Memory | None = None
+    outputs: Outputs | None = None
+
+    @property
+    def time_s(self) -> float:
+        assert self.back_to_back is not None
+        return self.back_to_back.median_s
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What a row says once link, weights and the resident time are known."""
+
+    bytes_per_s: float | None
+    # max(resident time, (weights - budget) / link); for a system without a budget, its peak stands for it.
+    bound_s: float | None
+    percent_of_bound: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A peer against the planned mode at the larger of the peer's peak and our floor."""
+
+    peer: str
+    tokens: int
+    peer_peak_bytes: int
+    peer_s: float
+    peer_wrong: bool
+    budget_bytes: int
+    our_peak_bytes: int | None
+    our_s: float
+
+    @property
+    def times_faster(self) -> float:
+        return self.peer_s / self.our_s
+
+
+@dataclass(frozen=True)
+class Yardsticks:
+    weight_bytes: int
+    link_bytes_per_s: float
+    # Seconds per forward of the compiled program with every weight resident, by tokens.
+    resident_s: dict[int, float]
+
+
+def derive(row: Row, yardsticks: Yardsticks) -> Derived:
+    if row.status != RAN:
+        return Derived(None, None, None)
+    streamed = row.traffic.bytes_streamed if row.traffic else None
+    budget = row.budget_bytes
+    if budget is None and row.memory is not None:
+        budget = row.memory.peak_bytes
+    resident_s = yardsticks.resident_s.get(row.tokens)
+    bound_s = None
+    if budget is not None and resident_s is not None:
+        bound_s = max(resident_s, (yardsticks.weight_bytes - budget) / yardsticks.link_bytes_per_s)
+    return Derived(
+        bytes_per_s=None if streamed is None else streamed / row.time_s,
+        bound_s=bound_s,
+        percent_of_bound=None if bound_s is None else 100 * bound_s / row.time_s,
+    )
+
+
+def compare(peers: Iterable[Row], ours: Sequence[Row]) -> list[Comparison]:
+    """`ours` are rows of the planned mode; a peer without one at its budget is left out."""
+    found = []
+    for peer in peers:
+        if peer.status != RAN or peer.memory is None or peer.memory.peak_bytes is None or peer.outputs is None:
+            continue
+        peak_bytes = peer.memory.peak_bytes
+        row = at_footprint(ours, peer.tokens, peak_bytes)
+        if row is None or row.budget_bytes is None:
+            continue
+        found.append(
+            Comparison(
+                peer=peer.system,
+                tokens=peer.tokens,
+                peer_peak_bytes=peak_bytes,
+                peer_s=peer.time_s,
+                peer_wrong=peer.outputs.wrong,
+                budget_bytes=row.budget_bytes,
+                our_peak_bytes=row.memory.peak_bytes if row.memory else None,
+                our_s=row.time_s,
+            )
+        )
+    return found
+
+
+def at_footprint(ours: Sequence[Row], tokens: int, peak_bytes: int) -> Row | None:
+    """The row that was made for that footprint: the largest budget within it, or the floor where that is larger."""
+    ran = [
+        r for r in ours if r.tokens == tokens and r.status == RAN and r.budget_bytes is not None and r.for_comparison
+    ]
+    within = [r for r in ran if (r.budget_bytes or 0) <= max(peak_bytes, r.floor_bytes or 0)]
+    return max(within, key=lambda r: r.budget_bytes or 0, default=None)
+
+
+def row_from_json(data: dict[str, Any]) -> Row:
+    kinds: dict[str, Any] = {
+        "back_to_back": Samples,
+        "synchronised": Samples,
+        "traffic": Traffic,
+        "memory": Memory,
+        "outputs": Outputs,
+    }
+
+    def part(name: str, value: Any) -> Any:
+        if name not in kinds or value is None:
+            return value
+        return kinds[name](**{key: tuple(held) if isinstance(held, list) else held for key, held in value.items()})
+
+    return Row(**{name: part(name, value) for name, value in data.items()})
+
+
+def row_to_json(row: Row) -> dict[str, Any]:
+    return dataclasses.asdict(row)

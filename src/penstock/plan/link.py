@@ -1,0 +1,57 @@
+"""The link, host to device, as two numbers: what a copy costs by itself, and what its bytes cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    bytes_per_s: float
+    # What every copy takes however few its bytes: the reason why few large copies beat many small ones.
+    copy_latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and math.isfinite(self.bytes_per_s)):
+            raise ValueError(f"the link's bytes_per_s is {self.bytes_per_s}; it must be positive and finite")
+        if not (self.copy_latency_s >= 0 and math.isfinite(self.copy_latency_s)):
+            raise ValueError(f"the link's copy_latency_s is {self.copy_latency_s}; it must be finite and not negative")
+
+    def copy_s(self, nbytes: int) -> float:
+        """How long one copy keeps the link busy."""
+        return self.copy_latency_s + nbytes / self.bytes_per_s
+
+
+def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
+    """The link that explains measured copies (nbytes, seconds): exactly for two sizes, by least squares for more.
+
+    What is made small is the relative error. Of absolute errors the largest copies would have by far the largest, and
+    the latency, which only small copies show, would be whatever suits them.
+    """
+    sizes = sorted({nbytes for nbytes, _ in samples})
+    if len(sizes) < 2:
+        raise ValueError(f"a link is fitted to copies of at least two sizes, got {sizes}")
+    for nbytes, seconds in samples:
+        if nbytes < 0 or not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"a copy of {nbytes} bytes in {seconds} s is no measurement")
+    weights = [1 / seconds**2 for _, seconds in samples]
+    total = math.fsum(weights)
+    mean_bytes = math.fsum(w * nbytes for w, (nbytes, _) in zip(weights, samples, strict=True)) / total
+    mean_s = math.fsum(w * seconds for w, (_, seconds) in zip(weights, samples, strict=True)) / total
+    covariance = math.fsum(
+        w * (nbytes - mean_bytes) * (seconds - mean_s) for w, (nbytes, seconds) in zip(weights, samples, strict=True)
+    )
+    variance = math.fsum(w * (nbytes - mean_bytes) ** 2 for w, (nbytes, _) in zip(weights, samples, strict=True))
+    if covariance <= 0:
+        raise ValueError(f"copies of {sizes[0]} to {sizes[-1]} bytes do not take longer the larger they are")
+    s_per_byte = covariance / variance
+    latency_s = mean_s - s_per_byte * mean_bytes
+    if latency_s < 0:
+        # No copy takes less than no time: of the links without latency, the best.
+        latency_s = 0.0
+        s_per_byte = math.fsum(nbytes / seconds for nbytes, seconds in samples) / math.fsum(
+            (nbytes / seconds) ** 2 for nbytes, seconds in samples
+        )
+    return Link(1 / s_per_byte, latency_s)
