@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ def report(bench: Bench, prepared: dict[str, Any], rows: Sequence[Row]) -> int:
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     result = {
         "date": date,
-        "command": sys.argv[1:],
+        "command": shlex.join(["python", "-m", "bench.suite", *sys.argv[1:]]),
         "device": bench.device,
         "environment": prepared["environment"],
         "model": dataclasses.asdict(bench.shape) | {"dtype": "bfloat16", "weight_bytes": prepared["weight_bytes"]},

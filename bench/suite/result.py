@@ -40,7 +40,7 @@ class Memory:
     driver_peak_bytes: int | None
     # torch.cuda.max_memory_allocated: what torch's own allocator gave out.
     torch_peak_bytes: int | None
-    # Module.device_memory: what this project held for weights.
+    # What the system says it held for weights: for our modes Module.device_memory.
     weights_peak_bytes: int | None
     # VmHWM of the process. Memory that a driver pins may not be in it.
     host_peak_bytes: int

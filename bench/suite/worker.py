@@ -139,7 +139,7 @@ def _memory(facts: Facts, meter: measure.DeviceMeter | None, device: str) -> Mem
     if meter is None:
         return Memory(
             peak_bytes=facts.weights_peak_bytes,
-            peak_source="unknown" if facts.weights_peak_bytes is None else "module",
+            peak_source="unknown" if facts.weights_peak_bytes is None else "weights alone",
             driver_peak_bytes=None,
             torch_peak_bytes=None,
             weights_peak_bytes=facts.weights_peak_bytes,
@@ -162,9 +162,9 @@ def _compare(system: System, setting: Setting, outputs: Sequence[Tensor]) -> Out
     for yardstick in (REFERENCE, RESIDENT):
         if system is yardstick:
             torch.save(kept[-1], _stored(setting, yardstick))
-    reference = torch.load(_stored(setting, REFERENCE))
+    reference = torch.load(_stored(setting, REFERENCE), map_location="cpu")
     norm = reference.double().norm()
-    resident = torch.load(_stored(setting, RESIDENT)) if system.ours else None
+    resident = torch.load(_stored(setting, RESIDENT), map_location="cpu") if system.ours else None
     return Outputs(
         relative_errors=tuple(float((output.double() - reference.double()).norm() / norm) for output in kept),
         equal_to_eager=all(torch.equal(output, reference) for output in kept),

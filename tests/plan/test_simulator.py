@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from penstock.plan.bound import lower_bound_s
 from penstock.plan.link import Link, fit_link
 from penstock.plan.plan import Copy, MethodPlan, Piece, Placement, Stay
+from penstock.plan.planner import full_bytes, make_plan
 from penstock.plan.simulator import Span, Timing, simulate
 from penstock.schedule import Schedule, Step
-from tests.plan.test_floor import chain
+from tests.plan.test_floor import PAGE, chain, llama_3_8b
 
 # A copy of 100 bytes takes ten seconds.
 LINK = Link(bytes_per_s=10)
 
 
 def by_hand(
-    steps: str,
+    steps: Sequence[str],
     stays: Sequence[tuple[int, ...]],
     copies: Sequence[tuple[int, int, int, int | None]],
 ) -> tuple[MethodPlan, Schedule]:
@@ -73,7 +74,7 @@ def ring(slots: Sequence[int | None], nbytes: Sequence[int], late: Sequence[int]
         stays.append((position,))
     # As the planner does: of copies issued together, what is read in this run comes first.
     copies.sort(key=lambda copy: (copy[2], stays[copy[0]][0] + count * (stays[copy[0]][0] < copy[2])))
-    return by_hand("abcdefghijklmnop"[:count], stays, copies)
+    return by_hand([f"w{position}" for position in range(count)], stays, copies)
 
 
 # ---- by hand
@@ -183,6 +184,15 @@ def test_a_step_that_fetches_nothing_follows_the_step_before() -> None:
     assert begins == [0, 1, 3, 10]
 
 
+def test_ten_thousand_accesses() -> None:
+    # Of every four weights one is resident, and the ring has seven places.
+    slots = [None if position % 4 == 3 else position % 7 for position in range(10_000)]
+    plan, schedule = ring(slots, [100 + position % 13 for position in range(10_000)])
+    timing = simulate(plan, schedule, step_s=[1] * 10_000, link=LINK)
+    assert timing.settled and timing.bytes_streamed == sum(copy.piece.nbytes for copy in plan.copies) > 750_000
+    assert timing.run_s == pytest.approx(timing.bytes_streamed / LINK.bytes_per_s, rel=1e-6)
+
+
 # ---- when it has come to repeat itself
 
 
@@ -260,7 +270,7 @@ def test_what_does_not_belong_together_is_refused() -> None:
         simulate(plan, schedule, step_s=[1, 1], link=LINK)
     with pytest.raises(ValueError, match="not of this schedule, which is of method 'decode'"):
         simulate(plan, chain(*"abc", method="decode"), step_s=[1] * 3, link=LINK)
-    with pytest.raises(ValueError, match=r"access 2 \('c'\) reads a stay without a copy"):
+    with pytest.raises(ValueError, match=r"access 2 \('w2'\) reads a stay without a copy"):
         simulate(dataclasses.replace(plan, copies=plan.copies[:-1]), schedule, step_s=[1] * 3, link=LINK)
 
 
@@ -377,12 +387,58 @@ def test_everything_begins_when_the_last_thing_it_waits_for_has_ended(case: Case
         assert span.begin_s == max(waits)
 
 
+# ---- the planner's plans
+
+H200 = Link(55.4e9, copy_latency_s=2.8e-6)
+
+
+def llama_runs(percents: Sequence[int], bytes_read_per_s: float) -> list[tuple[Timing, float, float]]:
+    """By budget: the timing, the time of the steps alone and the bound. A step is as long as its weights are large."""
+    schedule, weights = llama_3_8b(fused_norms=True)
+    weight_of = {access.number: weights[access.weight] for access in schedule.accesses}
+    step_s = [3e-6 + sum(weight_of[n].nbytes for n in step.accesses) / bytes_read_per_s for step in schedule.steps]
+    # An embedding is looked up, not read.
+    step_s[0] = 20e-6
+    weight_bytes = sum(weight.nbytes for weight in weights.values())
+    full = full_bytes([schedule], weights, page_bytes=PAGE)
+    runs: list[tuple[Timing, float, float]] = []
+    for percent in percents:
+        budget_bytes = full * percent // 100
+        plan = make_plan([schedule], weights, budget_bytes=budget_bytes, page_bytes=PAGE)
+        bound_s = lower_bound_s(
+            weight_bytes=weight_bytes,
+            budget_bytes=budget_bytes,
+            resident_s=sum(step_s),
+            link_bytes_per_s=H200.bytes_per_s,
+        )
+        runs.append((simulate(plan.methods[0], schedule, step_s=step_s, link=H200), sum(step_s), bound_s))
+    return runs
+
+
+def test_one_token_of_llama_3_8b_takes_as_long_as_its_bytes_on_the_link() -> None:
+    times: list[float] = []
+    for timing, _, bound_s in llama_runs((15, 25, 50, 75, 90), bytes_read_per_s=3.2e12):
+        streamed_s = timing.bytes_streamed / H200.bytes_per_s
+        assert timing.settled and bound_s <= streamed_s < timing.link_busy_s <= timing.run_s * (1 + 1e-9)
+        assert timing.run_s <= 1.02 * streamed_s and timing.link_utilisation > 0.99
+        assert timing.cold_run_s >= timing.run_s * (1 - 1e-9)
+        times.append(timing.run_s)
+    assert times == sorted(times, reverse=True)
+
+
+def test_two_thousand_tokens_take_as_long_as_their_steps_where_little_streams() -> None:
+    for timing, computing_s, bound_s in llama_runs((95, 99, 100), bytes_read_per_s=0.33e12):
+        assert timing.settled and bound_s == computing_s <= timing.run_s * (1 + 1e-9) <= 1.002 * computing_s
+        assert timing.stall_s <= 0.002 * computing_s
+    assert timing.bytes_streamed == 0 and timing.run_s == pytest.approx(computing_s)
+
+
 # ---- the link
 
 
 def test_two_copies_make_a_link_exactly() -> None:
     link = fit_link([(100, 12.0), (300, 32.0)])
-    assert (link.bytes_per_s, link.copy_latency_s) == (pytest.approx(10), pytest.approx(2))
+    assert link.bytes_per_s == pytest.approx(10) and link.copy_latency_s == pytest.approx(2)
 
 
 def test_a_link_is_fitted_to_copies_of_all_sizes() -> None:

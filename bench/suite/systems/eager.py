@@ -13,7 +13,8 @@ from bench.suite.systems.system import Facts, Opened, Setting, System
 @contextmanager
 def _open(setting: Setting) -> Iterator[Opened]:
     model = load(setting.shape, setting.weights_path, lambda tensor: tensor.to(setting.device))
-    yield Opened(model, lambda: Facts(Traffic(0, "by construction")))
+    facts = Facts(Traffic(0, "by construction"), weights_peak_bytes=sum(p.nbytes for p in model.parameters()))
+    yield Opened(model, lambda: facts)
 
 
 EAGER = System("eager", "PyTorch eager, resident", _open)

@@ -24,7 +24,9 @@ LOOKAHEAD_PART = 32
 LOOKAHEAD_PART_OF_STREAM = 96
 
 # How many lengths of the ring are tried within the lookahead: a run should come out near a whole number of laps.
-LAP_TRIALS = 32
+LAP_TRIALS = 8
+# Laps that cost no more than 100/80 of the least that anything can are good enough not to look further.
+LAPS_GOOD_PART = 80
 
 # How often a choice whose load fits may turn out not to fit once its stays have pages, before the floor's is taken.
 ATTEMPTS = 24
@@ -52,6 +54,12 @@ class _Laps:
     tails: Mapping[str, int]
     laid: tuple[tuple[LaidStay, ...], ...]
     ring_pages: int
+    # A bound: no choice at this budget costs less.
+    least_bytes: int = 0
+
+    @property
+    def cost_bytes(self) -> int:
+        return self.chosen.cost_bytes(self.tails)
 
 
 @dataclass(frozen=True)
@@ -75,57 +83,73 @@ class _Placed:
         return self.total_pages, self.chosen.cost_bytes(self.tails)
 
 
+class Planner:
+    """The plans of one program at different budgets: what they have in common is worked out once."""
+
+    def __init__(self, schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> None:
+        # Refuses page sizes and schedules that break their own rules.
+        floor.floor_bytes(schedules, weights, granularity_bytes=page_bytes)
+        self._demand = Demand.of(schedules, weights, page_bytes)
+        self._choices = [streaming(self._demand, names) for names in size_classes(self._demand)]
+        self._lowest = _lowest(self._choices)
+        self._page_bytes = page_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget that `plan` accepts."""
+        return self._lowest.total_pages * self._page_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """Device bytes of the plan that streams nothing. A larger budget buys nothing."""
+        return self._demand.held_pages(self._demand.nbytes) * self._page_bytes
+
+    def floor(self) -> FloorPlan:
+        plan = _assemble(self._lowest)
+        method, step_index, names = _worst(self._lowest)
+        return FloorPlan(
+            floor_bytes=self.floor_bytes,
+            plan=plan,
+            resident_bytes=plan.resident_bytes,
+            ring_bytes=plan.ring_bytes,
+            method=method,
+            step_index=step_index,
+            weights=names,
+        )
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The plan that moves the least within the budget. Raises BelowFloorError where none is safe and overlaps."""
+        if budget_bytes < self.floor_bytes:
+            raise BelowFloorError(
+                f"the budget is {budget_bytes} bytes, but the floor is {self.floor_bytes} bytes: "
+                f"{_reason(self._lowest)}",
+                budget_bytes=budget_bytes,
+                floor_bytes=self.floor_bytes,
+            )
+        if budget_bytes >= self.full_bytes:
+            return _assemble(_place(streaming(self._demand, ()), {}))
+        budget_pages = budget_bytes // self._page_bytes
+        laps = _best_laps(self._choices, budget_pages)
+        if laps is not None and laps.cost_bytes * LAPS_GOOD_PART <= laps.least_bytes * 100:
+            return _assemble_laps(laps)
+        coloured = _best(self._choices, self._lowest, budget_pages)
+        if laps is not None and laps.cost_bytes < coloured.chosen.cost_bytes(coloured.tails):
+            return _assemble_laps(laps)
+        return _assemble(_ahead(coloured, budget_pages))
+
+
 def make_plan(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, budget_bytes: int, page_bytes: int
 ) -> Plan:
-    """The plan that moves the least within the budget. Raises BelowFloorError where none is safe and still overlaps."""
-    demand = _demand(schedules, weights, page_bytes)
-    choices = [streaming(demand, names) for names in size_classes(demand)]
-    lowest = _lowest(choices)
-    budget_pages = budget_bytes // page_bytes
-    if budget_pages < lowest.total_pages:
-        raise BelowFloorError(
-            f"the budget is {budget_bytes} bytes, but the floor is {lowest.total_pages * page_bytes} bytes: "
-            f"{_reason(lowest)}",
-            budget_bytes=budget_bytes,
-            floor_bytes=lowest.total_pages * page_bytes,
-        )
-    if budget_pages >= demand.held_pages(demand.nbytes):
-        return _assemble(_place(streaming(demand, ()), {}))
-    coloured = _best(choices, lowest, budget_pages)
-    laps = _best_laps(choices, budget_pages)
-    if laps is not None and laps.chosen.cost_bytes(laps.tails) < coloured.chosen.cost_bytes(coloured.tails):
-        return _assemble_laps(laps)
-    return _assemble(_ahead(coloured, budget_pages))
+    return Planner(schedules, weights, page_bytes=page_bytes).plan(budget_bytes)
 
 
 def placed_floor(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> FloorPlan:
-    """The smallest budget that make_plan accepts."""
-    demand = _demand(schedules, weights, page_bytes)
-    lowest = _lowest([streaming(demand, names) for names in size_classes(demand)])
-    plan = _assemble(lowest)
-    method, step_index, names = _worst(lowest)
-    return FloorPlan(
-        floor_bytes=lowest.total_pages * page_bytes,
-        plan=plan,
-        resident_bytes=plan.resident_bytes,
-        ring_bytes=plan.ring_bytes,
-        method=method,
-        step_index=step_index,
-        weights=names,
-    )
+    return Planner(schedules, weights, page_bytes=page_bytes).floor()
 
 
 def full_bytes(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> int:
-    """Device bytes of the plan that streams nothing. A larger budget buys nothing."""
-    demand = _demand(schedules, weights, page_bytes)
-    return demand.held_pages(demand.nbytes) * page_bytes
-
-
-def _demand(schedules: Sequence[Schedule], weights: Mapping[str, Weight], page_bytes: int) -> Demand:
-    # Refuses page sizes and schedules that break their own rules.
-    floor.floor_bytes(schedules, weights, granularity_bytes=page_bytes)
-    return Demand.of(schedules, weights, page_bytes)
+    return Planner(schedules, weights, page_bytes=page_bytes).full_bytes
 
 
 def _place(chosen: Streaming, tails: Mapping[str, int]) -> _Placed:
@@ -261,12 +285,19 @@ def _assembled(
 
 def _best_laps(choices: Sequence[Streaming], budget_pages: int) -> _Laps | None:
     """The cheapest choice whose stays can take the ring in laps; None where none can."""
+    # The least that a choice can cost: what does not fit, once a run for each time it streams, and its copies.
+    candidates = sorted(
+        ((chosen.least_cost_bytes(budget_pages), index, chosen) for index, chosen in enumerate(_by_frequency(choices))),
+        key=lambda candidate: candidate[:2],
+    )
     best: tuple[int, _Laps] | None = None
-    for chosen in _by_frequency(choices):
+    for least_bytes, _, chosen in candidates:
+        if best is not None and least_bytes >= best[0]:
+            break
         found = _laps_of(chosen, budget_pages)
         if found is not None and (best is None or found[0] < best[0]):
             best = found
-    return None if best is None else best[1]
+    return None if best is None else replace(best[1], least_bytes=candidates[0][0])
 
 
 def _laps_of(chosen: Streaming, budget_pages: int) -> tuple[int, _Laps] | None:

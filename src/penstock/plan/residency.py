@@ -6,6 +6,7 @@ before it is resident. Equal tails keep the ring small (three tails, not three w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -98,6 +99,21 @@ class Streaming:
             if tail
         )
 
+    def least_cost_bytes(self, budget_pages: int) -> int:
+        """No tails of this choice cost less: everything that is not held streams, and the ring takes no room."""
+        streamed_pages = max(0, sum(self.whole.values()) - (budget_pages - self._held_pages))
+        # At best the weights that stream least often make up for all of it, and only as many as are needed.
+        cost = 0
+        page_bytes = self.demand.page_bytes
+        for name in sorted(self.whole, key=lambda name: (self.stays[name], -self.whole[name])):
+            if streamed_pages <= 0:
+                break
+            taken = min(self.whole[name], streamed_pages)
+            # The last page of a weight may hold next to nothing.
+            cost += self.stays[name] * (max(taken - 1, 0) * page_bytes + COPY_OVERHEAD_BYTES)
+            streamed_pages -= taken
+        return cost
+
     def lowest_level(self, budget_pages: int) -> int | None:
         """The shortest tails that fit, as far as the load tells; None if even whole weights do not."""
 
@@ -116,23 +132,39 @@ class Streaming:
                 low = middle + 1
         return high
 
+    @cached_property
+    def _sizes(self) -> tuple[list[int], list[int]]:
+        """The weights' pages in rising order, and their sums from the end: what stays at a level follows from both."""
+        sizes = sorted(self.whole.values())
+        sums = [0]
+        for size in reversed(sizes):
+            sums.append(sums[-1] + size)
+        return sizes, sums
+
+    def head_pages(self, level: int) -> int:
+        """Pages of the heads when tails are cut to this many pages: resident_pages(self.level(level)), for a level
+        above 0, less what is held whole. Quick, because planning asks for it over and over."""
+        sizes, sums = self._sizes
+        longer = len(sizes) - bisect_right(sizes, level)
+        return sums[longer] - longer * level
+
     def tails_beside(self, resident_pages: int) -> dict[str, int] | None:
         """The shortest tails of about equal length whose heads fit into so many pages; None if not even none do."""
-
-        def fits(pages: int) -> bool:
-            return self.resident_pages(self.level(pages)) <= resident_pages
-
-        low, high = 0, self.largest_pages
-        if not fits(high):
+        room_pages = resident_pages - self._held_pages
+        low, high = 1, self.largest_pages
+        if not high or self.head_pages(high) > room_pages:
             return None
         while low < high:
             middle = (low + high) // 2
-            if fits(middle):
+            if self.head_pages(middle) <= room_pages:
                 high = middle
             else:
                 low = middle + 1
-        tails = self.level(high)
-        return self.shorten(tails, resident_pages - self.resident_pages(tails))
+        return self.shorten(self.level(high), room_pages - self.head_pages(high))
+
+    @cached_property
+    def _held_pages(self) -> int:
+        return self.demand.held_pages(self.held)
 
     def shorten(self, tails: Mapping[str, int], spare_pages: int) -> dict[str, int]:
         """Tails cut further by as many pages in all: each page saved at the head is one that no run copies again.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from penstock.plan.link import Link
@@ -77,18 +77,14 @@ def simulate(
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
     streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, spans)
-    host_run_s = host_s_per_access * len(schedule.accesses) if boundary == "ahead" else 0.0
     ends: list[_RunEnd] = []
     for _ in range(runs):
         end = streams.run(boundary)
         for earlier in reversed(ends[-_LONGEST_PATTERN:]):
-            # A host slower than the device catches it up, however far ahead it still is.
-            slow_host = not end.host_bound and (end.end_s - earlier.end_s) < host_run_s * (end.run - earlier.run)
-            if end.repeats(earlier) and not slow_host:
+            if end.repeats(earlier):
                 return _timing(method, streams.link_busy_s, ends[0], earlier, end, settled=True)
         ends.append(end)
-    timing = _timing(method, streams.link_busy_s, ends[0], ends[runs // 2 - 1], ends[-1], settled=False)
-    return replace(timing, run_s=max(timing.run_s, host_run_s))
+    return _timing(method, streams.link_busy_s, ends[0], ends[runs // 2 - 1], ends[-1], settled=False)
 
 
 def _timing(
@@ -101,10 +97,10 @@ def _timing(
     settled: bool,
 ) -> Timing:
     count = end.run - earlier.run
-    # While one stream is still losing its lead on the other, the slower one tells the time.
-    run_s = max((end.end_s - earlier.end_s) / count, (end.copied_s - earlier.copied_s) / count)
+    # While one clock is still losing its lead on the others, the slowest tells the time.
+    moved_s = max(end.end_s - earlier.end_s, end.copied_s - earlier.copied_s, end.host_s - earlier.host_s)
     return Timing(
-        run_s=run_s,
+        run_s=moved_s / count,
         cold_run_s=cold.end_s,
         stall_s=(end.stalled_s - earlier.stalled_s) / count,
         link_busy_s=link_busy_s,
@@ -121,9 +117,9 @@ class _RunEnd:
     end_s: float
     copied_s: float
     stalled_s: float
-    # Whether anything in the run waited for the host, and the moment at which it is done with the run.
-    host_bound: bool
     host_s: float
+    # How often, so far, a copy or a step waited for nothing but the host.
+    host_waits: int
     step_ends_s: tuple[float, ...]
     stays_ready_s: tuple[float, ...]
 
@@ -135,9 +131,10 @@ class _RunEnd:
         def same(now_s: float, then_s: float) -> bool:
             return abs(now_s - then_s - shift_s) <= tolerance_s
 
+        # A host that nothing has waited for since, and that gets further ahead, will never be waited for.
+        host_gains = self.host_waits == earlier.host_waits and self.host_s - earlier.host_s < shift_s
         return (
-            self.host_bound == earlier.host_bound
-            and (not self.host_bound or same(self.host_s, earlier.host_s))
+            (host_gains or same(self.host_s, earlier.host_s))
             and all(map(same, self.stays_ready_s, earlier.stays_ready_s))
             and all(map(same, self.step_ends_s, earlier.step_ends_s))
         )
@@ -172,7 +169,7 @@ class _Streams:
         self.spans = spans
         self.runs = 0
         self.host_s = self.compute_s = self.copied_s = self.stalled_s = 0.0
-        self.host_bound = False
+        self.host_waits = 0
         # Overwritten as steps end and copies are issued: what is found there is of this run, or else of the last. The
         # one step more is for copies that wait for none.
         self.step_ends_s = [0.0] * (len(step_s) + 1)
@@ -204,7 +201,6 @@ class _Streams:
         return _Issue(index, copy.issue_before, link.copy_s(copy.piece.nbytes), wait_step, copy.stay)
 
     def run(self, boundary: Boundary) -> _RunEnd:
-        self.host_bound = False
         if self.runs == 0:
             self._copy(self.entering)
         compute_s = self.compute_s
@@ -217,7 +213,7 @@ class _Streams:
                 if self.stays_ready_s[stay] > begin_s:
                     begin_s = self.stays_ready_s[stay]
             self.stalled_s += begin_s - could_s
-            self.host_bound |= compute_s < launched_s == begin_s
+            self.host_waits += compute_s < launched_s == begin_s
             compute_s = begin_s + took_s
             self.step_ends_s[step] = compute_s
             if self.spans is not None:
@@ -235,8 +231,8 @@ class _Streams:
             end_s=self.compute_s,
             copied_s=self.copied_s,
             stalled_s=self.stalled_s,
-            host_bound=self.host_bound,
             host_s=self.host_s,
+            host_waits=self.host_waits,
             step_ends_s=tuple(self.step_ends_s[:-1]),
             stays_ready_s=tuple(self.stays_ready_s),
         )
@@ -249,7 +245,7 @@ class _Streams:
             issued_s = self.host_s + self.host_s_per_access * position
             if issued_s > begin_s:
                 begin_s = issued_s
-                self.host_bound = True
+                self.host_waits += 1
             copied_s = begin_s + took_s
             self.stays_ready_s[stay] = copied_s
             if self.spans is not None:

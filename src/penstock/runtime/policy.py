@@ -11,7 +11,7 @@ from penstock.budget import format_bytes
 from penstock.errors import HostMemoryError
 from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
-from penstock.plan.planner import FloorPlan, full_bytes, make_plan, placed_floor
+from penstock.plan.planner import Planner
 from penstock.program import Program
 from penstock.runtime.driver import Driver
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
@@ -73,23 +73,19 @@ class PlannedPolicy(Policy):
     is_lru = False
 
     @cached_property
-    def _floor(self) -> FloorPlan:
-        return placed_floor(self._schedules, self._weights, page_bytes=self._page_bytes)
+    def _planner(self) -> Planner:
+        return Planner(self._schedules, self._weights, page_bytes=self._page_bytes)
 
     @property
     def floor_bytes(self) -> int:
-        return self._floor.floor_bytes
-
-    @cached_property
-    def _full_bytes(self) -> int:
-        return full_bytes(self._schedules, self._weights, page_bytes=self._page_bytes)
+        return self._planner.floor_bytes
 
     @property
     def full_bytes(self) -> int:
-        return self._full_bytes
+        return self._planner.full_bytes
 
     def arrange(self, budget_bytes: int) -> Arrangement:
-        plan = make_plan(self._schedules, self._weights, budget_bytes=budget_bytes, page_bytes=self._page_bytes)
+        plan = self._planner.plan(budget_bytes)
         return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
 
 
