@@ -1,4 +1,4 @@
-"""Clocks and meters: time per forward, the device's free memory, the process's own peak."""
+"""Clocks and meters: time per forward, the link, the device's free memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -113,15 +112,3 @@ class DeviceMeter:
 
     def _free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
-
-
-def reset_host_peak() -> None:
-    """From here on VmHWM counts anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def host_peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no line VmHWM")

@@ -43,7 +43,7 @@ def llama3_8b(layers: int) -> ModelShape:
 
 def small(layers: int) -> ModelShape:
     """For machines without a GPU: the same graph, in kilobytes."""
-    return ModelShape(hidden=256, ff=512, layers=layers, heads=4, kv_heads=2)
+    return ModelShape(hidden=128, ff=256, layers=layers, heads=4, kv_heads=2)
 
 
 class Block(nn.Module):

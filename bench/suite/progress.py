@@ -53,4 +53,4 @@ class Progress:
         for row in rows:
             told = f"{row.time_s * 1e3:.2f} ms" if row.status == RAN else f"{row.status}: {row.reason}"
             budget = "" if row.budget_bytes is None else f", budget {row.budget_bytes} bytes"
-            print(f"{system.title}, {row.tokens} tokens{budget}: {told}", file=sys.stderr, flush=True)
+            print(f"{system.title}, tokens {row.tokens}{budget}: {told}", file=sys.stderr, flush=True)

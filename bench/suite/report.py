@@ -29,6 +29,7 @@ def report(bench: Bench, prepared: dict[str, Any], rows: Sequence[Row]) -> int:
         [row for row in rows if not SYSTEMS[row.system].ours], [row for row in rows if row.system == PLANNED.name]
     )
     titles = {name: system.title for name, system in SYSTEMS.items()}
+    not_asked_for = [name for name in SYSTEMS if name not in {row.system for row in rows}]
     no_plots = plots_missing()
     plots = [] if no_plots else plot(rows, yardsticks, titles, bench.folder)
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -41,10 +42,15 @@ def report(bench: Bench, prepared: dict[str, Any], rows: Sequence[Row]) -> int:
         "link": prepared["link"],
         "rows": [row_to_json(row) | {"derived": dataclasses.asdict(derive(row, yardsticks))} for row in rows],
         "comparisons": [dataclasses.asdict(c) | {"times_faster": c.times_faster} for c in comparisons],
+        "not_asked_for": not_asked_for,
         "plots": {"files": [path.name for path in plots], "missing": no_plots},
     }
     (bench.folder / "result.json").write_text(json.dumps(result, indent=1))
-    text = _heading(bench, prepared, date, no_plots) + markdown(rows, comparisons, yardsticks, titles)
+    text = (
+        _heading(bench, prepared, date)
+        + _notes(no_plots, not_asked_for)
+        + markdown(rows, comparisons, yardsticks, titles)
+    )
     (bench.folder / "table.md").write_text(text)
     print(text)
     return int(any(_is_bad(row) for row in rows))
@@ -58,7 +64,7 @@ def _is_bad(row: Row) -> bool:
     return row.status == FAILED or wrong
 
 
-def _heading(bench: Bench, prepared: dict[str, Any], date: str, no_plots: str) -> str:
+def _heading(bench: Bench, prepared: dict[str, Any], date: str) -> str:
     environment, link, shape = prepared["environment"], prepared["link"], bench.shape
     device = environment["gpu"] or f"CPU ({environment['machine']}, {environment['cpus']} cores)"
     driver = f"{environment['driver']}; " if environment["driver"] else ""
@@ -68,5 +74,11 @@ def _heading(bench: Bench, prepared: dict[str, Any], date: str, no_plots: str) -
         f"{shape.layers} layers, hidden {shape.hidden}, feed-forward {shape.ff}, {shape.kv_heads} KV heads, bf16, "
         f"{prepared['weight_bytes']} bytes of weights. Link: {link['bytes_per_s'] / 1e9:.1f} GB/s ({link['how']}).\n"
         "Bound: the larger of the all-resident time and (weights - budget) / link; without a budget, a system's peak "
-        "stands for it.\n" + (f"Plots were not made: {no_plots}.\n" if no_plots else "") + "\n"
+        "stands for it.\n"
     )
+
+
+def _notes(no_plots: str, not_asked_for: Sequence[str]) -> str:
+    plots = f"Plots were not made: {no_plots}.\n" if no_plots else ""
+    systems = f"Not asked for: {', '.join(not_asked_for)}.\n" if not_asked_for else ""
+    return plots + systems + "\n"

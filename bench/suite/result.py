@@ -42,8 +42,6 @@ class Memory:
     torch_peak_bytes: int | None
     # What the system says it held for weights: for our modes Module.device_memory.
     weights_peak_bytes: int | None
-    # VmHWM of the process. Memory that a driver pins may not be in it.
-    host_peak_bytes: int
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,10 @@ class Row:
     synchronised: Samples | None = None
     traffic: Traffic | None = None
     memory: Memory | None = None
+    # The most resident pages of the process (VmHWM). Memory that the driver pins may not be in it.
+    host_peak_bytes: int | None = None
+    # False: the kernel's mark could not be reset, and the peak is since the process began.
+    host_mark_was_reset: bool | None = None
     outputs: Outputs | None = None
 
     @property

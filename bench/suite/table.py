@@ -61,7 +61,7 @@ def _cells(row: Row, yardsticks: Yardsticks, titles: Mapping[str, str]) -> list[
         "unknown" if derived.bound_s is None else _ms(derived.bound_s),
         "unknown" if derived.percent_of_bound is None else f"{derived.percent_of_bound:.0f}%",
         "unknown" if row.memory.peak_bytes is None else f"{_gb(row.memory.peak_bytes)} {row.memory.peak_source}",
-        _gb(row.memory.host_peak_bytes),
+        "unknown" if row.host_peak_bytes is None else _gb(row.host_peak_bytes),
         _output(row),
     ]
 

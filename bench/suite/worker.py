@@ -24,6 +24,7 @@ from bench.suite.model import ModelShape, inputs
 from bench.suite.result import FAILED, RAN, REPEATED, Memory, Outputs, Row, row_to_json
 from bench.suite.systems import REFERENCE, RESIDENT, SYSTEMS
 from bench.suite.systems.system import Facts, Setting, System
+from penstock.export.peak import PeakMeter
 
 # Kept from runs that follow each other without a wait: a copy that comes too late shows only there.
 KEPT_OUTPUTS = 4
@@ -68,8 +69,11 @@ def _row(
         for_comparison=configuration["for_comparison"],
     )
     try:
-        with torch.no_grad():
-            return _measure(system, setting, empty, meter, measured)
+        with torch.no_grad(), PeakMeter(setting.device) as host:
+            row = _measure(system, setting, empty, meter, measured)
+        return replace(
+            row, host_peak_bytes=host.peaks.host_peak_bytes, host_mark_was_reset=host.peaks.host_mark_was_reset
+        )
     except Exception as error:
         # One configuration's failure is a row of the table; the next ones are still tried.
         traceback.print_exc()
@@ -84,7 +88,6 @@ def _measure(
     measured: dict[tuple[int, int], Row],
 ) -> Row:
     device = setting.device
-    measure.reset_host_peak()
     if meter is not None:
         meter.reset()
     x = inputs(setting.shape, setting.tokens, device)
@@ -108,13 +111,15 @@ def _measure(
                 budget_fraction=empty.budget_fraction,
                 for_comparison=empty.for_comparison,
             )
+        # Read now: the outputs that are kept below are not the system's.
+        watch.close()
+        memory = _memory(facts, meter, device)
         kept = [opened.forward(x) for _ in range(KEPT_OUTPUTS)]
         measure.synchronize(device)
         kept.append(opened.forward(x))
         measure.synchronize(device)
         outputs = _compare(system, setting, kept)
         del kept
-        watch.close()
         back_to_back = measure.time_back_to_back(lambda: opened.forward(x), device, setting.round_s)
         synchronised = measure.time_synchronised(lambda: opened.forward(x), device)
         facts = opened.facts()
@@ -127,7 +132,7 @@ def _measure(
             back_to_back=back_to_back,
             synchronised=synchronised,
             traffic=facts.traffic,
-            memory=_memory(facts, meter, device),
+            memory=memory,
             outputs=outputs,
         )
     if row.budget_bytes is not None:
@@ -143,7 +148,6 @@ def _memory(facts: Facts, meter: measure.DeviceMeter | None, device: str) -> Mem
             driver_peak_bytes=None,
             torch_peak_bytes=None,
             weights_peak_bytes=facts.weights_peak_bytes,
-            host_peak_bytes=measure.host_peak_bytes(),
         )
     driver_peak_bytes = meter.peak_bytes()
     return Memory(
@@ -152,7 +156,6 @@ def _memory(facts: Facts, meter: measure.DeviceMeter | None, device: str) -> Mem
         driver_peak_bytes=driver_peak_bytes,
         torch_peak_bytes=torch.cuda.max_memory_allocated(device),
         weights_peak_bytes=facts.weights_peak_bytes,
-        host_peak_bytes=measure.host_peak_bytes(),
     )
 
 

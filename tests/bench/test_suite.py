@@ -160,7 +160,7 @@ def test_every_sample_and_what_follows_from_it(finished: Finished) -> None:
         assert row["derived"]["bound_s"] == pytest.approx(bound_s)
         assert row["derived"]["percent_of_bound"] == pytest.approx(100 * bound_s / time_s)
         assert row["derived"]["bytes_per_s"] == pytest.approx(row["traffic"]["bytes_streamed"] / time_s)
-        assert row["memory"]["host_peak_bytes"] > weight_bytes
+        assert row["host_peak_bytes"] > weight_bytes
 
 
 def test_what_the_result_was_made_with(finished: Finished) -> None:
@@ -200,6 +200,8 @@ def test_a_resumed_run_measures_only_what_is_left(finished: Finished, tmp_path: 
     after = {row["budget_fraction"]: row["back_to_back"] for row in again.rows("lru")}
     assert {fraction for fraction in after if after[fraction] == before[fraction]} == {0.1, 1.0}
     assert set(after) == set(FRACTIONS)
+    assert again.result["not_asked_for"] == [name for name in SYSTEMS if not again.rows(name)]
+    assert "Not asked for: graph, accelerate, " in again.table
 
 
 # ---- the model
@@ -243,7 +245,7 @@ def row(
         back_to_back=Samples((time_s, time_s * 1.1, time_s * 0.9), 3),
         synchronised=Samples((time_s,), 1),
         traffic=Traffic(500, "counted"),
-        memory=Memory(peak, "driver, sampled", peak, None, None, 1000),
+        memory=Memory(peak, "driver, sampled", peak, None, None),
         outputs=Outputs(tuple(errors), equal_to_eager=False, equal_to_resident=None),
     )
 

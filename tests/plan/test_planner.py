@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from penstock.errors import BelowFloorError, ScheduleError
 from penstock.plan.assembly import NO_RANGE
+from penstock.plan.bound import lower_bound_s
+from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
+from penstock.plan.link import Link
 from penstock.plan.plan import Plan
-from penstock.plan.planner import full_bytes, make_plan, placed_floor
+from penstock.plan.planner import Planner, full_bytes, make_plan, placed_floor
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
 from tests.plan.test_floor import chain, llama_3_8b, weights_of
@@ -335,3 +338,34 @@ def test_ten_thousand_accesses() -> None:
     plan = make_plan([schedule], weights, budget_bytes=full // 3, page_bytes=PAGE)
     check_plan(plan, [schedule], weights, budget_bytes=full // 3)
     assert 0 < streamed_bytes(plan) < 4 * full
+
+
+# ---- with times
+
+
+@pytest.mark.parametrize("s_per_byte", [1 / 3e12, 1 / 4e11])
+def test_with_times_the_plan_is_the_fastest_of_those_with_more_and_more_room_ahead(s_per_byte: float) -> None:
+    """One token (kernels are short beside copies), and many (they are nearly as long)."""
+    schedule, weights = llama_3_8b(fused_norms=True)
+    planner = Planner([schedule], weights, page_bytes=PAGE)
+    link = Link(55e9, 3e-6)
+    # The embedding is gathered from, and the head computes one token however many there are.
+    slow = {name: weight.nbytes for name, weight in weights.items() if name not in ("embedding", "lm_head")}
+    times = tuple(
+        5e-6 + s_per_byte * sum(slow.get(schedule.access_by_number[number].weight, 0) for number in step.accesses)
+        for step in schedule.steps
+    )
+    calibration = Calibration(link, {"forward": times})
+    for percent in (15, 50, 75, 90):
+        budget_bytes = planner.full_bytes * percent // 100
+        plan = planner.plan(budget_bytes, calibration)
+        check_plan(plan, [schedule], weights, budget_bytes=budget_bytes)
+        seconds = planner.predicted_s(plan, calibration)
+        assert seconds <= planner.predicted_s(planner.plan(budget_bytes), calibration) * 1.001
+        bound_s = lower_bound_s(
+            weight_bytes=planner.full_bytes,
+            budget_bytes=budget_bytes,
+            resident_s=calibration.resident_s("forward"),
+            link_bytes_per_s=link.bytes_per_s,
+        )
+        assert bound_s * 0.999 <= seconds <= bound_s * 1.05

@@ -232,7 +232,7 @@ def test_the_budget_does_not_change_while_a_trace_is_open(decoder: Path, tmp_pat
         run = Watched(module)
         with module.trace(tmp_path / "trace.json"):
             play(run, SCRIPTS["decoder"][:1])
-            with pytest.raises(PenstockError, match=r"a trace to .*trace.json is being recorded; close it before"):
+            with pytest.raises(PenstockError, match=r"a trace to .*trace.json is being recorded; close it first"):
                 module.set_budget(module.floor_bytes + 64 * PAGE)
             play(run, SCRIPTS["decoder"][:1])
         assert set(runs_of(spans(tmp_path / "trace.json")["copy"])) == {1, 2}

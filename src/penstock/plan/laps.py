@@ -5,8 +5,8 @@ large, page by page: the first pages of a weight may be on their way while the k
 Where copies take longer than kernels, a ring of the largest tail and a little more keeps the link busy; the ring of the
 floor holds two steps and the next copy whatever the kernels take.
 
-Addresses are fixed, so every run begins at the first page of the ring. What is missing to a whole lap at the end of a
-run is lost to the copies that cross it.
+Addresses are fixed, so every run has its stays on the same pages, and somewhere in it the first lap begins anew: at
+the cut. What is missing there to a whole lap is lost to the copies that cross it.
 """
 
 from __future__ import annotations
@@ -22,37 +22,40 @@ PART_OF_STAY = 8
 
 
 def lay_in_laps(
-    method: MethodArcs, tails: Mapping[str, int], ring_pages: int, page_bytes: int
+    method: MethodArcs, tails: Mapping[str, int], ring_pages: int, page_bytes: int, cut: int = 0
 ) -> tuple[LaidStay, ...] | None:
-    """Pages and parts of every stay; None where a page would be needed before it is free."""
+    """Pages and parts of every stay, the first lap beginning with arc `cut`; None where a page would be needed before
+    it is free."""
     count = method.step_count
+    order = [*range(cut, len(method.arcs)), *range(cut)]
     taken = 0
-    pages_of: list[range] = []
-    for arc in method.arcs:
-        if tails[arc.weight] > ring_pages:
+    pages_of: dict[int, list[int]] = {}
+    for index in order:
+        pages = tails[method.arcs[index].weight]
+        if pages > ring_pages:
             return None
-        pages_of.append(range(taken, taken + tails[arc.weight]))
-        taken += tails[arc.weight]
-    # By ring page: the step at which the last reader of its content ends, counted from the run looked at. In the first
-    # round that is the run before; what the second finds is the steady state.
+        pages_of[index] = [number % ring_pages for number in range(taken, taken + pages)]
+        taken += pages
+    # By ring page: the step at which the last reader of its content ends, counted from one run. The first round only
+    # leaves the ends; the second, a run later, finds them all.
     ended = [-count] * ring_pages
-    laid: list[LaidStay] = []
-    for run in (0, 1):
-        for arc, sequence in zip(method.arcs, pages_of, strict=True):
-            pages = [number % ring_pages for number in sequence]
-            if run:
-                blocked = [ended[page] for page in pages]
+    laid: dict[int, LaidStay] = {}
+    for turn in (0, 1):
+        for index in order:
+            arc = method.arcs[index]
+            shift = (turn + (index < cut)) * count
+            if turn:
+                blocked = [ended[page] - shift for page in pages_of[index]]
                 if max(blocked) >= arc.first_step:
                     return None
-                laid.append(LaidStay(tuple(pages), _parts(blocked, page_bytes)))
-            for page in pages:
-                ended[page] = arc.end_step
-        ended = [step - count for step in ended] if not run else ended
-    return tuple(laid)
+                laid[index] = LaidStay(tuple(pages_of[index]), _parts(blocked, page_bytes))
+            for page in pages_of[index]:
+                ended[page] = arc.end_step + shift
+    return tuple(laid[index] for index in range(len(method.arcs)))
 
 
 def lost_pages(method: MethodArcs, tails: Mapping[str, int], ring_pages: int) -> int:
-    """What is missing to a whole lap at the end of a run."""
+    """What is missing to a whole lap at the cut."""
     return -sum(tails[arc.weight] for arc in method.arcs) % ring_pages
 
 

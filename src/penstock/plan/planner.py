@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from penstock.errors import BelowFloorError
 from penstock.plan import floor
 from penstock.plan.assembly import assemble
+from penstock.plan.calibration import Calibration
 from penstock.plan.laps import lay_in_laps, lost_pages
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Demand, Streaming, size_classes, streaming, streaming_tails
 from penstock.plan.ring import Colouring, colour, lay_coloured, loads, peak_load, reading_load, shrink
+from penstock.plan.simulator import simulate
 from penstock.plan.stays import LaidStay, look_ahead
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -25,6 +27,9 @@ LOOKAHEAD_PART_OF_STREAM = 96
 
 # How many lengths of the ring are tried within the lookahead: a run should come out near a whole number of laps.
 LAP_TRIALS = 8
+# With times at hand: the places tried for the cut, and for how many of the best rings.
+CUT_TRIALS = 8
+CUT_RINGS = 3
 # Laps that cost no more than 100/80 of the least that anything can are good enough not to look further.
 LAPS_GOOD_PART = 80
 
@@ -117,8 +122,11 @@ class Planner:
             weights=names,
         )
 
-    def plan(self, budget_bytes: int) -> Plan:
-        """The plan that moves the least within the budget. Raises BelowFloorError where none is safe and overlaps."""
+    def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
+        """The plan that takes the least time within the budget, or without a calibration the one that moves the least.
+
+        Raises BelowFloorError where no plan is safe and still overlaps.
+        """
         if budget_bytes < self.floor_bytes:
             raise BelowFloorError(
                 f"the budget is {budget_bytes} bytes, but the floor is {self.floor_bytes} bytes: "
@@ -129,13 +137,61 @@ class Planner:
         if budget_bytes >= self.full_bytes:
             return _assemble(_place(streaming(self._demand, ()), {}))
         budget_pages = budget_bytes // self._page_bytes
-        laps = _best_laps(self._choices, budget_pages)
+        if calibration is not None:
+            return self._fastest(budget_pages, calibration)
+        laps = _best_laps(self._choices, budget_pages, self._usual_ahead_pages(budget_pages))
         if laps is not None and laps.cost_bytes * LAPS_GOOD_PART <= laps.least_bytes * 100:
             return _assemble_laps(laps)
         coloured = _best(self._choices, self._lowest, budget_pages)
         if laps is not None and laps.cost_bytes < coloured.chosen.cost_bytes(coloured.tails):
             return _assemble_laps(laps)
         return _assemble(_ahead(coloured, budget_pages))
+
+    def _usual_ahead_pages(self, budget_pages: int) -> int:
+        streamed_pages = self._demand.held_pages(self._demand.nbytes) - budget_pages
+        return min(
+            LOOKAHEAD_BYTES // self._page_bytes,
+            budget_pages // LOOKAHEAD_PART,
+            streamed_pages // LOOKAHEAD_PART_OF_STREAM,
+        )
+
+    def _fastest(self, budget_pages: int, calibration: Calibration) -> Plan:
+        """Of plans with more and more room for copies to run ahead, the one whose runs take the least time.
+
+        Room costs bytes that could have been resident. How much of it pays depends on how uneven steps and copies are,
+        which only acting out tells.
+        """
+        tried: list[_Laps] = []
+        ahead_pages = 1
+        while ahead_pages <= budget_pages // 4:
+            laps = _best_laps(self._choices, budget_pages, ahead_pages)
+            if laps is None:
+                break
+            tried.append(laps)
+            ahead_pages *= 2
+        if not tried:
+            return _assemble(_ahead(_best(self._choices, self._lowest, budget_pages), budget_pages))
+
+        def seconds(plan: Plan) -> float:
+            return self.predicted_s(plan, calibration)
+
+        uncut = sorted(((_assemble_laps(laps), laps) for laps in tried), key=lambda pair: seconds(pair[0]))
+        plans = [uncut[0][0]]
+        # Where the laps begin anew, copies lose some of their lead: a long step is a bad place for that.
+        for _, laps in uncut[:CUT_RINGS]:
+            for part in range(1, CUT_TRIALS):
+                again = _cut_elsewhere(laps, part, CUT_TRIALS)
+                if again is not None:
+                    plans.append(_assemble_laps(again))
+        return min(plans, key=seconds)
+
+    def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
+        """One warm run of every method that was calibrated, back to back with others of its own."""
+        return sum(
+            simulate(method, schedule, step_s=calibration.step_s[method.method], link=calibration.link).run_s
+            for method, schedule in zip(plan.methods, self._demand.schedules, strict=True)
+            if method.method in calibration.step_s
+        )
 
 
 def make_plan(
@@ -283,8 +339,9 @@ def _assembled(
     return assemble(chosen.demand, held, tails, chosen.methods, laid, ring_pages)
 
 
-def _best_laps(choices: Sequence[Streaming], budget_pages: int) -> _Laps | None:
-    """The cheapest choice whose stays can take the ring in laps; None where none can."""
+def _best_laps(choices: Sequence[Streaming], budget_pages: int, ahead_pages: int) -> _Laps | None:
+    """The cheapest choice whose stays can take the ring in laps, so many pages longer than it must be; None where none
+    can."""
     # The least that a choice can cost: what does not fit, once a run for each time it streams, and its copies.
     candidates = sorted(
         ((chosen.least_cost_bytes(budget_pages), index, chosen) for index, chosen in enumerate(_by_frequency(choices))),
@@ -294,20 +351,28 @@ def _best_laps(choices: Sequence[Streaming], budget_pages: int) -> _Laps | None:
     for least_bytes, _, chosen in candidates:
         if best is not None and least_bytes >= best[0]:
             break
-        found = _laps_of(chosen, budget_pages)
+        found = _laps_of(chosen, budget_pages, max(1, ahead_pages))
         if found is not None and (best is None or found[0] < best[0]):
             best = found
     return None if best is None else replace(best[1], least_bytes=candidates[0][0])
 
 
-def _laps_of(chosen: Streaming, budget_pages: int) -> tuple[int, _Laps] | None:
+def _cut_elsewhere(laps: _Laps, part: int, parts: int) -> _Laps | None:
+    """The same with the laps beginning anew after so many parts of each method's stays."""
+    methods = laps.chosen.methods
+    laid = [
+        lay_in_laps(
+            method, laps.tails, laps.ring_pages, laps.chosen.demand.page_bytes, len(method.arcs) * part // parts
+        )
+        for method in methods
+    ]
+    whole = tuple(stays for stays in laid if stays is not None)
+    return replace(laps, laid=whole) if len(whole) == len(methods) else None
+
+
+def _laps_of(chosen: Streaming, budget_pages: int, ahead_pages: int) -> tuple[int, _Laps] | None:
     """The best ring for a choice, and its cost: what it moves, and what it lacks of lookahead where runs meet."""
     page_bytes = chosen.demand.page_bytes
-    streamed_pages = chosen.demand.held_pages(chosen.demand.nbytes) - budget_pages
-    ahead_pages = min(
-        LOOKAHEAD_BYTES // page_bytes, budget_pages // LOOKAHEAD_PART, streamed_pages // LOOKAHEAD_PART_OF_STREAM
-    )
-    ahead_pages = max(1, ahead_pages)
     # A longer ring leaves less room for heads, so that tails, and with them the ring, grow: until one holds the other.
     least_pages = 1
     while True:

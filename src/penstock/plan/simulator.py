@@ -22,8 +22,6 @@ from penstock.schedule import Schedule
 # graph is; the next one begins when its steps and all of its copies have ended.
 Boundary = Literal["ahead", "synchronised", "joined"]
 
-# Streams may alternate between a few patterns; a pattern of more runs than this counts as none.
-_LONGEST_PATTERN = 8
 # Of two moments, as a fraction of a run: sums of the same times in another order differ by less, anything real by more.
 _SAME = 1e-9
 
@@ -80,9 +78,8 @@ def simulate(
     ends: list[_RunEnd] = []
     for _ in range(runs):
         end = streams.run(boundary)
-        for earlier in reversed(ends[-_LONGEST_PATTERN:]):
-            if end.repeats(earlier):
-                return _timing(method, streams.link_busy_s, ends[0], earlier, end, settled=True)
+        if ends and end.repeats(ends[-1]):
+            return _timing(method, streams.link_busy_s, ends[0], ends[-1], end, settled=True)
         ends.append(end)
     return _timing(method, streams.link_busy_s, ends[0], ends[runs // 2 - 1], ends[-1], settled=False)
 
@@ -118,25 +115,23 @@ class _RunEnd:
     copied_s: float
     stalled_s: float
     host_s: float
-    # How often, so far, a copy or a step waited for nothing but the host.
-    host_waits: int
     step_ends_s: tuple[float, ...]
     stays_ready_s: tuple[float, ...]
 
-    def repeats(self, earlier: _RunEnd) -> bool:
-        """Whether the next run will be what the one after `earlier` was, only later."""
-        shift_s = self.end_s - earlier.end_s
-        tolerance_s = _SAME * shift_s / (self.run - earlier.run)
+    def repeats(self, last: _RunEnd) -> bool:
+        """Whether the next run will be what this one was, only later."""
+        shift_s = self.end_s - last.end_s
+        tolerance_s = _SAME * shift_s
 
         def same(now_s: float, then_s: float) -> bool:
             return abs(now_s - then_s - shift_s) <= tolerance_s
 
-        # A host that nothing has waited for since, and that gets further ahead, will never be waited for.
-        host_gains = self.host_waits == earlier.host_waits and self.host_s - earlier.host_s < shift_s
+        # A host that gets further ahead had no part in what came out the same, and will have none later.
+        host_gains = self.host_s - last.host_s < shift_s
         return (
-            (host_gains or same(self.host_s, earlier.host_s))
-            and all(map(same, self.stays_ready_s, earlier.stays_ready_s))
-            and all(map(same, self.step_ends_s, earlier.step_ends_s))
+            (host_gains or same(self.host_s, last.host_s))
+            and all(map(same, self.stays_ready_s, last.stays_ready_s))
+            and all(map(same, self.step_ends_s, last.step_ends_s))
         )
 
 
@@ -169,7 +164,6 @@ class _Streams:
         self.spans = spans
         self.runs = 0
         self.host_s = self.compute_s = self.copied_s = self.stalled_s = 0.0
-        self.host_waits = 0
         # Overwritten as steps end and copies are issued: what is found there is of this run, or else of the last. The
         # one step more is for copies that wait for none.
         self.step_ends_s = [0.0] * (len(step_s) + 1)
@@ -213,7 +207,6 @@ class _Streams:
                 if self.stays_ready_s[stay] > begin_s:
                     begin_s = self.stays_ready_s[stay]
             self.stalled_s += begin_s - could_s
-            self.host_waits += compute_s < launched_s == begin_s
             compute_s = begin_s + took_s
             self.step_ends_s[step] = compute_s
             if self.spans is not None:
@@ -232,7 +225,6 @@ class _Streams:
             copied_s=self.copied_s,
             stalled_s=self.stalled_s,
             host_s=self.host_s,
-            host_waits=self.host_waits,
             step_ends_s=tuple(self.step_ends_s[:-1]),
             stays_ready_s=tuple(self.stays_ready_s),
         )
@@ -241,11 +233,8 @@ class _Streams:
         """Behind the copies before them, the host's issue, and the readers of what was in their pages (S1)."""
         copied_s = self.copied_s
         for index, position, took_s, wait_step, stay in issues:
-            begin_s = max(copied_s, self.step_ends_s[wait_step])
             issued_s = self.host_s + self.host_s_per_access * position
-            if issued_s > begin_s:
-                begin_s = issued_s
-                self.host_waits += 1
+            begin_s = max(copied_s, issued_s, self.step_ends_s[wait_step])
             copied_s = begin_s + took_s
             self.stays_ready_s[stay] = copied_s
             if self.spans is not None:

@@ -25,10 +25,12 @@ from penstock.errors import (
     WeightsFileError,
 )
 from penstock.native import core
+from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget
+from penstock.runtime.calibration import calibration_of, check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
 from penstock.runtime.entrance import Entrance, Shortages
@@ -38,6 +40,7 @@ from penstock.runtime.session import Session, Span, Stats
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import prepare_source
+from penstock.schedule import Schedule
 from penstock.weights import Entry, WeightsIndex, read_index, verify_checksums
 
 POISON_VARIABLE = "PENSTOCK_POISON"
@@ -61,6 +64,7 @@ class Module:
         device: str | torch.device | None = None,
         host_memory: str = "registered",
         host_memory_cap: int | str | None = None,
+        calibration: Calibration | None = None,
         verify: bool = False,
         progress: bool | None = None,
         quiet: bool = False,
@@ -69,6 +73,7 @@ class Module:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._trace: Trace | None = None
+        self._calibrating = False
         self.path = Path(path)
         self._quiet = quiet
         if policy not in POLICIES:
@@ -96,7 +101,10 @@ class Module:
             if self._choice.source == "automatic" and self.device.type == "cuda":
                 # The automatic budget counts on what torch's allocator holds and does not use.
                 torch.cuda.empty_cache()
-            arrangement = self._policy.arrange(self._choice.budget_bytes)
+            if calibration is not None:
+                check_calibration(calibration, self._schedules)
+            self._calibration = calibration
+            arrangement = self._policy.arrange(self._choice.budget_bytes, calibration)
             prepared = prepare_source(
                 index,
                 self.device,
@@ -212,21 +220,57 @@ class Module:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
         with self._idle():
-            if self._trace is not None:
-                # Its copies are numbered by the present plan, and could not be named by another.
-                raise PenstockError(
-                    f"a trace to {self._trace.path} is being recorded; close it before the budget changes"
-                )
+            # Copies are numbered by the present plan, and could not be named by another.
+            self._require_no_recording()
             choice = self._choose(budget, None, None)
-            arrangement = self._policy.arrange(choice.budget_bytes)
-            old = self._arrangement
-            try:
-                self._session.install(arrangement.numbers)
-            except PenstockError as error:
-                self._restore(old, error)
-                raise
-            self._arrangement, self._choice = arrangement, choice
+            self._install(self._policy.arrange(choice.budget_bytes, self._calibration))
+            self._choice = choice
         self._say()
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What the present plan was made from, beside sizes; can be given to another Module of the same program."""
+        return self._calibration
+
+    @contextmanager
+    def calibrate(self) -> Iterator[None]:
+        """Measures the runs inside it, then plans again for the times that their steps and copies took."""
+        with self._idle():
+            if self.plan is None:
+                raise PenstockError('calibrate() is for a plan, and policy="lru" makes none')
+            self._require_no_recording()
+            self._session.start_trace()
+            self._calibrating = True
+            plan = self.plan
+        try:
+            yield
+        finally:
+            with self._idle():
+                self._calibrating = False
+                spans = self._session.stop_trace()
+        with self._idle():
+            calibration = calibration_of(spans, self._schedules, plan)
+            self._install(self._policy.arrange(self.budget_bytes, calibration))
+            self._calibration = calibration
+        self._say()
+
+    def _require_no_recording(self) -> None:
+        if self._trace is not None:
+            raise PenstockError(f"a trace to {self._trace.path} is being recorded; close it first")
+        if self._calibrating:
+            raise PenstockError("calibrate() is recording; leave it first")
+
+    @property
+    def _schedules(self) -> list[Schedule]:
+        return [method.schedule for method in self.program.methods]
+
+    def _install(self, arrangement: Arrangement) -> None:
+        try:
+            self._session.install(arrangement.numbers)
+        except PenstockError as error:
+            self._restore(self._arrangement, error)
+            raise
+        self._arrangement = arrangement
 
     def _restore(self, old: Arrangement, error: PenstockError) -> None:
         try:
@@ -266,8 +310,7 @@ class Module:
     def trace(self, path: str | os.PathLike[str]) -> Trace:
         """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
         with self._idle():
-            if self._trace is not None:
-                raise PenstockError(f"a trace to {self._trace.path} is being recorded; close it first")
+            self._require_no_recording()
             self._session.start_trace()
             self._trace = Trace(Path(path), self._stop_trace, self._span_name)
             return self._trace
@@ -376,6 +419,8 @@ class Module:
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
             *self._arrangement.summary(),
         ]
+        if self._calibration is not None:
+            parts.append(f"planned for {self._calibration}")
         link = self.link_bytes_per_s
         parts.append("no copies" if link is None else f"copies at {link / 1e9:.1f} GB/s")
         return f"penstock: {self.path.name} on {self.device}: {', '.join(parts)}"

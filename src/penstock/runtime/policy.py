@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.budget import format_bytes
-from penstock.errors import HostMemoryError
+from penstock.errors import HostMemoryError, PenstockError
+from penstock.plan.calibration import Calibration
 from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
@@ -63,7 +64,7 @@ class Policy(ABC):
         """With this much everything stays on the device; more buys nothing."""
 
     @abstractmethod
-    def arrange(self, budget_bytes: int) -> Arrangement: ...
+    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement: ...
 
     def host_memory(self, asked: str) -> str:
         return asked
@@ -84,8 +85,8 @@ class PlannedPolicy(Policy):
     def full_bytes(self) -> int:
         return self._planner.full_bytes
 
-    def arrange(self, budget_bytes: int) -> Arrangement:
-        plan = self._planner.plan(budget_bytes)
+    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
+        plan = self._planner.plan(budget_bytes, calibration)
         return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
 
 
@@ -122,7 +123,9 @@ class LruPolicy(Policy):
     def full_bytes(self) -> int:
         return self._full_bytes
 
-    def arrange(self, budget_bytes: int) -> Arrangement:
+    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
+        if calibration is not None:
+            raise PenstockError('a calibration is for a plan, and policy="lru" makes none')
         numbers = lru_numbers(
             self._schedules,
             self._weights,

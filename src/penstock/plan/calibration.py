@@ -1,0 +1,23 @@
+"""What a planner may know of time: the link, and how long each step takes with its weights in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.plan.link import Link
+
+
+@dataclass(frozen=True)
+class Calibration:
+    link: Link
+    # By method, one number per step: from the end of the step before it to its own.
+    step_s: Mapping[str, tuple[float, ...]]
+
+    def resident_s(self, method: str) -> float:
+        """A run in which no step waits for a copy."""
+        return sum(self.step_s[method])
+
+    def __str__(self) -> str:
+        steps = ", ".join(f"{self.resident_s(method) * 1e3:.2f} ms of {method}" for method in self.step_s)
+        return f"a link of {self.link.bytes_per_s / 1e9:.1f} GB/s and {steps}"

@@ -1,0 +1,101 @@
+"""From the spans of traced runs to what a planner wants to know: the link, and how long each step takes by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from penstock.errors import PenstockError
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link, fit_link
+from penstock.plan.plan import Plan
+from penstock.runtime.session import Span
+from penstock.schedule import Schedule
+
+_NS = 1e-9
+
+
+def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
+    """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied."""
+    copies = [span for span in spans if span.lane == "copy"]
+    if not copies:
+        raise PenstockError(
+            "nothing was copied in the runs to calibrate by: either there was none, or every weight is resident and "
+            "there is nothing to plan"
+        )
+    runs: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.lane == "compute":
+            runs[span.run].append(span)
+    ready_ns = _last_copies(copies)
+    by_method: dict[int, list[list[float]]] = defaultdict(list)
+    for steps in runs.values():
+        ordered = sorted(steps, key=lambda span: span.index)
+        method_index = ordered[0].method_index
+        if len(ordered) == len(schedules[method_index].steps):
+            by_method[method_index].append(_step_times(ordered, schedules[method_index], plan, ready_ns))
+    if not by_method:
+        raise PenstockError("no run was completed to calibrate by")
+    step_s = {
+        schedules[index].method: tuple(median(times) for times in zip(*measured, strict=True))
+        for index, measured in by_method.items()
+    }
+    return Calibration(_link(copies), step_s)
+
+
+def check_calibration(calibration: Calibration, schedules: Sequence[Schedule]) -> None:
+    """One that was measured on another program would plan for steps that are not there."""
+    steps = {schedule.method: len(schedule.steps) for schedule in schedules}
+    for method, times in calibration.step_s.items():
+        if len(times) != steps.get(method):
+            raise PenstockError(
+                f"the calibration has {len(times)} steps for method {method!r}; the program has "
+                f"{steps.get(method, 'no such method')}"
+            )
+    if not calibration.step_s:
+        raise PenstockError("the calibration has no method")
+
+
+def _last_copies(copies: Sequence[Span]) -> dict[tuple[int, int], list[int]]:
+    """By method and copy: when each of its copies ended, in rising order."""
+    ends: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for span in copies:
+        ends[span.method_index, span.index].append(span.end_ns)
+    return ends
+
+
+def _step_times(
+    steps: Sequence[Span], schedule: Schedule, plan: Plan, ready_ns: dict[tuple[int, int], list[int]]
+) -> list[float]:
+    """A step lasts from the end of the one before, or from the end of the last copy it waited for."""
+    method_index = steps[0].method_index
+    method = plan.methods[method_index]
+    copies_of_stay: dict[int, list[int]] = defaultdict(list)
+    for index, copy in enumerate(method.copies):
+        copies_of_stay[copy.stay].append(index)
+    position_of = {access.number: position for position, access in enumerate(schedule.accesses)}
+    times: list[float] = []
+    before_ns = steps[0].begin_ns
+    for span, step in zip(steps, schedule.steps, strict=True):
+        begin_ns = before_ns
+        for number in step.accesses:
+            stay = method.placements[position_of[number]].stay
+            for index in copies_of_stay[stay] if stay is not None else ():
+                # Of the copies of several runs, the last that had ended when the step did.
+                arrived = [end for end in ready_ns.get((method_index, index), ()) if end <= span.end_ns]
+                begin_ns = max([begin_ns, *arrived[-1:]])
+        times.append(max(0, span.end_ns - begin_ns) * _NS)
+        before_ns = span.end_ns
+    return times
+
+
+def _link(copies: Sequence[Span]) -> Link:
+    samples = [(span.nbytes, (span.end_ns - span.begin_ns) * _NS) for span in copies if span.end_ns > span.begin_ns]
+    if not samples:
+        raise PenstockError("the copies in the runs to calibrate by were too short to be timed")
+    try:
+        return fit_link(samples)
+    except ValueError:
+        # One size, or sizes too much alike to tell a copy's own cost from that of its bytes: the mean is what is known.
+        return Link(sum(nbytes for nbytes, _ in samples) / sum(seconds for _, seconds in samples))

@@ -1,0 +1,132 @@
+"""Times from traced runs, and a plan made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link
+from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
+from penstock.runtime.calibration import calibration_of, check_calibration
+from penstock.runtime.session import Span
+from penstock.schedule import Access, Schedule, Step
+from tests.runtime.modules import SCRIPTS, Watched, play, same
+
+PAGE = 4096
+# Two steps; the weight of the second streams, in two copies.
+SCHEDULE = Schedule("forward", (Access(0, "held"), Access(1, "moved")), (Step("first", (0,)), Step("second", (1,))))
+PLAN = Plan(
+    PAGE,
+    (Block(PAGE, ring=False), Block(PAGE, ring=True), Block(PAGE, ring=True)),
+    (Range(PAGE, (0,)), Range(2 * PAGE, (1, 2))),
+    (Piece("held", 0, PAGE, 0, 0),),
+    (
+        MethodPlan(
+            "forward",
+            (Placement(0, "held", PAGE, 0, 0, None), Placement(1, "moved", 2 * PAGE, 1, 0, 0)),
+            (Stay("moved", 2 * PAGE, (1,), 1),),
+            (Copy(0, Piece("moved", 0, PAGE, 1, 0), 0, 1), Copy(0, Piece("moved", PAGE, PAGE, 1, PAGE), 0, 1)),
+            2,
+        ),
+    ),
+)
+
+
+def step(run: int, index: int, begin_ns: int, end_ns: int) -> Span:
+    return Span("compute", run, 0, index, 0, begin_ns, end_ns)
+
+
+def copy(run: int, index: int, nbytes: int, begin_ns: int, end_ns: int) -> Span:
+    return Span("copy", run, 0, index, nbytes, begin_ns, end_ns)
+
+
+def test_a_step_counts_from_the_step_before_it_or_from_the_last_copy_it_waited_for() -> None:
+    spans = [
+        copy(1, 0, 1000, 0, 100),
+        copy(1, 1, 2000, 100, 250),
+        step(1, 0, 10, 60),
+        step(1, 1, 250, 280),  # waited until 250: 30 by itself
+        copy(2, 0, 1000, 290, 390),
+        copy(2, 1, 2000, 390, 540),
+        step(2, 0, 600, 650),
+        step(2, 1, 660, 700),  # waited for nothing: 50 from the end of the first
+        copy(3, 0, 1000, 700, 800),
+        copy(3, 1, 2000, 800, 950),
+        step(3, 0, 1000, 1050),
+        step(3, 1, 1060, 1090),  # 40
+    ]
+    calibration = calibration_of(spans, [SCHEDULE], PLAN)
+    assert calibration.step_s["forward"] == pytest.approx((50e-9, 40e-9))
+    assert calibration.link.copy_latency_s == pytest.approx(50e-9)
+    assert calibration.link.bytes_per_s == pytest.approx(2e10)
+    assert calibration.resident_s("forward") == pytest.approx(90e-9)
+
+
+def test_copies_of_one_size_give_a_mean() -> None:
+    spans = [copy(1, 0, 1000, 0, 100), copy(1, 1, 1000, 100, 400), step(1, 0, 0, 10), step(1, 1, 400, 410)]
+    link = calibration_of(spans, [SCHEDULE], PLAN).link
+    assert (link.bytes_per_s, link.copy_latency_s) == (pytest.approx(5e9), 0.0)
+
+
+def test_what_cannot_be_calibrated_by() -> None:
+    with pytest.raises(PenstockError, match="nothing was copied"):
+        calibration_of([step(1, 0, 0, 10), step(1, 1, 10, 20)], [SCHEDULE], PLAN)
+    with pytest.raises(PenstockError, match="no run was completed"):
+        calibration_of([copy(1, 0, 1000, 0, 100), step(1, 0, 0, 10)], [SCHEDULE], PLAN)
+    link = Link(1e9)
+    with pytest.raises(PenstockError, match="has 3 steps for method 'forward'; the program has 2"):
+        check_calibration(Calibration(link, {"forward": (1.0, 1.0, 1.0)}), [SCHEDULE])
+    with pytest.raises(PenstockError, match="'other'; the program has no such method"):
+        check_calibration(Calibration(link, {"other": (1.0,)}), [SCHEDULE])
+    with pytest.raises(PenstockError, match="no method"):
+        check_calibration(Calibration(link, {}), [SCHEDULE])
+
+
+def test_a_module_plans_again_from_its_own_runs(
+    decoder: Path, resident_bits: Callable[[str], list[list[Tensor]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with penstock.Module(decoder, "1GiB", quiet=True) as module:
+        budget = (module.floor_bytes + module.budget_bytes) // 2
+    with penstock.Module(decoder, budget) as module:
+        assert module.calibration is None
+        with module.calibrate():
+            play(module.run_method, SCRIPTS["decoder"])
+            for refused in (lambda: module.set_budget(budget), lambda: module.trace("t.json")):
+                with pytest.raises(PenstockError, match="calibrate.. is recording"):
+                    refused()
+        calibration = module.calibration
+        assert calibration is not None
+        counts = {method.name: len(method.schedule.steps) for method in module.program.methods}
+        assert {name: len(times) for name, times in calibration.step_s.items()} == counts
+        assert all(time >= 0 for times in calibration.step_s.values() for time in times)
+        assert "planned for a link of" in capfd.readouterr().err
+        # What was planned from times is a plan like any other: right results, and what moves is what it says.
+        assert module.device_memory()[1] <= budget
+        module.reset_state()
+        assert same(play(Watched(module), SCRIPTS["decoder"]), resident_bits("decoder"))
+        plan = module.plan
+    with penstock.Module(decoder, budget, calibration=calibration, quiet=True) as again:
+        assert again.plan == plan and again.calibration == calibration
+        assert same(play(Watched(again), SCRIPTS["decoder"]), resident_bits("decoder"))
+
+
+def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
+    with penstock.Module(chain, "1GiB", policy="lru", quiet=True) as module:
+        with pytest.raises(PenstockError, match='policy="lru" makes none'), module.calibrate():
+            pass
+    steps = len(penstock.read_program(chain).method("forward").schedule.steps)
+    calibration = Calibration(Link(1e9), {"forward": (1e-3,) * steps})
+    with pytest.raises(PenstockError, match='policy="lru" makes none'):
+        penstock.Module(chain, "1GiB", policy="lru", calibration=calibration, quiet=True)
+    with penstock.Module(chain, "1GiB", quiet=True) as module:
+        before = module.plan
+        with pytest.raises(PenstockError, match="nothing was copied"), module.calibrate():
+            play(module.run_method, SCRIPTS["chain"])
+        assert module.plan == before and module.calibration is None
+        play(module.run_method, SCRIPTS["chain"])
