@@ -22,6 +22,7 @@ from penstock.errors import (
     PackageError,
     PenstockError,
     RuntimeFailure,
+    WeightsChangedError,
     WeightsFileError,
 )
 from penstock.native import core
@@ -469,4 +470,10 @@ def _read_weights_index(path: Path) -> WeightsIndex:
 def _stored(index: WeightsIndex, name: str) -> bytes:
     entry: Entry = index[name]
     with Path(index.path).open("rb") as file:
-        return os.pread(file.fileno(), entry.length_bytes, entry.offset_bytes)
+        file.seek(entry.offset_bytes)
+        content = file.read(entry.length_bytes)
+    if len(content) != entry.length_bytes:
+        raise WeightsChangedError(
+            f"{index.path}: has {len(content)} bytes of {name!r}, needs {entry.length_bytes}: it was truncated"
+        )
+    return content
