@@ -152,10 +152,6 @@ int32_t penstock_session_uninstall(void* handle) {
   });
 }
 
-int32_t penstock_session_check_file(void* handle) {
-  return guarded([&] { engine(handle)->file->check_unchanged(); });
-}
-
 // Between begin and end (or abort) the calling thread is in the session, and its device is current.
 int32_t penstock_session_begin(void* handle, int64_t method, void* stream) {
   return guarded([&] {

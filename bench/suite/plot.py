@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.suite.result import RAN, Row, Yardsticks, derive
+from penstock.plan.bound import lower_bound_s
 
 Value = Callable[[Row], float | None]
 
@@ -71,8 +72,16 @@ def _draw(
             )
     if kind == "time" and tokens in yardsticks.resident_s:
         places = [step / 100 for step in range(0, 101)]
-        resident_s, link = yardsticks.resident_s[tokens], yardsticks.link_bytes_per_s
-        bound = [max(resident_s, (1 - place) * yardsticks.weight_bytes / link) * 1e3 for place in places]
+        bound = [
+            1e3
+            * lower_bound_s(
+                weight_bytes=yardsticks.weight_bytes,
+                budget_bytes=int(place * yardsticks.weight_bytes),
+                resident_s=yardsticks.resident_s[tokens],
+                link_bytes_per_s=yardsticks.link_bytes_per_s,
+            )
+            for place in places
+        ]
         axes.plot([100 * place for place in places], bound, "k--", label="bound")
     if kind == "rate":
         axes.axhline(yardsticks.link_bytes_per_s / 1e9, color="k", linestyle="--", label="link")

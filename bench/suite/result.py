@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.plan.bound import lower_bound_s
+
 # Eager and compiled kernels round bf16 differently, layer after layer; what is above this is another result.
 WRONG_ABOVE = 0.05
 
@@ -146,7 +148,12 @@ def derive(row: Row, yardsticks: Yardsticks) -> Derived:
     resident_s = yardsticks.resident_s.get(row.tokens)
     bound_s = None
     if budget is not None and resident_s is not None:
-        bound_s = max(resident_s, (yardsticks.weight_bytes - budget) / yardsticks.link_bytes_per_s)
+        bound_s = lower_bound_s(
+            weight_bytes=yardsticks.weight_bytes,
+            budget_bytes=budget,
+            resident_s=resident_s,
+            link_bytes_per_s=yardsticks.link_bytes_per_s,
+        )
     return Derived(
         bytes_per_s=None if streamed is None else streamed / row.time_s,
         bound_s=bound_s,

@@ -18,7 +18,6 @@ from penstock.runtime.host_memory import (
     bytes_to_pin,
     check_host_memory,
     chunk_ends,
-    memlock_text,
     memory_limit_bytes,
     prefault_with_progress,
 )
@@ -174,10 +173,6 @@ def test_a_file_that_is_memory_already_takes_none(tmp_path: Path) -> None:
     (root / "proc/self/mountinfo").write_text(line.format("tmpfs"))
     assert bytes_to_pin(path, root) == max(0, status.st_size - status.st_blocks * 512)
     assert bytes_to_pin(path, root) < status.st_size
-
-
-def test_memlock_is_told() -> None:
-    assert memlock_text().startswith("RLIMIT_MEMLOCK is ")
 
 
 def test_chunks_end_between_weights() -> None:

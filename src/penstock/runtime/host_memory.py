@@ -64,12 +64,6 @@ def check_host_memory(needed_bytes: int, purpose: str, root: Path = Path("/")) -
         )
 
 
-def memlock_text() -> str:
-    """RLIMIT_MEMLOCK in words, for messages only: the CUDA driver does not go by it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "RLIMIT_MEMLOCK is " + ("unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes")
-
-
 class PinnedFile:
     """A weights file that this process holds pinned, so that later checks know of it. Made when it is registered."""
 
