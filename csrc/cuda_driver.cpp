@@ -17,6 +17,7 @@ constexpr int kOnDevice = 1;
 constexpr int kReadWrite = 3;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
+constexpr unsigned kEventExternal = 1;
 constexpr unsigned kRegisterPortable = 0x01;
 constexpr unsigned kRegisterReadOnly = 0x08;
 
@@ -204,6 +205,18 @@ Event CudaDriver::create_event(bool timing) {
 void CudaDriver::destroy_event(Event event) { check(cuda_.event_destroy(event), "cuEventDestroy"); }
 void CudaDriver::record(Event event, Stream stream) { check(cuda_.event_record(event, stream), "cuEventRecord"); }
 void CudaDriver::wait(Stream stream, Event event) { check(cuda_.stream_wait(stream, event, 0), "cuStreamWaitEvent"); }
+
+void CudaDriver::record_external(Event event, Stream stream) {
+  // The flag is refused outside of a capture.
+  unsigned flags = is_capturing(stream) ? kEventExternal : 0;
+  check(cuda_.event_record_with_flags(event, stream, flags), "cuEventRecordWithFlags");
+}
+
+void CudaDriver::wait_external(Stream stream, Event event) {
+  unsigned flags = is_capturing(stream) ? kEventExternal : 0;
+  check(cuda_.stream_wait(stream, event, flags), "cuStreamWaitEvent");
+}
+
 void CudaDriver::synchronize_event(Event event) { check(cuda_.event_synchronize(event), "cuEventSynchronize"); }
 
 bool CudaDriver::is_complete(Event event) {

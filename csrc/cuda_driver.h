@@ -41,6 +41,8 @@ class CudaDriver final : public Driver {
   void destroy_event(Event event) override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;
+  void record_external(Event event, Stream stream) override;
+  void wait_external(Stream stream, Event event) override;
   void synchronize_event(Event event) override;
   bool is_complete(Event event) override;
   int64_t elapsed_ns(Event from, Event to) override;

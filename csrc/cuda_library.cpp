@@ -57,6 +57,7 @@ std::string load_cuda_library() {
   find("cuEventCreate", library.event_create);
   find("cuEventDestroy_v2", library.event_destroy);
   find("cuEventRecord", library.event_record);
+  find("cuEventRecordWithFlags", library.event_record_with_flags);
   find("cuEventSynchronize", library.event_synchronize);
   find("cuEventQuery", library.event_query);
   find("cuEventElapsedTime", library.event_elapsed);

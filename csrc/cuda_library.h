@@ -78,6 +78,7 @@ struct CudaLibrary {
   int (*event_create)(void** out, unsigned flags) = nullptr;
   int (*event_destroy)(void* event) = nullptr;
   int (*event_record)(void* event, DeviceStream stream) = nullptr;
+  int (*event_record_with_flags)(void* event, DeviceStream stream, unsigned flags) = nullptr;
   int (*event_synchronize)(void* event) = nullptr;
   int (*event_query)(void* event) = nullptr;
   int (*event_elapsed)(float* milliseconds, void* from, void* to) = nullptr;

@@ -92,6 +92,11 @@ class Driver {
   virtual void record(Event event, Stream stream) = 0;
   // The stream waits for what the event recorded last before this call; an event never recorded is no wait.
   virtual void wait(Stream stream, Event event) = 0;
+  // While a stream is captured, record and wait make edges inside the graph. These two make nodes that are seen from
+  // outside it: each launch records the event anew, or waits for what was recorded last before that launch. A stream that
+  // is not captured treats them as record and wait.
+  virtual void record_external(Event event, Stream stream) = 0;
+  virtual void wait_external(Stream stream, Event event) = 0;
   virtual void synchronize_event(Event event) = 0;
   virtual bool is_complete(Event event) = 0;
   // Both recorded with timing, and complete.

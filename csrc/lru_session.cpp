@@ -236,6 +236,10 @@ void LruSession::step_ended(int64_t step) {
 
 void LruSession::end_run() {}
 
+void LruSession::capture_begins() {
+  throw CoreError(Failure::capture, "which weight goes where is decided while running, and a graph would not decide again");
+}
+
 void LruSession::reset() noexcept {
   for (size_t w = 0; w < held_.size(); ++w) {
     held_[w].readers = 0;

@@ -30,6 +30,11 @@ class LruSession final : public StreamingSession {
   void step_ended(int64_t step) override;
   void end_run() override;
   void reset() noexcept override;
+  void capture_begins() override;
+  void capture_ends() override {}
+  void capture_failed() noexcept override {}
+  void replay_begins(bool) override {}
+  void replay_ends() override {}
 
  private:
   struct Held {

@@ -58,6 +58,7 @@ void PlannedSession::create_events() {
     MethodState& method = methods_.back();
     method.steps.resize(record.step_count);
     method.stays.resize(record.stays.size());
+    method.progress.resize(record.stays.size());
     for (size_t s = 0; s < record.stays.size(); ++s) {
       const StayRecord& stay = record.stays[s];
       method.stays[s].ready = driver_.create_event(false);
@@ -70,7 +71,22 @@ void PlannedSession::create_events() {
         method.steps[copy.wait_step].ended = driver_.create_event(false);
       method.cycle.push_back(copy.piece);
     }
-    for (int64_t c : record.entering) method.entering.push_back(record.copies[c].piece);
+    std::vector<size_t> entering(record.stays.size());
+    for (int64_t c : record.entering) {
+      method.entering.push_back(record.copies[c].piece);
+      entering[record.copies[c].stay]++;
+    }
+    std::vector<int64_t> last_access(record.stays.size(), -1);
+    for (size_t a = 0; a < record.accesses.size(); ++a)
+      if (record.accesses[a].stay >= 0) last_access[record.accesses[a].stay] = (int64_t)a;
+    for (size_t c = 0; c < record.copies.size(); ++c)
+      if (record.copies[c].issue_before <= last_access[record.copies[c].stay]) {
+        method.graph_copies = c + 1;
+        StayState& stay = method.stays[record.copies[c].stay];
+        stay.crosses = entering[record.copies[c].stay] == stay.copies.size();
+      }
+    for (size_t c = method.graph_copies; c < record.copies.size(); ++c)
+      if (record.copies[c].wait_step >= 0) method.steps[record.copies[c].wait_step].seen_outside = true;
   }
 }
 
@@ -100,9 +116,15 @@ void PlannedSession::uninstall() noexcept {
   set_shapes({});
   for (MethodState& method : methods_) {
     for (StayState& stay : method.stays)
-      if (stay.ready) quietly([&] { driver_.destroy_event(stay.ready); });
+      for (Event event : {stay.ready, stay.ready_in_graph})
+        if (event) quietly([&] { driver_.destroy_event(event); });
     for (StepState& step : method.steps)
-      if (step.ended) quietly([&] { driver_.destroy_event(step.ended); });
+      for (Event event : {step.ended, step.ended_in_graph})
+        if (event) quietly([&] { driver_.destroy_event(event); });
+  }
+  for (Event* event : {&fork_, &lead_}) {
+    if (*event) quietly([&] { driver_.destroy_event(*event); });
+    *event = nullptr;
   }
   for (MappedRange& range : ranges_) {
     if (!range.bytes) continue;
@@ -140,22 +162,52 @@ void PlannedSession::issue(int64_t index) {
   const CopyRecord& record = plan_.methods[method_].copies[index];
   const PieceRecord& piece = record.piece;
   MethodState& method = methods_[method_];
-  // S1. The event was recorded before this call: a step that ended in this run or the last.
-  if (record.wait_step >= 0) driver_.wait(copy_stream_, method.steps[record.wait_step].ended);
+  if (record.wait_step >= 0) await_readers(method.steps[record.wait_step]);
   if (trace_) trace_->copy_begins(run_number_, method_, index, piece.bytes, copy_stream_);
   source_.copy(piece, address_of(piece), copy_stream_);
   if (trace_) trace_->copy_ends(copy_stream_);
   run_.bytes_streamed += piece.bytes;
   run_.copies++;
-  StayState& stay = method.stays[record.stay];
-  if (++stay.issued < stay.copies.size()) return;
-  driver_.record(stay.ready, copy_stream_);
-  stay.unread = true;
+  advance(method, index);
+  if (method.progress[record.stay].unread) announce(method.stays[record.stay]);
+}
+
+void PlannedSession::advance(MethodState& method, int64_t copy) {
+  int64_t stay = plan_.methods[method_].copies[copy].stay;
+  Progress& progress = method.progress[stay];
+  progress.issued++;
+  progress.unread = progress.issued == method.stays[stay].copies.size();
+  progress.before_graph = false;
+}
+
+void PlannedSession::await_readers(StepState& step) {
+  // S1. The event was recorded before this call: a step that ended in this run or the last.
+  if (!capturing_) driver_.wait(copy_stream_, step.ended);
+  else if (step.is_captured) driver_.wait(copy_stream_, step.ended_in_graph);
+  // The last run's readers have ended when the graph begins. In a run that is none they are waited for by their event.
+  else step.seen_outside = true;
+}
+
+void PlannedSession::announce(StayState& stay) {
+  if (!capturing_) {
+    driver_.record(stay.ready, copy_stream_);
+    return;
+  }
+  // What is copied for the next run inside a graph is there when the graph ends.
+  driver_.record(stay.ready_in_graph, copy_stream_);
+}
+
+void PlannedSession::await_copies(StayState& stay, const Progress& progress) {
+  // S2
+  if (!capturing_) wait_for_copy(stay.ready);
+  else if (progress.before_graph) driver_.wait_external(compute_, stay.ready);
+  else driver_.wait(compute_, stay.ready_in_graph);
 }
 
 void PlannedSession::issue_until(int64_t position) {
   const std::vector<CopyRecord>& copies = plan_.methods[method_].copies;
-  while (next_copy_ < copies.size() && copies[next_copy_].issue_before <= position) issue((int64_t)next_copy_++);
+  size_t end = capturing_ ? methods_[method_].graph_copies : copies.size();
+  while (next_copy_ < end && copies[next_copy_].issue_before <= position) issue((int64_t)next_copy_++);
 }
 
 Address PlannedSession::lend(int64_t position) {
@@ -164,31 +216,41 @@ Address PlannedSession::lend(int64_t position) {
   run_.bytes_hit += access.bytes;
   if (access.stay >= 0) {
     StayState& stay = methods_[method_].stays[access.stay];
-    if (stay.issued != stay.copies.size())
-      throw CoreError(Failure::usage, "the plan issues " + std::to_string(stay.issued) + " of " +
+    Progress& progress = methods_[method_].progress[access.stay];
+    if (progress.issued != stay.copies.size())
+      throw CoreError(Failure::usage, "the plan issues " + std::to_string(progress.issued) + " of " +
                                           std::to_string(stay.copies.size()) + " copies for access " +
                                           std::to_string(access.number) + " before it is fetched");
-    if (stay.unread) {
-      wait_for_copy(stay.ready);
-      stay.unread = false;
-      run_.bytes_hit -= plan_.methods[method_].stays[access.stay].bytes;
+    if (progress.unread) {
+      await_copies(stay, progress);
+      // Of a graph's launches most find it read by the run before.
+      bool is_hit = progress.before_graph && stay.crosses;
+      if (!is_hit) run_.bytes_hit -= plan_.methods[method_].stays[access.stay].bytes;
+      progress.unread = false;
     }
   }
   return access.range < 0 ? 0 : ranges_[access.range].address + (Address)access.range_offset_bytes;
 }
 
 void PlannedSession::step_ended(int64_t index) {
-  StepState& step = methods_[method_].steps[index];
+  MethodState& method = methods_[method_];
+  StepState& step = method.steps[index];
   for (int64_t s : step.last_read) {
-    StayState& stay = methods_[method_].stays[s];
-    stay.issued = 0;
+    method.progress[s].issued = 0;
     if (!poison_) continue;
-    for (int64_t c : stay.copies) {
+    for (int64_t c : method.stays[s].copies) {
       const PieceRecord& piece = plan_.methods[method_].copies[c].piece;
       driver_.fill(address_of(piece), kPoison, (size_t)piece.bytes, compute_);
     }
   }
-  if (step.ended) driver_.record(step.ended, compute_);
+  if (!step.ended) return;
+  if (!capturing_) {
+    driver_.record(step.ended, compute_);
+    return;
+  }
+  driver_.record(step.ended_in_graph, compute_);
+  step.is_captured = true;
+  if (step.seen_outside) driver_.record_external(step.ended, compute_);
 }
 
 void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].accesses.size()); }
@@ -198,10 +260,7 @@ void PlannedSession::reset() noexcept {
 }
 
 void PlannedSession::forget_copies(MethodState& method) noexcept {
-  for (StayState& stay : method.stays) {
-    stay.issued = 0;
-    stay.unread = false;
-  }
+  method.progress.assign(method.stays.size(), {});
 }
 
 }  // namespace penstock

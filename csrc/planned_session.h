@@ -26,6 +26,11 @@ class PlannedSession final : public StreamingSession {
   void step_ended(int64_t step) override;
   void end_run() override;
   void reset() noexcept override;
+  void capture_begins() override;
+  void capture_ends() override;
+  void capture_failed() noexcept override { leave_capture(); }
+  void replay_begins(bool cold) override;
+  void replay_ends() override;
 
  private:
   struct MappedRange {
@@ -35,28 +40,49 @@ class PlannedSession final : public StreamingSession {
     bool accessible;
   };
   struct StayState {
-    Event ready = nullptr;        // after the last of its copies
-    std::vector<int64_t> copies;  // indices into the method's
-    size_t issued = 0;            // how many of them, since it was last read to the end
-    bool unread = false;
+    Event ready = nullptr;            // after the last of its copies
+    Event ready_in_graph = nullptr;   // the same while captured; null until then
+    std::vector<int64_t> copies;      // indices into the method's
+    bool crosses = false;             // it is read on both sides of the end of a run
   };
   struct StepState {
     Event ended = nullptr;           // null: no copy waits for it
+    Event ended_in_graph = nullptr;  // the same while captured; null until then
+    bool is_captured = false;        // it has ended in the present capture
+    bool seen_outside = false;       // copies outside of the graph wait for it
     std::vector<int64_t> last_read;  // stays whose pages may be overwritten after it
+  };
+  // How far a stay has come, in the order of the host's calls.
+  struct Progress {
+    size_t issued = 0;  // of its copies, since it was last read to the end
+    bool unread = false;
+    bool before_graph = false;  // while captured: the copies were made before the launch
   };
   struct MethodState {
     std::vector<StayState> stays;
     std::vector<StepState> steps;
+    std::vector<Progress> progress;  // by stay
     std::vector<PieceRecord> entering;
     std::vector<PieceRecord> cycle;
+    // A graph holds the copies up to the last that its own run needs. Those after it are made for the next run: issued
+    // one by one behind each launch, they need not have ended when the graph does.
+    size_t graph_copies = 0;
+    std::vector<Progress> after_graph;
+    Counters graph_counters;
   };
 
   void create_memory();
   void create_events();
   void fill_residents();
   void measure();
+  void create_capture_events(MethodState& method);
+  void leave_capture() noexcept;
   void issue(int64_t copy);
   void issue_until(int64_t position);
+  void await_readers(StepState& step);
+  void await_copies(StayState& stay, const Progress& progress);
+  void announce(StayState& stay);
+  void advance(MethodState& method, int64_t copy);
   static void forget_copies(MethodState& method) noexcept;
   Address address_of(const PieceRecord& piece) const;
 
@@ -65,6 +91,12 @@ class PlannedSession final : public StreamingSession {
   std::vector<MappedRange> ranges_;
   std::vector<MethodState> methods_;
   size_t next_copy_ = 0;
+  bool capturing_ = false;
+  std::vector<Progress> before_capture_;
+  // In a graph: where the branch of the copies begins.
+  Event fork_ = nullptr;
+  // After the copies that were issued before a launch.
+  Event lead_ = nullptr;
   int64_t device_bytes_ = 0;
   int64_t peak_device_bytes_ = 0;
 };

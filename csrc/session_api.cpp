@@ -55,7 +55,7 @@ Driver* driver(void* handle) { return static_cast<Driver*>(handle); }
 
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
-                            counters.stall_ns, counters.pool_calls,     counters.pool_ns};
+                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays};
   std::memcpy(out, values, sizeof values);
 }
 
@@ -188,6 +188,65 @@ void penstock_session_abort(void* handle) {
   set_current_session(nullptr);
   over.session().abort();
   over.driver->leave();
+}
+
+// Around compiled code on a stream that is being captured; to give it up, abort.
+int32_t penstock_session_begin_capture(void* handle, int64_t method, void* stream) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    over.driver->enter();
+    try {
+      over.session().begin_capture(method, stream);
+    } catch (...) {
+      over.driver->leave();
+      throw;
+    }
+    set_current_session(&over.session());
+  });
+}
+
+int32_t penstock_session_end_capture(void* handle, int64_t* capture) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    set_current_session(nullptr);
+    try {
+      *capture = over.session().end_capture();
+    } catch (...) {
+      over.session().abort();
+      over.driver->leave();
+      throw;
+    }
+    over.driver->leave();
+  });
+}
+
+// Around the launch of a graph; to give it up, abort.
+int32_t penstock_session_begin_replay(void* handle, int64_t capture, void* stream) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    over.driver->enter();
+    try {
+      over.file->check_unchanged();
+      over.session().begin_replay(capture, stream);
+    } catch (...) {
+      over.driver->leave();
+      throw;
+    }
+  });
+}
+
+int32_t penstock_session_end_replay(void* handle) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    try {
+      over.session().end_replay();
+    } catch (...) {
+      over.session().abort();
+      over.driver->leave();
+      throw;
+    }
+    over.driver->leave();
+  });
 }
 
 // The first failure of the run, which generated code may have reduced to a generic one.

@@ -61,9 +61,20 @@ std::shared_ptr<SoftEvent> SoftDriver::event_of(Event event, const char* call) c
   return find(events_, event, call, "event");
 }
 
-void SoftDriver::enqueue(Stream stream, const char* call, std::function<void()> body) {
-  if (stream)
-    stream_of(stream, call)->work(std::move(body));
+std::shared_ptr<SoftStream> SoftDriver::queue_of(Stream stream, const char* call) const {
+  return stream ? stream_of(stream, call) : nullptr;
+}
+
+std::shared_ptr<Completion> SoftDriver::recording_of(const SoftEvent& event, const char* call) {
+  captures_.refuse(event, call);
+  return event.latest();
+}
+
+void SoftDriver::enqueue(Stream stream, const char* call, SoftNode::Kind kind, std::function<void()> body) {
+  auto queue = queue_of(stream, call);
+  if (captures_.add(stream, call, {kind, body, nullptr, {}})) return;
+  if (queue)
+    queue->work(std::move(body));
   else
     body();
 }
@@ -139,7 +150,8 @@ void SoftDriver::destroy_pool(Pool pool) {
 Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
   calls_.count("pool_allocate", Failure::device_memory);
   auto entry = find(pools_, pool, "pool_allocate", "pool");
-  auto queue = stream ? stream_of(stream, "pool_allocate") : nullptr;
+  auto queue = queue_of(stream, "pool_allocate");
+  captures_.refuse(stream, "pool_allocate");
   std::lock_guard<std::mutex> lock(entry->mutex);
   const SoftPool::Lease lease = entry->pool.allocate(bytes, stream);
   if (poison_ && lease.fresh) {
@@ -155,7 +167,8 @@ Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
 void SoftDriver::pool_release(Pool pool, Address address, Stream stream) {
   const SoftCalls::Late late(calls_, "pool_release");
   auto entry = find(pools_, pool, "pool_release", "pool");
-  auto queue = stream ? stream_of(stream, "pool_release") : nullptr;
+  auto queue = queue_of(stream, "pool_release");
+  captures_.refuse(stream, "pool_release");
   {
     std::lock_guard<std::mutex> lock(entry->mutex);
     auto release = entry->pool.release(address, stream);
@@ -191,16 +204,20 @@ void SoftDriver::destroy_stream(Stream stream) {
   auto queue = take(streams_, stream, "destroy_stream", "stream");
   queue->finish();
   set_capturing(stream, false);
+  captures_.forget(stream);
   late.report();
 }
 
 void SoftDriver::synchronize_stream(Stream stream) {
   calls_.count("synchronize_stream");
-  if (stream) throw_if(stream_of(stream, "synchronize_stream")->drain());
+  auto queue = queue_of(stream, "synchronize_stream");
+  captures_.refuse(stream, "synchronize_stream");
+  if (queue) throw_if(queue->drain());
 }
 
 bool SoftDriver::is_capturing(Stream stream) {
   calls_.count("is_capturing");
+  if (captures_.is_on(stream)) return true;
   std::lock_guard<std::mutex> lock(mutex_);
   return capturing_.count(stream) != 0;
 }
@@ -223,18 +240,44 @@ void SoftDriver::destroy_event(Event event) {
 void SoftDriver::record(Event event, Stream stream) {
   calls_.count("record");
   auto recorded = event_of(event, "record");
+  auto queue = queue_of(stream, "record");
+  if (!captures_.record(stream, *recorded)) record_eagerly(*recorded, queue.get());
+}
+
+void SoftDriver::record_external(Event event, Stream stream) {
+  calls_.count("record_external");
+  auto recorded = event_of(event, "record_external");
+  auto queue = queue_of(stream, "record_external");
+  if (!captures_.add(stream, "record_external", {SoftNode::Kind::record, nullptr, recorded, {}}))
+    record_eagerly(*recorded, queue.get());
+}
+
+void SoftDriver::record_eagerly(SoftEvent& event, SoftStream* queue) {
   auto completion = std::make_shared<Completion>();
-  if (stream)
-    stream_of(stream, "record")->record(completion);
+  if (queue)
+    queue->record(completion);
   else
     completion->complete(nullptr);
-  recorded->record(std::move(completion));
+  event.record(std::move(completion));
 }
 
 void SoftDriver::wait(Stream stream, Event event) {
   calls_.count("wait");
-  auto queue = stream ? stream_of(stream, "wait") : nullptr;
-  auto completion = event_of(event, "wait")->latest();
+  auto queue = queue_of(stream, "wait");
+  auto recorded = event_of(event, "wait");
+  if (!captures_.wait(stream, *recorded)) wait_eagerly(queue.get(), *recorded);
+}
+
+void SoftDriver::wait_external(Stream stream, Event event) {
+  calls_.count("wait_external");
+  auto queue = queue_of(stream, "wait_external");
+  auto recorded = event_of(event, "wait_external");
+  if (captures_.add(stream, "wait_external", {SoftNode::Kind::wait, nullptr, recorded, {}})) return;
+  if (!captures_.wait(stream, *recorded)) wait_eagerly(queue.get(), *recorded);
+}
+
+void SoftDriver::wait_eagerly(SoftStream* queue, const SoftEvent& event) {
+  auto completion = event.latest();
   if (!completion) return;
   if (queue) return queue->wait(std::move(completion));
   delays_.pause_sometimes();
@@ -243,12 +286,13 @@ void SoftDriver::wait(Stream stream, Event event) {
 
 void SoftDriver::synchronize_event(Event event) {
   calls_.count("synchronize_event");
-  if (auto completion = event_of(event, "synchronize_event")->latest()) throw_if(completion->await());
+  auto completion = recording_of(*event_of(event, "synchronize_event"), "synchronize_event");
+  if (completion) throw_if(completion->await());
 }
 
 bool SoftDriver::is_complete(Event event) {
   calls_.count("is_complete");
-  auto completion = event_of(event, "is_complete")->latest();
+  auto completion = recording_of(*event_of(event, "is_complete"), "is_complete");
   if (!completion) return true;
   SoftFault fault;
   int64_t time_ns;
@@ -265,7 +309,7 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
     auto event = event_of(events[i], "elapsed_ns");
     const std::string which = i ? "the second event" : "the first event";
     if (!event->timing) fail("elapsed_ns", EINVAL, which + " was created without timing");
-    auto completion = event->latest();
+    auto completion = recording_of(*event, "elapsed_ns");
     if (!completion) fail("elapsed_ns", EINVAL, which + " was never recorded");
     SoftFault fault;
     const bool complete = completion->is_complete(&fault, &times_ns[i]);
@@ -277,7 +321,7 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
 
 void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stream stream) {
   calls_.count("copy_to_device");
-  enqueue(stream, "copy_to_device", [to, from, bytes] {
+  enqueue(stream, "copy_to_device", SoftNode::Kind::copy, [to, from, bytes] {
     if (!guarded_copy(pointer(to), from, bytes))
       throw DriverError(Failure::host_read, "soft copy_to_device", EFAULT,
                         "the source of " + std::to_string(bytes) + " bytes could not be read");
@@ -286,12 +330,13 @@ void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stre
 
 void SoftDriver::copy_to_host(void* to, Address from, size_t bytes, Stream stream) {
   calls_.count("copy_to_host");
-  enqueue(stream, "copy_to_host", [to, from, bytes] { std::memcpy(to, pointer(from), bytes); });
+  enqueue(stream, "copy_to_host", SoftNode::Kind::copy,
+          [to, from, bytes] { std::memcpy(to, pointer(from), bytes); });
 }
 
 void SoftDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
   calls_.count("fill");
-  enqueue(stream, "fill", [to, value, bytes] { std::memset(pointer(to), value, bytes); });
+  enqueue(stream, "fill", SoftNode::Kind::copy, [to, value, bytes] { std::memset(pointer(to), value, bytes); });
 }
 
 void SoftDriver::register_host(const void* start, size_t bytes) {
@@ -316,7 +361,42 @@ void SoftDriver::free_host(void* start) {
   late.report();
 }
 
-void SoftDriver::launch(Stream stream, std::function<void()> body) { enqueue(stream, "launch", std::move(body)); }
+void SoftDriver::launch(Stream stream, std::function<void()> body) {
+  enqueue(stream, "launch", SoftNode::Kind::kernel, std::move(body));
+}
+
+void SoftDriver::begin_capture(Stream stream) {
+  queue_of(stream, "begin_capture");
+  captures_.begin(stream);
+}
+
+Graph SoftDriver::end_capture(Stream stream) {
+  queue_of(stream, "end_capture");
+  auto graph = captures_.end(stream);
+  std::lock_guard<std::mutex> lock(mutex_);
+  graphs_[graph.get()] = graph;
+  return graph.get();
+}
+
+void SoftDriver::launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed) {
+  auto captured = find(graphs_, graph, "launch_graph", "graph");
+  auto queue = queue_of(stream, "launch_graph");
+  if (order < SoftOrder::copies_first || order > SoftOrder::threads)
+    fail("launch_graph", EINVAL, "there is no order " + std::to_string((int32_t)order) + ", only 0 to 3");
+  captures_.refuse(stream, "launch_graph");
+  for (const SoftNode& node : captured->nodes)
+    if (node.kind == SoftNode::Kind::wait) captures_.refuse(*node.event, "launch_graph");
+  auto launch = std::make_shared<SoftLaunch>(captured, order, seed, delays_);
+  // As record does: on the stream first, which may refuse it, and then in the events.
+  if (queue) queue->work_through([launch](SoftFault fault) { return launch->run(std::move(fault)); });
+  launch->announce();
+  if (!queue) throw_if(launch->run(nullptr));
+}
+
+void SoftDriver::destroy_graph(Graph graph) {
+  // A launch that is pending holds the graph until it has been done.
+  take(graphs_, graph, "destroy_graph", "graph");
+}
 
 void SoftDriver::set_capturing(Stream stream, bool capturing) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -343,6 +423,7 @@ SoftCounts SoftDriver::counts() const {
   std::lock_guard<std::mutex> lock(mutex_);
   counts.streams = (int64_t)streams_.size();
   counts.events = (int64_t)events_.size();
+  counts.graphs = (int64_t)graphs_.size();
   counts.pools = (int64_t)pools_.size();
   for (const auto& [handle, entry] : pools_) {
     counts.pool_allocations += (int64_t)entry->pool.live();

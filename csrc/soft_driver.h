@@ -13,6 +13,7 @@
 
 #include "driver.h"
 #include "soft_calls.h"
+#include "soft_graph.h"
 #include "soft_host.h"
 #include "soft_memory.h"
 #include "soft_pool.h"
@@ -37,6 +38,7 @@ struct SoftCounts {
   int64_t host_allocations;
   int64_t host_bytes;
   int64_t peak_host_bytes;
+  int64_t graphs;
 };
 
 class SoftDriver final : public Driver {
@@ -73,6 +75,8 @@ class SoftDriver final : public Driver {
   void destroy_event(Event event) override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;
+  void record_external(Event event, Stream stream) override;
+  void wait_external(Stream stream, Event event) override;
   void synchronize_event(Event event) override;
   bool is_complete(Event event) override;
   int64_t elapsed_ns(Event from, Event to) override;
@@ -90,7 +94,14 @@ class SoftDriver final : public Driver {
 
   // A kernel: runs in stream order.
   void launch(Stream stream, std::function<void()> body);
+  // Only what is_capturing says: the work of the stream is done all the same.
   void set_capturing(Stream stream, bool capturing);
+  // Work on the stream, and on those that wait for its events, is not done but becomes nodes of a graph.
+  void begin_capture(Stream stream);
+  Graph end_capture(Stream stream);
+  // Ordered on the stream as one piece of work. The seed is that of the orders that draw.
+  void launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed);
+  void destroy_graph(Graph graph);
   SoftCounts counts() const;
   SoftCalls& calls() { return calls_; }
   SoftDelays& delays() { return delays_; }
@@ -111,16 +122,22 @@ class SoftDriver final : public Driver {
                               const char* kind);
   std::shared_ptr<SoftStream> stream_of(Stream stream, const char* call) const;
   std::shared_ptr<SoftEvent> event_of(Event event, const char* call) const;
-  void enqueue(Stream stream, const char* call, std::function<void()> body);
+  std::shared_ptr<SoftStream> queue_of(Stream stream, const char* call) const;
+  std::shared_ptr<Completion> recording_of(const SoftEvent& event, const char* call);
+  void enqueue(Stream stream, const char* call, SoftNode::Kind kind, std::function<void()> body);
+  void record_eagerly(SoftEvent& event, SoftStream* queue);
+  void wait_eagerly(SoftStream* queue, const SoftEvent& event);
 
   SoftCalls calls_;
   SoftDelays delays_;
   SoftCapacity capacity_;
   SoftMemory memory_;
   SoftHost host_;
+  SoftCaptures captures_;
   const bool poison_;
   mutable std::mutex mutex_;  // of the tables below
   std::map<void*, std::shared_ptr<SoftEvent>> events_;
+  std::map<void*, std::shared_ptr<SoftGraph>> graphs_;
   std::map<void*, std::shared_ptr<PoolEntry>> pools_;
   std::map<void*, std::shared_ptr<SoftStream>> streams_;
   std::set<Stream> capturing_;

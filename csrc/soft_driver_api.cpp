@@ -55,6 +55,7 @@ using penstock::Address;
 using penstock::Block;
 using penstock::Driver;
 using penstock::Event;
+using penstock::Graph;
 using penstock::Pool;
 using penstock::soft;
 using penstock::Stream;
@@ -87,6 +88,20 @@ void penstock_soft_set_delays(Driver* driver, uint64_t seed, uint64_t max_ns) {
 }
 void penstock_soft_set_capturing(Driver* driver, Stream stream, int32_t capturing) {
   soft(driver).set_capturing(stream, capturing != 0);
+}
+
+// Graphs. On a GPU these are torch's to call, so they are none of the driver's functions.
+int32_t penstock_soft_begin_capture(Driver* driver, Stream stream) {
+  return told([&] { soft(driver).begin_capture(stream); });
+}
+int32_t penstock_soft_end_capture(Driver* driver, Stream stream, Graph* out) {
+  return told([&] { *out = soft(driver).end_capture(stream); });
+}
+int32_t penstock_soft_launch_graph(Driver* driver, Graph graph, Stream stream, int32_t order, uint64_t seed) {
+  return told([&] { soft(driver).launch_graph(graph, stream, (penstock::SoftOrder)order, seed); });
+}
+int32_t penstock_soft_destroy_graph(Driver* driver, Graph graph) {
+  return told([&] { soft(driver).destroy_graph(graph); });
 }
 
 // Test kernels.
@@ -177,6 +192,12 @@ int32_t penstock_soft_record(Driver* driver, Event event, Stream stream) {
 }
 int32_t penstock_soft_wait(Driver* driver, Stream stream, Event event) {
   return told([&] { driver->wait(stream, event); });
+}
+int32_t penstock_soft_record_external(Driver* driver, Event event, Stream stream) {
+  return told([&] { driver->record_external(event, stream); });
+}
+int32_t penstock_soft_wait_external(Driver* driver, Stream stream, Event event) {
+  return told([&] { driver->wait_external(stream, event); });
 }
 int32_t penstock_soft_synchronize_event(Driver* driver, Event event) {
   return told([&] { driver->synchronize_event(event); });

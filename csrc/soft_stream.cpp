@@ -6,6 +6,17 @@
 
 namespace penstock {
 
+SoftFault fault_of(const std::function<void()>& work) {
+  try {
+    work();
+    return nullptr;
+  } catch (const DriverError& error) {
+    return std::make_shared<DriverError>(error);
+  } catch (const std::exception& error) {
+    return std::make_shared<DriverError>(Failure::driver, "soft stream", EIO, error.what());
+  }
+}
+
 void Completion::complete(SoftFault fault) {
   // Notified under the lock: the waiter may drop the last reference as soon as it can see the flag.
   std::lock_guard<std::mutex> lock(mutex_);
@@ -37,6 +48,17 @@ std::shared_ptr<Completion> SoftEvent::latest() const {
 void SoftEvent::record(std::shared_ptr<Completion> completion) {
   std::lock_guard<std::mutex> lock(mutex_);
   latest_ = std::move(completion);
+  mark_ = nullptr;
+}
+
+std::shared_ptr<const SoftMark> SoftEvent::mark() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return mark_;
+}
+
+void SoftEvent::record(std::shared_ptr<const SoftMark> mark) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  mark_ = std::move(mark);
 }
 
 void SoftDelays::set(uint64_t seed, uint64_t max_ns) {
@@ -47,8 +69,8 @@ void SoftDelays::set(uint64_t seed, uint64_t max_ns) {
 }
 
 // splitmix64
-uint64_t SoftDelays::draw() {
-  uint64_t z = (state_ += 0x9E3779B97F4A7C15ull);
+uint64_t split_mix(uint64_t& state) {
+  uint64_t z = (state += 0x9E3779B97F4A7C15ull);
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
   return z ^ (z >> 31);
@@ -59,7 +81,7 @@ void SoftDelays::pause() {
   uint64_t pause_ns;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    pause_ns = max_ns_ ? draw() % max_ns_ : 0;
+    pause_ns = max_ns_ ? split_mix(state_) % max_ns_ : 0;
   }
   std::this_thread::sleep_for(std::chrono::nanoseconds(pause_ns));
 }
@@ -68,7 +90,7 @@ void SoftDelays::pause_sometimes() {
   if (!on_) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (draw() & 1) return;
+    if (split_mix(state_) & 1) return;
   }
   pause();
 }
@@ -90,6 +112,10 @@ void SoftStream::wait(std::shared_ptr<Completion> completion) {
     if (fault && !fault_) fault_ = fault;
   };
   push({std::move(body), true});
+}
+
+void SoftStream::work_through(std::function<SoftFault(SoftFault)> body) {
+  push({[this, body = std::move(body)] { fault_ = body(fault_); }, true});
 }
 
 SoftFault SoftStream::drain() {
@@ -127,13 +153,7 @@ void SoftStream::loop() {
     }
     delays_.pause();
     if (fault_ && !task.always) continue;
-    try {
-      task.body();
-    } catch (const DriverError& error) {
-      fault_ = std::make_shared<DriverError>(error);
-    } catch (const std::exception& error) {
-      fault_ = std::make_shared<DriverError>(Failure::driver, "soft stream", EIO, error.what());
-    }
+    if (SoftFault fault = fault_of(task.body)) fault_ = std::move(fault);
   }
 }
 

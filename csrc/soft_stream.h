@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "driver.h"
@@ -16,6 +17,8 @@ namespace penstock {
 
 // Why a stream failed; null while it has not. It spreads to everything that is ordered after it.
 using SoftFault = std::shared_ptr<const DriverError>;
+// Null when the work ended well.
+SoftFault fault_of(const std::function<void()>& work);
 
 // One recording of an event.
 class Completion {
@@ -33,18 +36,33 @@ class Completion {
   SoftFault fault_;
 };
 
+struct SoftCapture;
+
+// One recording of an event in a captured stream: what has been captured there by then.
+struct SoftMark {
+  std::weak_ptr<SoftCapture> capture;  // gone when the capture has ended
+  std::set<size_t> nodes;
+};
+
 // Recording again replaces the completion, so that those who wait for an earlier one are not disturbed.
 class SoftEvent {
  public:
   explicit SoftEvent(bool timing) : timing(timing) {}
   std::shared_ptr<Completion> latest() const;
+  // Null unless the event was recorded in a captured stream, and last there.
+  std::shared_ptr<const SoftMark> mark() const;
   void record(std::shared_ptr<Completion> completion);
+  void record(std::shared_ptr<const SoftMark> mark);
   const bool timing;
 
  private:
   mutable std::mutex mutex_;
   std::shared_ptr<Completion> latest_;  // null until recorded
+  std::shared_ptr<const SoftMark> mark_;
 };
+
+// The next pseudo-random number.
+uint64_t split_mix(uint64_t& state);
 
 // Pseudo-random pauses that shake the order in which threads run. Off while the seed is 0.
 class SoftDelays {
@@ -55,8 +73,6 @@ class SoftDelays {
   void pause_sometimes();
 
  private:
-  uint64_t draw();
-
   std::atomic<bool> on_{false};
   std::mutex mutex_;
   uint64_t state_ = 0;
@@ -76,6 +92,8 @@ class SoftStream {
   void work_always(std::function<void()> body);
   void record(std::shared_ptr<Completion> completion);
   void wait(std::shared_ptr<Completion> completion);
+  // What has its own way with a fault: takes the stream's, and leaves it with what it returns.
+  void work_through(std::function<SoftFault(SoftFault)> body);
   // Blocks until everything queued before has been done.
   SoftFault drain();
   // Ends the thread once its queue is empty. Later work is refused.

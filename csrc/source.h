@@ -22,6 +22,9 @@ class Source {
   // The order of the copies to come: `once`, then `cycle` over and over.
   virtual void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) = 0;
   virtual void copy(const PieceRecord& piece, Address to, Stream stream) = 0;
+
+  // Whether a copy can be made again and again without the host: from an address that stays, whatever came before.
+  virtual bool is_fixed() const = 0;
 };
 
 // Copies straight out of the mapping; any order will do.
@@ -32,6 +35,7 @@ class RegisteredSource final : public Source {
   void load(const PieceRecord& piece, Address to, Stream stream) override { copy(piece, to, stream); }
   void follow(const std::vector<PieceRecord>&, const std::vector<PieceRecord>&) override {}
   void copy(const PieceRecord& piece, Address to, Stream stream) override;
+  bool is_fixed() const override { return true; }
 
  private:
   Driver& driver_;
@@ -46,6 +50,7 @@ class StagedSource final : public Source {
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
   void copy(const PieceRecord& piece, Address to, Stream stream) override;
+  bool is_fixed() const override { return false; }
 
  private:
   std::vector<Extent> extents(const std::vector<PieceRecord>& pieces) const;

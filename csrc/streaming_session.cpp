@@ -29,6 +29,9 @@ void StreamingSession::set_shapes(std::vector<Shape> shapes) {
   tensors_.clear();
   for (const Shape& shape : shapes_) tensors_.emplace_back(shape.numbers.size());
   owner_ = -1;
+  // Graphs hold addresses of the plan that was: no number of theirs is given out again.
+  first_capture_ += (int64_t)captures_.size();
+  captures_.clear();
 }
 
 void StreamingSession::forget_tensors() noexcept {
@@ -39,33 +42,45 @@ void StreamingSession::forget_tensors() noexcept {
     }
 }
 
-void StreamingSession::begin(int64_t method, Stream compute) {
-  if (running_) throw CoreError(Failure::usage, "a run was begun while another one was not ended");
+void StreamingSession::start(Mode mode, int64_t method, Stream compute) {
+  if (mode_ != Mode::idle) throw CoreError(Failure::usage, "a run was begun while another one was not ended");
   if (method < 0 || method >= (int64_t)shapes_.size())
     throw CoreError(Failure::usage, "method " + text(method) + " was begun, there are " + text(shapes_.size()));
-  if (driver_.is_capturing(compute))
+  bool capturing = driver_.is_capturing(compute);
+  if (capturing && mode != Mode::capture)
     throw CoreError(Failure::capture, "the module was called while the caller's stream is being captured into a graph");
+  if (!capturing && mode == Mode::capture)
+    throw CoreError(Failure::usage, "a run was to be captured on a stream that is not");
   clear_error();
-  running_ = true;
+  mode_ = mode;
   run_ = {};
-  run_number_++;
   method_ = method;
   compute_ = compute;
   position_ = 0;
   step_ = 0;
+}
+
+void StreamingSession::begin(int64_t method, Stream compute) {
+  start(Mode::run, method, compute);
   Undo undo([&] { abort(); });
   stalls_.begin_run();
+  follow_last_run();
+  undo.keep();
+}
+
+bool StreamingSession::follow_last_run() {
+  run_number_++;
   // S8: this run follows the last one, whatever streams the two are on.
   if (has_run_) driver_.wait(compute_, run_end_);
-  bool cold = owner_ != method;
+  bool cold = owner_ != method_;
   owner_ = -1;
   begin_run(cold);
-  undo.keep();
+  return cold;
 }
 
 bool StreamingSession::acquire(int64_t number, Address* out) {
   if (!error().empty()) return false;
-  if (!running_) return fail("access " + text(number) + " was fetched outside of a run", Failure::usage);
+  if (!lends()) return fail("access " + text(number) + " was fetched outside of a run", Failure::usage);
   const Shape& shape = shapes_[method_];
   if (position_ >= (int64_t)shape.numbers.size())
     return fail("access " + text(number) + " was fetched after the last recorded one");
@@ -115,7 +130,7 @@ TensorHandle StreamingSession::tensor_at(int64_t position, Address address, cons
 
 void StreamingSession::done(int64_t step) {
   if (!error().empty()) return;
-  if (!running_) {
+  if (!lends()) {
     fail("step " + text(step) + " was ended outside of a run", Failure::usage);
     return;
   }
@@ -132,19 +147,27 @@ void StreamingSession::done(int64_t step) {
   step_++;
 }
 
-void StreamingSession::end() {
-  if (!running_) throw CoreError(Failure::usage, "a run was ended that was not begun");
+void StreamingSession::require_complete() const {
   if (!error().empty()) throw CoreError(failure(), error());
   const Shape& shape = shapes_[method_];
   if (position_ != (int64_t)shape.numbers.size() || step_ != shape.step_count)
     throw CoreError(Failure::divergence, "the schedule diverges: expected " + text(shape.numbers.size()) +
                                              " accesses and " + text(shape.step_count) + " steps, got " +
                                              text(position_) + " and " + text(step_));
+}
+
+void StreamingSession::end() {
+  if (mode_ != Mode::run) throw CoreError(Failure::usage, "a run was ended that was not begun");
+  require_complete();
   end_run();
+  conclude();
+}
+
+void StreamingSession::conclude() {
   driver_.record(run_end_, compute_);
   has_run_ = true;
   owner_ = method_;
-  running_ = false;
+  mode_ = Mode::idle;
   run_.runs = 1;
   totals_.runs += 1;
   totals_.bytes_streamed += run_.bytes_streamed;
@@ -152,27 +175,73 @@ void StreamingSession::end() {
   totals_.copies += run_.copies;
   totals_.pool_calls += run_.pool_calls;
   totals_.pool_ns += run_.pool_ns;
+  totals_.replays += run_.replays;
+}
+
+void StreamingSession::begin_capture(int64_t method, Stream compute) {
+  if (trace_) throw CoreError(Failure::usage, "a run was to be captured while a trace, which tells steps apart, is on");
+  Counters last = run_;
+  start(Mode::capture, method, compute);
+  before_capture_run_ = last;
+  Undo undo([&] { abort(); });
+  capture_begins();
+  undo.keep();
+}
+
+int64_t StreamingSession::end_capture() {
+  if (mode_ != Mode::capture) throw CoreError(Failure::usage, "a capture was ended that was not begun");
+  require_complete();
+  capture_ends();
+  run_ = before_capture_run_;
+  mode_ = Mode::idle;
+  captures_.push_back(method_);
+  return first_capture_ + (int64_t)captures_.size() - 1;
+}
+
+void StreamingSession::begin_replay(int64_t capture, Stream compute) {
+  if (trace_) throw CoreError(Failure::usage, "a graph was to be replayed while a trace, which tells steps apart, is on");
+  int64_t index = capture - first_capture_;
+  if (index < 0 || index >= (int64_t)captures_.size())
+    throw CoreError(Failure::usage, "capture " + text(capture) + " was to be replayed; those of the present plan are " +
+                                        text(captures_.size()) + " from " + text(first_capture_));
+  start(Mode::replay, captures_[index], compute);
+  Undo undo([&] { abort(); });
+  replay_begins(follow_last_run());
+  undo.keep();
+}
+
+void StreamingSession::end_replay() {
+  if (mode_ != Mode::replay) throw CoreError(Failure::usage, "a replay was ended that was not begun");
+  replay_ends();
+  run_.replays = 1;
+  conclude();
 }
 
 void StreamingSession::abort() noexcept {
   // A run that was refused before it began has touched nothing; and a stream under capture must not be synchronized.
-  if (!running_) return;
+  if (mode_ == Mode::idle) return;
+  if (mode_ == Mode::capture) {
+    capture_failed();
+    run_ = before_capture_run_;
+    mode_ = Mode::idle;
+    return;
+  }
   finish();
-  stalls_.discard_run();
+  if (mode_ == Mode::run) stalls_.discard_run();
   if (trace_) trace_->drop_open();
   reset();
   owner_ = -1;
   has_run_ = false;
-  running_ = false;
+  mode_ = Mode::idle;
 }
 
 void StreamingSession::require_idle() const {
-  if (running_) throw CoreError(Failure::usage, "the plan cannot be changed while a run has not ended");
+  if (mode_ != Mode::idle) throw CoreError(Failure::usage, "the plan cannot be changed while a run has not ended");
 }
 
 void StreamingSession::finish() noexcept {
   // The caller's stream first: the copies that follow its kernels cannot end before it does.
-  if (running_) settle([&] { driver_.synchronize_stream(compute_); });
+  if (mode_ == Mode::run || mode_ == Mode::replay) settle([&] { driver_.synchronize_stream(compute_); });
   // A run that failed at its start may not have come to wait for the last one.
   if (has_run_) settle([&] { driver_.synchronize_event(run_end_); });
   settle([&] { driver_.synchronize_stream(copy_stream_); });
@@ -213,7 +282,7 @@ void StreamingSession::measure_link(const std::vector<std::pair<PieceRecord, Add
 
 Counters StreamingSession::last_run() {
   Counters counters = run_;
-  counters.stall_ns = stalls_.last_run_ns();
+  if (!run_.replays) counters.stall_ns = stalls_.last_run_ns();
   return counters;
 }
 

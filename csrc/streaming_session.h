@@ -22,6 +22,8 @@ struct Counters {
   // Of the pool, under the least-recently-used policy: how often it was asked, and the host time that took.
   int64_t pool_calls = 0;
   int64_t pool_ns = 0;
+  // Of the runs, those that were launched as a graph. Their stalls are not measured.
+  int64_t replays = 0;
 };
 
 class StreamingSession : public Session {
@@ -40,8 +42,19 @@ class StreamingSession : public Session {
   // there before it alone. After end threw, or after a failed fetch, abort.
   void begin(int64_t method, Stream compute);
   void end();
-  // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own.
+  // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own. A capture that
+  // failed has touched nothing on the device, and is forgotten.
   void abort() noexcept;
+
+  // A run that is captured into a graph and not made: `compute` is being captured, and the copies join it there. The
+  // caller ends the capture afterwards. Returns the number by which the run can be replayed, until the plan changes.
+  void begin_capture(int64_t method, Stream compute);
+  int64_t end_capture();
+
+  // Around the launch of a captured graph on `compute` (S9). Other work on `compute` may stand between begin and end,
+  // before the launch and after it; all of it belongs to the run.
+  void begin_replay(int64_t capture, Stream compute);
+  void end_replay();
 
   // Throws while a run has not ended: what it was lent must stay.
   void require_idle() const;
@@ -83,6 +96,14 @@ class StreamingSession : public Session {
   // After drain, when a run failed.
   virtual void reset() noexcept = 0;
 
+  // Around the compiled code while it is captured; `capture_failed` also when capture_begins threw.
+  virtual void capture_begins() = 0;
+  virtual void capture_ends() = 0;
+  virtual void capture_failed() noexcept = 0;
+  // Before and after the launch.
+  virtual void replay_begins(bool cold) = 0;
+  virtual void replay_ends() = 0;
+
   // The compute stream waits for a copy; the wait is measured.
   void wait_for_copy(Event ready);
 
@@ -107,6 +128,14 @@ class StreamingSession : public Session {
     TensorHandle tensor = nullptr;
   };
 
+  enum class Mode { idle, run, capture, replay };
+
+  void start(Mode mode, int64_t method, Stream compute);
+  // Returns whether the run is cold.
+  bool follow_last_run();
+  void require_complete() const;
+  void conclude();
+  bool lends() const { return mode_ == Mode::run || mode_ == Mode::capture; }
   void forget_tensors() noexcept;
   TensorHandle tensor_at(int64_t position, Address address, const FetchRequest& request);
 
@@ -120,7 +149,11 @@ class StreamingSession : public Session {
   int64_t owner_ = -1;  // the method whose copies are ahead; -1: none
   int64_t position_ = 0;
   int64_t step_ = 0;
-  bool running_ = false;
+  Mode mode_ = Mode::idle;
+  // The methods of the captures since the plan was set up; the first of them has this number.
+  std::vector<int64_t> captures_;
+  int64_t first_capture_ = 0;
+  Counters before_capture_run_;  // a capture is no run: the last one stays what it was
 };
 
 }  // namespace penstock

@@ -161,7 +161,7 @@ class ConcurrentRunError(RuntimeFailure):
 
 
 class CaptureError(RuntimeFailure):
-    """A module was called while the caller captures a graph."""
+    """A pass cannot be captured into a CUDA graph, or a module was called while the caller captures one."""
 
 
 class BuildMismatchError(RuntimeFailure):

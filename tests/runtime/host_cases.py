@@ -28,7 +28,7 @@ class Counts(ctypes.Structure):
         for name in (
             *("blocks", "block_bytes", "peak_block_bytes", "ranges", "mappings", "streams", "events"),
             *("pools", "pool_allocations", "pool_bytes", "registrations", "registered_bytes"),
-            *("host_allocations", "host_bytes", "peak_host_bytes"),
+            *("host_allocations", "host_bytes", "peak_host_bytes", "graphs"),
         )
     ]
 

@@ -6,7 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from penstock.runtime.records import lru_numbers, plan_numbers
 from penstock.runtime.session import HostSource, Session, Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.runtime.soft import SoftDriver, hash_of
+from tests.runtime.soft import SoftDriver, SoftError, hash_of
 
 PAGE = 4096
 INLINE = 0  # the stream that is the calling thread
@@ -116,6 +116,17 @@ class RunFailed(Exception):
         self.error = error
 
 
+@dataclass
+class Captured:
+    """A run of a method as a graph of the soft driver. Its kernels compare what they read, every time they run."""
+
+    graph: int
+    number: int
+    method: int
+    kernels: int
+    launches: int = 0
+
+
 class Rig:
     """One session on one driver. `kernel_ns`: each kernel first sleeps a random time of at most this."""
 
@@ -139,6 +150,10 @@ class Rig:
         self._own_driver = driver is None
         self.driver = SoftDriver(PAGE, 0, poison) if driver is None else driver
         self._hashes: list[tuple[str, str, ctypes.c_uint64]] = []
+        self._graphs: list[Captured] = []
+        self._capturing = False
+        # What kernels of graphs have found, right or wrong.
+        self._compared: list[tuple[str, str, bool]] = []
         self._streams: list[int] = []
         self._method = 0
         self._owner: int | None = None
@@ -157,6 +172,9 @@ class Rig:
     def close(self) -> None:
         """The session first: what it leaves behind is then the driver's whole count."""
         self.session.close()
+        for captured in self._graphs:
+            self.driver.destroy_graph(captured.graph)
+        self._graphs.clear()
         for stream in self._streams:
             self.driver.destroy_stream(stream)
         self._streams.clear()
@@ -181,6 +199,9 @@ class Rig:
     def install(self, budget_bytes: int) -> Plan:
         plan = self.model.plan(budget_bytes)
         assert plan.device_bytes <= budget_bytes
+        return self.install_plan(plan)
+
+    def install_plan(self, plan: Plan) -> Plan:
         self._owner, self.plan = None, None
         self.session.install(plan_numbers(plan, self.model.offsets))
         self.plan = plan
@@ -209,7 +230,8 @@ class Rig:
         core().penstock_session_done(self.session.handle, step)
 
     def _give_up(self) -> None:
-        self._owner = None
+        if not self._capturing:
+            self._owner = None
         error = self.session.abort()
         assert error is not None, "an access was refused without a reason"
         raise RunFailed(error)
@@ -222,6 +244,12 @@ class Rig:
         if nbytes:
             out = self.driver.hash(stream, address, nbytes, delay_ns)
             self._hashes.append((name, label, out))
+            if self._capturing:
+                self.driver.call(stream, lambda: self._compare(name, label, out))
+
+    def _compare(self, name: str, label: str, out: ctypes.c_uint64) -> None:
+        self._compared.append((name, label, out.value == self.model.hashes[name]))
+        out.value = 0
 
     def steps(self, method: int = 0, stream: int = INLINE, *, delay_ns: int | None = None) -> Iterator[int]:
         """Runs the schedule step by step, and stops after the launches of each, before its end is told."""
@@ -254,6 +282,9 @@ class Rig:
         except PenstockError:
             self._owner = None
             raise
+        self._count()
+
+    def _count(self) -> None:
         if self.plan is not None:
             planned = self.plan.methods[self._method]
             self.last = planned.warm if self._owner == self._method else planned.cold
@@ -270,6 +301,67 @@ class Rig:
             self.check()
             if self.plan is not None:
                 self.check_counters()
+
+    def capture(self, method: int = 0, stream: int | None = None, *, delay_ns: int | None = None) -> Captured:
+        """As torch does it: on a stream of its own, and nothing runs."""
+        stream = stream or self.stream()
+        kept, self._hashes = self._hashes, []
+        self.driver.begin_capture(stream)
+        self._capturing = True
+        try:
+            self.session.begin_capture(method, stream)
+            for _ in self.steps(method, stream, delay_ns=delay_ns):
+                pass
+            number = self.session.end_capture()
+        except BaseException:
+            self.drop_capture(stream)
+            raise
+        finally:
+            self._capturing = False
+            hashes, self._hashes = self._hashes, kept
+        made = Captured(self.driver.end_capture(stream), number, method, len(hashes))
+        self._graphs.append(made)
+        return made
+
+    def drop_capture(self, stream: int) -> None:
+        with suppress(SoftError):  # a capture that something failed in has no graph
+            self.driver.destroy_graph(self.driver.end_capture(stream))
+
+    def replay(self, captured: Captured, stream: int, *, order: int = 0, seed: int = 1, check: bool = True) -> None:
+        self._method = captured.method
+        try:
+            self.session.begin_replay(captured.number, stream)
+        except PenstockError:
+            if self.driver.failed_call() != "is_capturing":
+                self._owner = None
+            raise
+        try:
+            self.driver.launch_graph(captured.graph, stream, order, seed)
+        except SoftError:
+            self.session.abort()
+            self._owner = None
+            raise
+        captured.launches += 1
+        try:
+            self.session.end_replay()
+        except PenstockError:
+            self._owner = None
+            raise
+        self._count()
+        if check:
+            self.check()
+            self.check_counters()
+
+    def check_graphs(self) -> int:
+        """Of launches that are known to have ended; how many kernels there were."""
+        wrong = [(name, label) for name, label, right in self._compared if not right]
+        assert not wrong, f"kernels of graphs that read other bytes than the file's: {wrong}"
+        count = len(self._compared)
+        assert count == sum(captured.kernels * captured.launches for captured in self._graphs)
+        self._compared.clear()
+        for captured in self._graphs:
+            captured.launches = 0
+        return count
 
     def check_counters(self) -> None:
         """S7: of the last run, and of all."""
@@ -291,7 +383,7 @@ class Rig:
     def check(self) -> int:
         """Waits for everything; every kernel must have read the weight's own bytes. Returns how many there were."""
         self.drain()
-        return self.check_hashes()
+        return self.check_hashes() + self.check_graphs()
 
     def check_hashes(self) -> int:
         """Of kernels that are known to have ended."""

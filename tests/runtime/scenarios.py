@@ -9,6 +9,7 @@ import ctypes
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import PenstockError, WeightsChangedError
@@ -18,6 +19,9 @@ from tests.runtime.soft import SoftDriver, SoftError, library
 # Long against what the host needs to get ahead, even on a busy machine.
 KERNEL_NS = 30 * MS
 COPY_NS = 20 * MS
+
+# Orders in which the soft driver runs the nodes of a graph.
+COPIES_FIRST, KERNELS_FIRST = 0, 1
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {}
 
@@ -439,6 +443,92 @@ def buffers_are_kept_until_a_wait_succeeds(folder: Path) -> None:
 def play(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         SCENARIOS[name](Path(folder))
+
+
+# ---- graphs (S9)
+
+
+@scenario
+def graph_copies_wait_for_readers(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        captured, stream = rig.capture(), rig.stream()
+        for _ in range(2):
+            rig.replay(captured, stream, order=COPIES_FIRST)
+
+
+@scenario
+def graph_kernels_wait_for_copies(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        captured, stream = rig.capture(), rig.stream()
+        for _ in range(2):
+            rig.replay(captured, stream, order=KERNELS_FIRST)
+
+
+def _there_and_back(folder: Path) -> Model:
+    """Two methods: a run of the second leaves nothing in the ring that the first could take for its own."""
+    names = [f"w{i}" for i in range(6)]
+    schedules = [chain(*names), chain(*reversed(names), method="back")]
+    return write_model(folder / "weights.ptd", schedules, dict.fromkeys(names, 2 * PAGE))
+
+
+@scenario
+def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
+    model = _there_and_back(folder)
+    with Rig(model) as rig:
+        plan = rig.install(model.floor_bytes)
+        assert plan.methods[0].entering
+        captured, stream = rig.capture(), rig.stream()
+        rig.run(1, stream)
+        rig.driver.launch_sleep(rig.session.copy_stream, KERNEL_NS)
+        rig.replay(captured, stream, order=KERNELS_FIRST)
+
+
+@scenario
+def graph_copies_follow_those_made_before_it(folder: Path) -> None:
+    """A weight with one copy in the graph and one before it: whoever waits for the last must have both."""
+    model = _there_and_back(folder)
+    with Rig(model) as rig:
+        plan = model.plan(model.floor_bytes)
+        method = plan.methods[0]
+        ahead = method.copies[method.entering[0]]
+        position = method.stays[ahead.stay].accesses[0]
+        half = ahead.piece.nbytes // 2
+        second = replace(
+            ahead.piece,
+            nbytes=ahead.piece.nbytes - half,
+            weight_offset_bytes=ahead.piece.weight_offset_bytes + half,
+            range_offset_bytes=ahead.piece.range_offset_bytes + half,
+        )
+        copies = [
+            replace(copy, piece=replace(copy.piece, nbytes=half)) if copy is ahead else copy for copy in method.copies
+        ]
+        copies.append(replace(ahead, piece=second, issue_before=position))
+        copies.sort(key=lambda copy: copy.issue_before)
+        halved = replace(method, copies=tuple(copies))
+        rig.install_plan(replace(plan, methods=(halved, *plan.methods[1:])))
+        assert any(copies[copy].piece.nbytes == half for copy in halved.entering)
+        captured, stream = rig.capture(), rig.stream()
+        rig.run(1, stream)
+        rig.driver.launch_sleep(rig.session.copy_stream, KERNEL_NS)
+        rig.replay(captured, stream, order=COPIES_FIRST)
+
+
+@scenario
+def copies_behind_a_graph_wait_for_its_readers(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        plan = rig.install(model.floor_bytes)
+        assert plan.methods[0].entering
+        stream = rig.stream()
+        captured = rig.capture(delay_ns=KERNEL_NS)
+        rig.run(stream=stream)
+        for _ in range(2):
+            rig.replay(captured, stream, order=KERNELS_FIRST, check=False)
+        rig.check()
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ class Counts(ctypes.Structure):
         ("host_allocations", c_int64),
         ("host_bytes", c_int64),
         ("peak_host_bytes", c_int64),
+        ("graphs", c_int64),
     ]
 
     def alive(self) -> dict[str, int]:
@@ -87,6 +88,8 @@ FALLIBLE: dict[str, tuple[list[Any], Any]] = {
     "destroy_event": ([c_void_p], None),
     "record": ([c_void_p, c_void_p], None),
     "wait": ([c_void_p, c_void_p], None),
+    "record_external": ([c_void_p, c_void_p], None),
+    "wait_external": ([c_void_p, c_void_p], None),
     "synchronize_event": ([c_void_p], None),
     "is_complete": ([c_void_p], c_int32),
     "elapsed_ns": ([c_void_p, c_void_p], c_int64),
@@ -100,6 +103,9 @@ FALLIBLE: dict[str, tuple[list[Any], Any]] = {
     "launch": ([c_void_p, Kernel, c_void_p], None),
     "launch_hash": ([c_void_p, c_uint64, c_size_t, POINTER(c_uint64), c_uint64], None),
     "launch_sleep": ([c_void_p, c_uint64], None),
+    "begin_capture": ([c_void_p], None),
+    "end_capture": ([c_void_p], c_void_p),
+    "destroy_graph": ([c_void_p], None),
 }
 
 
@@ -125,6 +131,8 @@ def library() -> ctypes.CDLL:
     core.penstock_soft_set_capturing.restype = None
     core.penstock_soft_memory_info.argtypes = [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]
     core.penstock_soft_memory_info.restype = c_int32
+    core.penstock_soft_launch_graph.argtypes = [c_void_p, c_void_p, c_void_p, c_int32, c_uint64]
+    core.penstock_soft_launch_graph.restype = c_int32
     for name, (arguments, result) in FALLIBLE.items():
         function = getattr(core, f"penstock_soft_{name}")
         function.argtypes = [c_void_p, *arguments, *([POINTER(result)] if result else [])]
@@ -191,6 +199,11 @@ class SoftDriver:
         out = c_uint64()
         self.launch_hash(stream, address, nbytes, byref(out), delay_ns)
         return out
+
+    def launch_graph(self, graph: int, stream: int | None, order: int = 0, seed: int = 1) -> None:
+        """Copies first (0), kernels first (1), at random (2), on several threads (3), as the captured edges allow."""
+        if failure := library().penstock_soft_launch_graph(self.handle, graph, stream, order, seed):
+            _raise(failure)
 
     def counts(self) -> Counts:
         counts = Counts()

@@ -15,9 +15,9 @@ from pathlib import Path
 from tests.runtime.builds import SOURCES, WORKERS, Build, play
 from tests.runtime.scenarios import SCENARIOS
 
-FILES = ["streaming_session.cpp", "planned_session.cpp", "lru_session.cpp", "staging.cpp"]
+FILES = ["streaming_session.cpp", "planned_session.cpp", "planned_capture.cpp", "lru_session.cpp", "staging.cpp"]
 CALL = re.compile(
-    r"(?:driver_\.(?:wait|record|synchronize_\w+)|source_\.follow(?=\(method\.)|\bfinish|\bawait_copy)"
+    r"(?:driver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+)|source_\.follow(?=\(method\.)|\bfinish|\bawait_copy)"
     r"\((?:[^()]|\([^()]*\))*\)"
 )
 FUNCTION = re.compile(r"^\S.*?(?:\w+::)+(~?\w+)\(")
@@ -25,8 +25,8 @@ FUNCTION = re.compile(r"^\S.*?(?:\w+::)+(~?\w+)\(")
 # File, function and call; the scenario that goes wrong without it.
 DELETIONS = {
     # S8
-    "streaming_session.cpp begin: driver_.wait(compute_, run_end_)": "runs_follow_one_another",
-    "streaming_session.cpp end: driver_.record(run_end_, compute_)": "runs_follow_one_another",
+    "streaming_session.cpp follow_last_run: driver_.wait(compute_, run_end_)": "runs_follow_one_another",
+    "streaming_session.cpp conclude: driver_.record(run_end_, compute_)": "runs_follow_one_another",
     "streaming_session.cpp abort: finish()": "a_failed_run_is_waited_for",
     "streaming_session.cpp finish: driver_.synchronize_stream(compute_)": "a_failed_run_is_waited_for",
     "streaming_session.cpp finish: driver_.synchronize_event(run_end_)": "closing_waits_for_kernels",
@@ -48,12 +48,31 @@ DELETIONS = {
     "planned_session.cpp begin_run: source_.follow(method.entering, method.cycle)": "staging_follows_the_method",
     # S1
     "planned_session.cpp begin_run: driver_.wait(copy_stream_, run_end_)": "a_method_waits_for_the_last_one",
-    "planned_session.cpp issue: driver_.wait(copy_stream_, method.steps[record.wait_step].ended)": (
-        "copies_wait_for_readers"
-    ),
+    "planned_session.cpp await_readers: driver_.wait(copy_stream_, step.ended)": "copies_wait_for_readers",
     "planned_session.cpp step_ended: driver_.record(step.ended, compute_)": "copies_wait_for_readers",
     # S2
-    "planned_session.cpp issue: driver_.record(stay.ready, copy_stream_)": "kernels_wait_for_copies",
+    "planned_session.cpp announce: driver_.record(stay.ready, copy_stream_)": "kernels_wait_for_copies",
+    # The same inside graphs, and S9
+    "planned_session.cpp await_readers: driver_.wait(copy_stream_, step.ended_in_graph)": (
+        "graph_copies_wait_for_readers"
+    ),
+    "planned_session.cpp step_ended: driver_.record(step.ended_in_graph, compute_)": "graph_copies_wait_for_readers",
+    "planned_session.cpp announce: driver_.record(stay.ready_in_graph, copy_stream_)": "graph_kernels_wait_for_copies",
+    "planned_session.cpp await_copies: driver_.wait(compute_, stay.ready_in_graph)": "graph_kernels_wait_for_copies",
+    "planned_session.cpp await_copies: driver_.wait_external(compute_, stay.ready)": (
+        "graph_kernels_wait_for_copies_made_before_it"
+    ),
+    "planned_session.cpp step_ended: driver_.record_external(step.ended, compute_)": (
+        "copies_behind_a_graph_wait_for_its_readers"
+    ),
+    "planned_capture.cpp capture_begins: driver_.record(fork_, compute_)": "graph_copies_follow_those_made_before_it",
+    "planned_capture.cpp capture_begins: driver_.wait(copy_stream_, fork_)": "graph_copies_follow_those_made_before_it",
+    "planned_capture.cpp capture_begins: driver_.wait_external(copy_stream_, lead_)": (
+        "graph_copies_follow_those_made_before_it"
+    ),
+    "planned_capture.cpp replay_begins: driver_.record(lead_, copy_stream_)": (
+        "graph_copies_follow_those_made_before_it"
+    ),
     "lru_session.cpp install: driver_.synchronize_stream(copy_stream_)": "lru_tells_at_load_what_could_not_be_copied",
     "lru_session.cpp uninstall: finish()": "lru_closing_waits_for_kernels",
     # S4

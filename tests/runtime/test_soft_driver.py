@@ -540,6 +540,8 @@ def tour(driver: SoftDriver) -> None:
         driver.is_capturing(stream)
         driver.record(event, INLINE)
         driver.wait(stream, event)
+        driver.record_external(event, INLINE)
+        driver.wait_external(stream, event)
         driver.copy_to_device(address, start, PAGE, stream)
         driver.fill(lent, 1, PAGE, stream)
         driver.copy_to_host(out, address, PAGE, stream)
@@ -584,7 +586,7 @@ def test_every_call_can_be_made_to_fail_and_nothing_leaks(driver: SoftDriver) ->
     driver.fail_at(calls + 1)
     tour(driver)
     assert driver.failed_call() == ""
-    assert len(failed) == 32  # all but enter and leave
+    assert len(failed) == 34  # all but enter and leave
 
 
 def test_a_call_can_be_chosen_by_name_and_its_failure_too(driver: SoftDriver) -> None:

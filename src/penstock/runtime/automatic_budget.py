@@ -61,12 +61,15 @@ def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
     return terms.budget_bytes
 
 
-def automatic_terms(program: Program, device: torch.device, *, free_bytes: int, total_bytes: int) -> AutomaticTerms:
+def automatic_terms(
+    program: Program, device: torch.device, *, free_bytes: int, total_bytes: int, cuda_graph: bool = False
+) -> AutomaticTerms:
     """`free_bytes` and `total_bytes` are the driver's, for `device`, before state is allocated."""
     return AutomaticTerms(
         free_bytes=free_bytes,
         allocator_unused_bytes=_allocator_unused_bytes(device),
-        activation_bytes=activation_bound_bytes(program),
+        # Graphs keep theirs, and runs that are no replays need as much again.
+        activation_bytes=activation_bound_bytes(program) * (2 if cuda_graph else 1),
         state_bytes=program.state_bytes,
         reserve_bytes=reserve_bytes(device, total_bytes),
     )

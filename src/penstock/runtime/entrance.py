@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from penstock.budget import format_bytes
-from penstock.errors import ActivationMemoryError, PackageError, PenstockError, RuntimeFailure
+from penstock.errors import ActivationMemoryError, CaptureError, PackageError, PenstockError, RuntimeFailure
 from penstock.program import Method
+from penstock.runtime.captured_pass import CapturedPass
+from penstock.runtime.graphs import Graphs
 from penstock.runtime.inputs import InputBinding
 from penstock.runtime.outputs import OutputBinding
 from penstock.runtime.session import Session
@@ -52,13 +54,71 @@ class Entrance:
         self._inputs = InputBinding(method, device, written=method.signature.written)
         self._outputs = OutputBinding(method)
 
-    def run(self, session: Session, state: StateStore, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        inputs = [*state.tensors(self._method), *self._inputs.flat(arguments, keywords)]
+    def run(
+        self,
+        session: Session,
+        state: StateStore,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        graphs: Graphs | None = None,
+    ) -> Any:
+        states, inputs = state.tensors(self._method), self._inputs.flat(arguments, keywords)
         if self._device.type == "cpu":
-            return self._outputs.nested(self._compute(session, state, inputs, 0), inputs)
+            return self._outputs.nested(self._compute(session, state, [*states, *inputs], 0), [*states, *inputs])
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device).cuda_stream
-            return self._outputs.nested(self._compute(session, state, inputs, stream), inputs)
+            if graphs is not None:
+                shapes = tuple([tensor.shape for tensor in inputs])
+                captured = graphs.find(self._index, shapes)
+                if captured is not None:
+                    return self._outputs.built(self._replay(session, state, captured, inputs, stream))
+            outputs = self._compute(session, state, [*states, *inputs], stream)
+            if graphs is not None:
+                graphs.add(self._index, shapes, self._capture(session, state, graphs, states, inputs), session.drain)
+            return self._outputs.nested(outputs, [*states, *inputs])
+
+    def _replay(
+        self, session: Session, state: StateStore, captured: CapturedPass, inputs: list[torch.Tensor], stream: int
+    ) -> list[torch.Tensor]:
+        try:
+            return captured.replay(session, inputs, stream)
+        except PenstockError as error:
+            self._invalidate(state, error)
+            raise
+        except RuntimeError as error:
+            self._invalidate(state, error)
+            raise self._explained(error) from error
+
+    def _capture(
+        self,
+        session: Session,
+        state: StateStore,
+        graphs: Graphs,
+        states: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+    ) -> CapturedPass:
+        # While a graph is captured, torch's allocator cannot give back what it holds unused.
+        torch.cuda.empty_cache()
+        try:
+            return CapturedPass(
+                session,
+                self.compiled,
+                self._index,
+                states=states,
+                inputs=inputs,
+                written=self._inputs.written,
+                stream=graphs.stream,
+                pool=graphs.pool,
+            )
+        except RuntimeError as error:
+            self._invalidate(state, error)
+            if self._shortages.is_new() or isinstance(error, torch.OutOfMemoryError):
+                raise self._explained(error) from error
+            raise CaptureError(
+                f"method {self._method.name!r} ran, but cannot be captured into a CUDA graph, because it does what a "
+                "graph cannot do again by itself, such as waiting for a value on the host; load it without "
+                f"cuda_graph=True ({error})"
+            ) from error
 
     def _compute(
         self, session: Session, state: StateStore, inputs: list[torch.Tensor], stream: int

@@ -37,7 +37,8 @@ class InputBinding:
         self._device = device
         self._tensor_specs = [spec for spec in self._specs if isinstance(spec, TensorSpec)]
         self._dtypes = [_dtype(spec) for spec in self._tensor_specs]
-        self._written = [index for index, spec in enumerate(self._tensor_specs) if spec.name in written]
+        # Indices into what flat() returns.
+        self.written = [index for index, spec in enumerate(self._tensor_specs) if spec.name in written]
         layout = SymbolicLayout(self._tensor_specs, method.signature.symbols)
         self._symbol_ranges = layout.ranges_text
         # What does not fit raises, and is not remembered.
@@ -92,7 +93,7 @@ class InputBinding:
             lazy = tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
             if lazy or tensor.stride() != strides or self._address(index, tensor) % ALIGNMENT_BYTES:
                 tensors[index] = self._laid_out(index, tensor, strides)
-        for index in self._written:
+        for index in self.written:
             self._refuse_shared(index, tensors)
 
     def _laid_out(self, index: int, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
@@ -104,7 +105,7 @@ class InputBinding:
         lazy = tensor.is_conj() or tensor.is_neg()
         if same and not lazy and self._address(index, tensor) % ALIGNMENT_BYTES == 0:
             return tensor
-        if index in self._written:
+        if index in self.written:
             raise InputError(
                 f"the program writes into input {name!r}, so it is not copied: it has strides {list(tensor.stride())} "
                 f"at address {tensor.data_ptr():#x}{', lazily conjugated or negated' if lazy else ''}; needs strides "

@@ -36,6 +36,7 @@ from penstock.runtime.compatibility import check_build, check_weights, read_offl
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
+from penstock.runtime.graphs import Graphs, check_capturable
 from penstock.runtime.policy import POLICIES, Arrangement, Policy
 from penstock.runtime.session import Session, Span, Stats
 from penstock.runtime.state import StateStore
@@ -66,6 +67,7 @@ class Module:
         host_memory: str = "registered",
         host_memory_cap: int | str | None = None,
         calibration: Calibration | None = None,
+        cuda_graph: bool = False,
         verify: bool = False,
         progress: bool | None = None,
         quiet: bool = False,
@@ -77,6 +79,7 @@ class Module:
         self._calibrating = False
         self.path = Path(path)
         self._quiet = quiet
+        self._cuda_graph = cuda_graph
         if policy not in POLICIES:
             raise PenstockError(f"policy is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
         poison = _poison_asked()
@@ -84,6 +87,8 @@ class Module:
         self.program: Program = read_offloaded(self.path, budget=given)
         self.device = resolve_device(self.program, device)
         check_build(self.program, self.device)
+        if cuda_graph:
+            check_capturable(self.device, policy, host_memory)
         index = _read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
         self._entries = check_weights(self.program, index)
         if verify:
@@ -136,6 +141,7 @@ class Module:
                 method.name: Entrance(self.path, number, method, self.device, shortages)
                 for number, method in enumerate(self.program.methods)
             }
+            self._graphs = Graphs(self.device) if cuda_graph else None
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
             self._cleanup = stack.pop_all()
         self._open = True
@@ -161,7 +167,9 @@ class Module:
             )
         try:
             self._require_usable()
-            return entrance.run(self._session, self._state, arguments, keywords)
+            # What is recorded is told apart into steps, and a graph is one piece.
+            graphs = self._graphs if self._trace is None and not self._calibrating else None
+            return entrance.run(self._session, self._state, arguments, keywords, graphs)
         finally:
             self._lock.release()
 
@@ -266,12 +274,19 @@ class Module:
         return [method.schedule for method in self.program.methods]
 
     def _install(self, arrangement: Arrangement) -> None:
+        self._drop_graphs()
         try:
             self._session.install(arrangement.numbers)
         except PenstockError as error:
             self._restore(self._arrangement, error)
             raise
         self._arrangement = arrangement
+
+    def _drop_graphs(self) -> None:
+        """S9: they hold addresses of the plan they were captured under."""
+        if self._graphs is not None:
+            self._session.drain()
+            self._graphs.clear()
 
     def _restore(self, old: Arrangement, error: PenstockError) -> None:
         try:
@@ -358,6 +373,8 @@ class Module:
             self._open = False
             self._entrances.clear()
             self._cleanup.close()
+            if self._graphs is not None:
+                self._graphs.clear()  # closing the session has waited for them
 
     def __enter__(self) -> Module:
         return self
@@ -396,7 +413,11 @@ class Module:
         def automatic() -> int:
             memory = self._driver.memory()
             terms = automatic_terms(
-                self.program, self.device, free_bytes=memory.free_bytes, total_bytes=memory.total_bytes
+                self.program,
+                self.device,
+                free_bytes=memory.free_bytes,
+                total_bytes=memory.total_bytes,
+                cuda_graph=self._cuda_graph,
             )
             if self._open:
                 # Planning again: what is held for weights will be free, and state has its memory already.
@@ -422,6 +443,8 @@ class Module:
         ]
         if self._calibration is not None:
             parts.append(f"planned for {self._calibration}")
+        if self._cuda_graph:
+            parts.append("replayed as CUDA graphs")
         link = self.link_bytes_per_s
         parts.append("no copies" if link is None else f"copies at {link / 1e9:.1f} GB/s")
         return f"penstock: {self.path.name} on {self.device}: {', '.join(parts)}"

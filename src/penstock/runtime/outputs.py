@@ -26,13 +26,17 @@ class OutputBinding:
         into what it was handed. So is one that shares memory with an output before it, because the compiler drops the
         clone by which a model keeps them apart.
         """
+        # The address 0 is that of empty tensors, which have nothing to share.
+        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs} - {0}
+        return self.built([_fresh(tensor, taken) for tensor in outputs])
+
+    def built(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """For outputs that already have memory of their own."""
         if len(outputs) != self._tensor_count:
             raise RuntimeFailure(
                 f"method {self._method!r} returned {len(outputs)} tensors, its signature lists {self._tensor_count}"
             )
-        # The address 0 is that of empty tensors, which have nothing to share.
-        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs} - {0}
-        fresh = iter([_fresh(tensor, taken) for tensor in outputs])
+        fresh = iter(outputs)
         return self._structure.build(
             [spec.value if isinstance(spec, ConstantSpec) else next(fresh) for spec in self._specs]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
@@ -22,11 +22,14 @@ class Stats:
     bytes_streamed: int
     bytes_hit: int
     copies: int
-    # Time for which the compute stream waited for copies.
-    stall_ns: int
+    # Time for which the compute stream waited for copies. Inside a graph nothing is timed: the total is without
+    # replays, and that of one run None if it was one.
+    stall_ns: int | None
     # Under policy="lru": calls of the memory pool, and the host time they took.
     pool_calls: int
     pool_ns: int
+    # Of the runs, those that were launched as a CUDA graph.
+    replays: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class HostSource:
     staging_threads: int = 0
 
 
-_COUNTERS = 7
+_COUNTERS = 8
 _LANES = {0: "compute", 1: "copy"}
 
 
@@ -106,6 +109,23 @@ class Session:
         self._core.penstock_session_abort(self.handle)
         return exception(failure, text) if failure else None
 
+    def begin_capture(self, method_index: int, stream: int) -> None:
+        """`stream` is being captured. Ended by end_capture or abort, and before the capture is."""
+        self._check(self._core.penstock_session_begin_capture(self.handle, method_index, stream))
+
+    def end_capture(self) -> int:
+        """The number to replay it by, until another plan is installed."""
+        capture = ctypes.c_int64()
+        self._check(self._core.penstock_session_end_capture(self.handle, ctypes.byref(capture)))
+        return capture.value
+
+    def begin_replay(self, capture: int, stream: int) -> None:
+        """Ended by end_replay or abort; the graph is launched on `stream` in between."""
+        self._check(self._core.penstock_session_begin_replay(self.handle, capture, stream))
+
+    def end_replay(self) -> None:
+        self._check(self._core.penstock_session_end_replay(self.handle))
+
     def drain(self) -> None:
         self._check(self._core.penstock_session_drain(self.handle))
 
@@ -113,7 +133,8 @@ class Session:
         """Of the last run, and since the session was made. Waits for the device."""
         last, total = (ctypes.c_int64 * _COUNTERS)(), (ctypes.c_int64 * _COUNTERS)()
         self._check(self._core.penstock_session_counters(self.handle, last, total))
-        return Stats(*last), Stats(*total)
+        run = Stats(*last)
+        return replace(run, stall_ns=None) if run.replays else run, Stats(*total)
 
     def memory(self) -> tuple[int, int]:
         """Device bytes held for weights: now, and at most."""

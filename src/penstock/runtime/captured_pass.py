@@ -1,0 +1,94 @@
+"""One method at one shape of its inputs as a CUDA graph, the copies of weights included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.runtime.session import Session
+from penstock.torch_private.loader import CompiledMethod
+
+# What identifies a graph of a method: everything else about its inputs is fixed by its signature.
+Shapes = tuple[torch.Size, ...]
+
+
+class CapturedPass:
+    """Making one captures, which runs nothing on the device; the same call must have run before, so that every library
+    and kernel is loaded. `states` keep their addresses; what the program writes into inputs `written` is handed back.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        compiled: CompiledMethod,
+        method_index: int,
+        *,
+        states: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        written: Sequence[int],
+        stream: torch.cuda.Stream,
+        pool: Any,
+    ) -> None:
+        self._inputs = [_Kept(tensor) for tensor in inputs]
+        self._written = tuple(written)
+        self._graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: where ending the capture fails, it leaves the caller on the captured stream.
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                session.begin_capture(method_index, stream.cuda_stream)
+                try:
+                    outputs = compiled([*states, *(kept.tensor for kept in self._inputs)])
+                except BaseException as error:
+                    real = session.abort()
+                    if real is not None:
+                        raise real from error
+                    raise
+                self._number = session.end_capture()
+            except BaseException as error:
+                try:
+                    self._graph.capture_end()
+                except RuntimeError as second:
+                    # It only repeats that there was an error; the first one says which.
+                    raise error from second
+                raise
+            self._graph.capture_end()
+        self._outputs = outputs
+
+    def replay(self, session: Session, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
+        """Outputs in memory of their own: the graph's is written again by the next replay."""
+        session.begin_replay(self._number, stream)
+        try:
+            with torch.no_grad():
+                for kept, tensor in zip(self._inputs, inputs, strict=True):
+                    kept.take(tensor)
+                self._graph.replay()
+                for index in self._written:
+                    inputs[index].copy_(self._inputs[index].tensor)
+                outputs = [output.clone() for output in self._outputs]
+        except BaseException as error:
+            real = session.abort()
+            if real is not None:
+                raise real from error
+            raise
+        session.end_replay()
+        return outputs
+
+
+class _Kept:
+    """An input's memory, which the graph reads: laid out as the tensor it was made for."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._span = 0
+        if like.numel():
+            self._span = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
+        # Outside inference mode whatever the caller is in: a tensor made inside it could not be written outside.
+        with torch.inference_mode(False):
+            self._memory = torch.empty(self._span, dtype=like.dtype, device=like.device)
+            self.tensor = self._memory.as_strided(like.shape, like.stride())
+
+    def take(self, tensor: torch.Tensor) -> None:
+        # The memory it spans as it is: an expanded tensor has fewer elements in memory than in its shape.
+        self._memory.copy_(tensor.as_strided((self._span,), (1,)))

@@ -1,0 +1,60 @@
+"""The captured passes of a module, by method and by the shapes of the inputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from penstock.errors import CaptureError
+from penstock.runtime.captured_pass import CapturedPass, Shapes
+
+# Each holds its inputs and outputs: a decoder's growing context must not fill the memory.
+REMEMBERED_PASSES = 64
+
+
+def check_capturable(device: torch.device, policy: str, host_memory: str) -> None:
+    """What can be said before anything runs; whether the compiled code can be captured shows at its first call."""
+    if device.type != "cuda":
+        raise CaptureError(f"cuda_graph=True needs a CUDA device, and this module is on {device}: leave it out")
+    if policy != "planned":
+        raise CaptureError(
+            f'cuda_graph=True needs policy="planned": under policy={policy!r} it is decided while running which weight '
+            "goes where, and a graph would not decide again"
+        )
+    if host_memory != "registered":
+        raise CaptureError(
+            f'cuda_graph=True needs host_memory="registered": with host_memory={host_memory!r} the host fills buffers '
+            "while it runs, and a graph runs without it"
+        )
+
+
+class Graphs:
+    """Replays follow one another, so all graphs share the memory of what they compute in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._passes: OrderedDict[tuple[int, Shapes], CapturedPass] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def find(self, method_index: int, shapes: Shapes) -> CapturedPass | None:
+        found = self._passes.get((method_index, shapes))
+        if found is not None:
+            self._passes.move_to_end((method_index, shapes))
+        return found
+
+    def add(self, method_index: int, shapes: Shapes, captured: CapturedPass, drain: Callable[[], None]) -> None:
+        """`drain` waits for the device, before a graph that may be at work is given up for the new one."""
+        if len(self._passes) == REMEMBERED_PASSES:
+            drain()
+            self._passes.popitem(last=False)
+        self._passes[method_index, shapes] = captured
+
+    def clear(self) -> None:
+        """Nothing of theirs may be at work."""
+        self._passes.clear()
