@@ -18,6 +18,7 @@ constexpr int kReadWrite = 3;
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kDisableTiming = 2;
 constexpr unsigned kEventExternal = 1;
+constexpr int kCaptureThreadLocal = 1;
 constexpr unsigned kRegisterPortable = 0x01;
 constexpr unsigned kRegisterReadOnly = 0x08;
 
@@ -216,6 +217,24 @@ void CudaDriver::wait_external(Stream stream, Event event) {
   unsigned flags = is_capturing(stream) ? kEventExternal : 0;
   check(cuda_.stream_wait(stream, event, flags), "cuStreamWaitEvent");
 }
+
+void CudaDriver::begin_capture(Stream stream) {
+  // What other threads do meanwhile is their own affair.
+  check(cuda_.begin_capture(stream, kCaptureThreadLocal), "cuStreamBeginCapture");
+}
+
+Graph CudaDriver::end_capture(Stream stream) {
+  void* captured = nullptr;
+  check(cuda_.end_capture(stream, &captured), "cuStreamEndCapture");
+  void* instance = nullptr;
+  int code = cuda_.graph_instantiate(&instance, captured, 0);
+  cuda_.graph_destroy(captured);  // the instance has all of it
+  check(code, "cuGraphInstantiateWithFlags");
+  return instance;
+}
+
+void CudaDriver::launch_graph(Graph graph, Stream stream) { check(cuda_.graph_launch(graph, stream), "cuGraphLaunch"); }
+void CudaDriver::destroy_graph(Graph graph) { check(cuda_.graph_instance_destroy(graph), "cuGraphExecDestroy"); }
 
 void CudaDriver::synchronize_event(Event event) { check(cuda_.event_synchronize(event), "cuEventSynchronize"); }
 

@@ -43,6 +43,10 @@ class CudaDriver final : public Driver {
   void wait(Stream stream, Event event) override;
   void record_external(Event event, Stream stream) override;
   void wait_external(Stream stream, Event event) override;
+  void begin_capture(Stream stream) override;
+  Graph end_capture(Stream stream) override;
+  void launch_graph(Graph graph, Stream stream) override;
+  void destroy_graph(Graph graph) override;
   void synchronize_event(Event event) override;
   bool is_complete(Event event) override;
   int64_t elapsed_ns(Event from, Event to) override;

@@ -54,6 +54,12 @@ std::string load_cuda_library() {
   find("cuStreamSynchronize", library.synchronize);
   find("cuStreamWaitEvent", library.stream_wait);
   find("cuStreamIsCapturing", library.stream_is_capturing);
+  find("cuStreamBeginCapture_v2", library.begin_capture);
+  find("cuStreamEndCapture", library.end_capture);
+  find("cuGraphInstantiateWithFlags", library.graph_instantiate);
+  find("cuGraphLaunch", library.graph_launch);
+  find("cuGraphDestroy", library.graph_destroy);
+  find("cuGraphExecDestroy", library.graph_instance_destroy);
   find("cuEventCreate", library.event_create);
   find("cuEventDestroy_v2", library.event_destroy);
   find("cuEventRecord", library.event_record);

@@ -75,6 +75,12 @@ struct CudaLibrary {
   int (*synchronize)(DeviceStream stream) = nullptr;
   int (*stream_wait)(DeviceStream stream, void* event, unsigned flags) = nullptr;
   int (*stream_is_capturing)(DeviceStream stream, int* out) = nullptr;
+  int (*begin_capture)(DeviceStream stream, int mode) = nullptr;
+  int (*end_capture)(DeviceStream stream, void** graph) = nullptr;
+  int (*graph_instantiate)(void** out, void* graph, unsigned long long flags) = nullptr;
+  int (*graph_launch)(void* instance, DeviceStream stream) = nullptr;
+  int (*graph_destroy)(void* graph) = nullptr;
+  int (*graph_instance_destroy)(void* instance) = nullptr;
   int (*event_create)(void** out, unsigned flags) = nullptr;
   int (*event_destroy)(void* event) = nullptr;
   int (*event_record)(void* event, DeviceStream stream) = nullptr;

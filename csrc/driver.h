@@ -45,6 +45,7 @@ using Block = uint64_t;    // physical device memory
 using Pool = void*;
 using Stream = void*;
 using Event = void*;
+using Graph = void*;
 
 struct MemoryInfo {
   size_t free_bytes;
@@ -97,6 +98,14 @@ class Driver {
   // is not captured treats them as record and wait.
   virtual void record_external(Event event, Stream stream) = 0;
   virtual void wait_external(Stream stream, Event event) = 0;
+
+  // From begin to end, work on the stream, and on streams that wait for its events, is not done but becomes a graph. After
+  // an end that throws no stream is captured any more. A graph may be destroyed while it is at work.
+  virtual void begin_capture(Stream stream) = 0;
+  virtual Graph end_capture(Stream stream) = 0;
+  virtual void launch_graph(Graph graph, Stream stream) = 0;
+  virtual void destroy_graph(Graph graph) = 0;
+
   virtual void synchronize_event(Event event) = 0;
   virtual bool is_complete(Event event) = 0;
   // Both recorded with timing, and complete.

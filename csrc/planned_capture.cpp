@@ -41,10 +41,10 @@ void PlannedSession::capture_ends() {
   // The branch of the copies has no end of its own: a kernel of this run waits for the last of them.
   method.after_graph = method.progress;
   method.graph_counters = run_;
-  leave_capture();
+  restore_progress();
 }
 
-void PlannedSession::leave_capture() noexcept {
+void PlannedSession::restore_progress() noexcept {
   // Nothing was done on the device, so what is in the ring is what was.
   if (capturing_) methods_[method_].progress.swap(before_capture_);
   capturing_ = false;

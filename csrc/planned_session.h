@@ -28,7 +28,7 @@ class PlannedSession final : public StreamingSession {
   void reset() noexcept override;
   void capture_begins() override;
   void capture_ends() override;
-  void capture_failed() noexcept override { leave_capture(); }
+  void capture_failed() noexcept override { restore_progress(); }
   void replay_begins(bool cold) override;
   void replay_ends() override;
 
@@ -76,7 +76,7 @@ class PlannedSession final : public StreamingSession {
   void fill_residents();
   void measure();
   void create_capture_events(MethodState& method);
-  void leave_capture() noexcept;
+  void restore_progress() noexcept;
   void issue(int64_t copy);
   void issue_until(int64_t position);
   void await_readers(StepState& step);

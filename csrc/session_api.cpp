@@ -190,7 +190,7 @@ void penstock_session_abort(void* handle) {
   over.driver->leave();
 }
 
-// Around compiled code on a stream that is being captured; to give it up, abort.
+// Around compiled code on a stream that is then captured; to give it up, abort.
 int32_t penstock_session_begin_capture(void* handle, int64_t method, void* stream) {
   return guarded([&] {
     Engine& over = *engine(handle);
@@ -220,7 +220,14 @@ int32_t penstock_session_end_capture(void* handle, int64_t* capture) {
   });
 }
 
-// Around the launch of a graph; to give it up, abort.
+int32_t penstock_session_drop_capture(void* handle, int64_t capture) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().drop_capture(capture);
+  });
+}
+
+// Begin, launch, end; to give it up, abort.
 int32_t penstock_session_begin_replay(void* handle, int64_t capture, void* stream) {
   return guarded([&] {
     Engine& over = *engine(handle);
@@ -233,6 +240,10 @@ int32_t penstock_session_begin_replay(void* handle, int64_t capture, void* strea
       throw;
     }
   });
+}
+
+int32_t penstock_session_launch(void* handle) {
+  return guarded([&] { engine(handle)->session().launch(); });
 }
 
 int32_t penstock_session_end_replay(void* handle) {

@@ -366,13 +366,16 @@ void SoftDriver::launch(Stream stream, std::function<void()> body) {
 }
 
 void SoftDriver::begin_capture(Stream stream) {
+  calls_.count("begin_capture");
   queue_of(stream, "begin_capture");
   captures_.begin(stream);
 }
 
 Graph SoftDriver::end_capture(Stream stream) {
   queue_of(stream, "end_capture");
+  const SoftCalls::Late late(calls_, "end_capture");
   auto graph = captures_.end(stream);
+  late.report();
   std::lock_guard<std::mutex> lock(mutex_);
   graphs_[graph.get()] = graph;
   return graph.get();
@@ -393,9 +396,21 @@ void SoftDriver::launch_graph(Graph graph, Stream stream, SoftOrder order, uint6
   if (!queue) throw_if(launch->run(nullptr));
 }
 
+void SoftDriver::launch_graph(Graph graph, Stream stream) {
+  calls_.count("launch_graph");
+  launch_graph(graph, stream, order_, order_seed_);
+}
+
+void SoftDriver::set_order(SoftOrder order, uint64_t seed) {
+  order_ = order;
+  order_seed_ = seed;
+}
+
 void SoftDriver::destroy_graph(Graph graph) {
+  const SoftCalls::Late late(calls_, "destroy_graph");
   // A launch that is pending holds the graph until it has been done.
   take(graphs_, graph, "destroy_graph", "graph");
+  late.report();
 }
 
 void SoftDriver::set_capturing(Stream stream, bool capturing) {

@@ -97,11 +97,14 @@ class SoftDriver final : public Driver {
   // Only what is_capturing says: the work of the stream is done all the same.
   void set_capturing(Stream stream, bool capturing);
   // Work on the stream, and on those that wait for its events, is not done but becomes nodes of a graph.
-  void begin_capture(Stream stream);
-  Graph end_capture(Stream stream);
+  void begin_capture(Stream stream) override;
+  Graph end_capture(Stream stream) override;
   // Ordered on the stream as one piece of work. The seed is that of the orders that draw.
   void launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed);
-  void destroy_graph(Graph graph);
+  // In the order that was set, at first copies first.
+  void launch_graph(Graph graph, Stream stream) override;
+  void set_order(SoftOrder order, uint64_t seed);
+  void destroy_graph(Graph graph) override;
   SoftCounts counts() const;
   SoftCalls& calls() { return calls_; }
   SoftDelays& delays() { return delays_; }
@@ -138,6 +141,8 @@ class SoftDriver final : public Driver {
   mutable std::mutex mutex_;  // of the tables below
   std::map<void*, std::shared_ptr<SoftEvent>> events_;
   std::map<void*, std::shared_ptr<SoftGraph>> graphs_;
+  SoftOrder order_ = SoftOrder::copies_first;
+  uint64_t order_seed_ = 1;
   std::map<void*, std::shared_ptr<PoolEntry>> pools_;
   std::map<void*, std::shared_ptr<SoftStream>> streams_;
   std::set<Stream> capturing_;

@@ -100,6 +100,10 @@ int32_t penstock_soft_end_capture(Driver* driver, Stream stream, Graph* out) {
 int32_t penstock_soft_launch_graph(Driver* driver, Graph graph, Stream stream, int32_t order, uint64_t seed) {
   return told([&] { soft(driver).launch_graph(graph, stream, (penstock::SoftOrder)order, seed); });
 }
+// For launches that say no order, as those of a session.
+void penstock_soft_set_order(Driver* driver, int32_t order, uint64_t seed) {
+  soft(driver).set_order((penstock::SoftOrder)order, seed);
+}
 int32_t penstock_soft_destroy_graph(Driver* driver, Graph graph) {
   return told([&] { soft(driver).destroy_graph(graph); });
 }

@@ -20,8 +20,6 @@
 
 namespace penstock {
 
-using Graph = void*;
-
 struct SoftNode {
   enum class Kind { copy, kernel, record, wait };
   Kind kind;

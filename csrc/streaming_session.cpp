@@ -29,8 +29,8 @@ void StreamingSession::set_shapes(std::vector<Shape> shapes) {
   tensors_.clear();
   for (const Shape& shape : shapes_) tensors_.emplace_back(shape.numbers.size());
   owner_ = -1;
-  // Graphs hold addresses of the plan that was: no number of theirs is given out again.
-  first_capture_ += (int64_t)captures_.size();
+  // Graphs hold addresses of the plan that was.
+  for (const auto& [number, capture] : captures_) quietly([&] { driver_.destroy_graph(capture.graph); });
   captures_.clear();
 }
 
@@ -46,11 +46,8 @@ void StreamingSession::start(Mode mode, int64_t method, Stream compute) {
   if (mode_ != Mode::idle) throw CoreError(Failure::usage, "a run was begun while another one was not ended");
   if (method < 0 || method >= (int64_t)shapes_.size())
     throw CoreError(Failure::usage, "method " + text(method) + " was begun, there are " + text(shapes_.size()));
-  bool capturing = driver_.is_capturing(compute);
-  if (capturing && mode != Mode::capture)
+  if (driver_.is_capturing(compute))
     throw CoreError(Failure::capture, "the module was called while the caller's stream is being captured into a graph");
-  if (!capturing && mode == Mode::capture)
-    throw CoreError(Failure::usage, "a run was to be captured on a stream that is not");
   clear_error();
   mode_ = mode;
   run_ = {};
@@ -183,35 +180,64 @@ void StreamingSession::begin_capture(int64_t method, Stream compute) {
   Counters last = run_;
   start(Mode::capture, method, compute);
   before_capture_run_ = last;
-  Undo undo([&] { abort(); });
-  capture_begins();
+  Undo undo([&] { leave_capture(); });
+  driver_.begin_capture(compute);
   undo.keep();
+  Undo abandon([&] { abort(); });
+  capture_begins();
+  abandon.keep();
 }
 
 int64_t StreamingSession::end_capture() {
   if (mode_ != Mode::capture) throw CoreError(Failure::usage, "a capture was ended that was not begun");
   require_complete();
   capture_ends();
-  run_ = before_capture_run_;
-  mode_ = Mode::idle;
-  captures_.push_back(method_);
-  return first_capture_ + (int64_t)captures_.size() - 1;
+  // Whatever comes of it, the stream is not captured any more.
+  leave_capture();
+  Graph graph = driver_.end_capture(compute_);
+  captures_[next_capture_] = {method_, graph};
+  return next_capture_++;
 }
 
-void StreamingSession::begin_replay(int64_t capture, Stream compute) {
+void StreamingSession::leave_capture() noexcept {
+  run_ = before_capture_run_;
+  mode_ = Mode::idle;
+}
+
+const StreamingSession::Capture& StreamingSession::capture(int64_t number) const {
+  auto found = captures_.find(number);
+  if (found == captures_.end())
+    throw CoreError(Failure::usage, "there is no capture " + text(number) + "; the present plan has " +
+                                        text(captures_.size()));
+  return found->second;
+}
+
+void StreamingSession::drop_capture(int64_t number) {
+  if (mode_ != Mode::idle) throw CoreError(Failure::usage, "a capture was to be dropped while a run has not ended");
+  Graph graph = capture(number).graph;
+  captures_.erase(number);
+  driver_.destroy_graph(graph);
+}
+
+void StreamingSession::begin_replay(int64_t number, Stream compute) {
   if (trace_) throw CoreError(Failure::usage, "a graph was to be replayed while a trace, which tells steps apart, is on");
-  int64_t index = capture - first_capture_;
-  if (index < 0 || index >= (int64_t)captures_.size())
-    throw CoreError(Failure::usage, "capture " + text(capture) + " was to be replayed; those of the present plan are " +
-                                        text(captures_.size()) + " from " + text(first_capture_));
-  start(Mode::replay, captures_[index], compute);
+  Capture replayed = capture(number);
+  start(Mode::replay, replayed.method, compute);
+  graph_ = replayed.graph;
   Undo undo([&] { abort(); });
   replay_begins(follow_last_run());
   undo.keep();
 }
 
+void StreamingSession::launch() {
+  if (mode_ != Mode::replay || !graph_) throw CoreError(Failure::usage, "a graph was launched outside of its replay");
+  driver_.launch_graph(graph_, compute_);
+  graph_ = nullptr;
+}
+
 void StreamingSession::end_replay() {
   if (mode_ != Mode::replay) throw CoreError(Failure::usage, "a replay was ended that was not begun");
+  if (graph_) throw CoreError(Failure::usage, "a replay was ended without its launch");
   replay_ends();
   run_.replays = 1;
   conclude();
@@ -222,8 +248,8 @@ void StreamingSession::abort() noexcept {
   if (mode_ == Mode::idle) return;
   if (mode_ == Mode::capture) {
     capture_failed();
-    run_ = before_capture_run_;
-    mode_ = Mode::idle;
+    quietly([&] { driver_.destroy_graph(driver_.end_capture(compute_)); });
+    leave_capture();
     return;
   }
   finish();

@@ -2,6 +2,7 @@
 // their stream (S8), and what moves is counted (S7). A policy says where the weight of an access is.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -46,14 +47,16 @@ class StreamingSession : public Session {
   // failed has touched nothing on the device, and is forgotten.
   void abort() noexcept;
 
-  // A run that is captured into a graph and not made: `compute` is being captured, and the copies join it there. The
-  // caller ends the capture afterwards. Returns the number by which the run can be replayed, until the plan changes.
+  // A run that is captured into a graph, its copies included, and not made. Returns the number by which it can be
+  // replayed, until it is dropped or the plan changes.
   void begin_capture(int64_t method, Stream compute);
   int64_t end_capture();
+  void drop_capture(int64_t capture);
 
-  // Around the launch of a captured graph on `compute` (S9). Other work on `compute` may stand between begin and end,
-  // before the launch and after it; all of it belongs to the run.
+  // A run that is the launch of a graph (S9). Other work on `compute` may stand between begin and end, before the launch
+  // and after it; all of it belongs to the run.
   void begin_replay(int64_t capture, Stream compute);
+  void launch();
   void end_replay();
 
   // Throws while a run has not ended: what it was lent must stay.
@@ -129,12 +132,18 @@ class StreamingSession : public Session {
   };
 
   enum class Mode { idle, run, capture, replay };
+  struct Capture {
+    int64_t method;
+    Graph graph;
+  };
 
   void start(Mode mode, int64_t method, Stream compute);
   // Returns whether the run is cold.
   bool follow_last_run();
   void require_complete() const;
   void conclude();
+  void leave_capture() noexcept;
+  const Capture& capture(int64_t number) const;
   bool lends() const { return mode_ == Mode::run || mode_ == Mode::capture; }
   void forget_tensors() noexcept;
   TensorHandle tensor_at(int64_t position, Address address, const FetchRequest& request);
@@ -150,9 +159,9 @@ class StreamingSession : public Session {
   int64_t position_ = 0;
   int64_t step_ = 0;
   Mode mode_ = Mode::idle;
-  // The methods of the captures since the plan was set up; the first of them has this number.
-  std::vector<int64_t> captures_;
-  int64_t first_capture_ = 0;
+  std::map<int64_t, Capture> captures_;  // of the present plan
+  int64_t next_capture_ = 0;             // no number is given out twice
+  Graph graph_ = nullptr;                // that is being replayed
   Counters before_capture_run_;  // a capture is no run: the last one stays what it was
 };
 

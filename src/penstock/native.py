@@ -51,6 +51,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_abort": (None, [_pointer]),
     "penstock_session_begin_capture": (_i32, [_pointer, _i64, _pointer]),
     "penstock_session_end_capture": (_i32, [_pointer, _pointer]),
+    "penstock_session_drop_capture": (_i32, [_pointer, _i64]),
+    "penstock_session_launch": (_i32, [_pointer]),
     "penstock_session_begin_replay": (_i32, [_pointer, _i64, _pointer]),
     "penstock_session_end_replay": (_i32, [_pointer]),
     "penstock_session_failure": (_i32, [_pointer]),

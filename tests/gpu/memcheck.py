@@ -1,4 +1,4 @@
-"""A small program at its floor, on both policies: what compute-sanitizer watches.
+"""A small program at its floor, on both policies and as a graph: what compute-sanitizer watches.
 
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python -m tests.gpu.memcheck MODEL.pt2
 
@@ -20,8 +20,8 @@ def main(path: Path) -> None:
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
     with penstock.Module(path, budget="64GiB", quiet=True) as module:
         wanted = module(x)
-    for policy in ("planned", "lru"):
-        with penstock.Module(path, budget="64GiB", policy=policy, quiet=True) as module:
+    for policy, cuda_graph in (("planned", False), ("planned", True), ("lru", False)):
+        with penstock.Module(path, budget="64GiB", policy=policy, cuda_graph=cuda_graph, quiet=True) as module:
             module.set_budget(module.floor_bytes)
             for _ in range(3):
                 assert torch.equal(module(x), wanted)

@@ -50,6 +50,37 @@ class SlowChain(nn.Module):
         return x
 
 
+class Accumulator(nn.Module):
+    """Takes any number of rows, and adds what it computes to one of its inputs."""
+
+    WIDTH = 2048
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH, dtype=torch.bfloat16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = x
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        total.add_(x.sum(0))
+        return x, first + x
+
+
+class Brancher(nn.Module):
+    """Which weight it reads depends on a value, which the host has to wait for."""
+
+    WIDTH = 2048
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(self.WIDTH, self.WIDTH, dtype=torch.bfloat16)
+        self.right = nn.Linear(self.WIDTH, self.WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda y: self.left(y).tanh(), lambda y: self.right(y).cos(), (x,))
+
+
 def compile_program(name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -59,6 +90,17 @@ def compile_program(name: str, folder: Path) -> None:
             for method, case in decoder.methods(DECODER).items()
         }
         penstock.compile(programs, folder / "model.pt2", device="cuda")
+    elif name == "accumulator":
+        rows = {"x": {0: torch.export.Dim("rows", min=2, max=64)}, "total": None}
+        width = Accumulator.WIDTH
+        example = torch.zeros(4, width, dtype=torch.bfloat16), torch.zeros(width, dtype=torch.bfloat16)
+        ep = torch.export.export(Accumulator().eval().requires_grad_(False), example, dynamic_shapes=rows)
+        penstock.compile(penstock.apply_weight_offload(ep), folder / "model.pt2", device="cuda")
+    elif name == "brancher":
+        ep = torch.export.export(
+            Brancher().eval().requires_grad_(False), (torch.zeros(4, Brancher.WIDTH, dtype=torch.bfloat16),)
+        )
+        penstock.compile(penstock.apply_weight_offload(ep), folder / "model.pt2", device="cuda")
     else:
         model = SlowChain().eval().requires_grad_(False)
         # Exported on meta: the op has no kernel on the CPU.
@@ -69,7 +111,7 @@ def compile_program(name: str, folder: Path) -> None:
 
 def compile_all(folder: Path) -> dict[str, Path]:
     """Side by side, each in a process of its own; what is there already is used."""
-    paths = {name: folder / name / "model.pt2" for name in ("decoder", "slow_chain")}
+    paths = {name: folder / name / "model.pt2" for name in ("decoder", "slow_chain", "accumulator", "brancher")}
     children = [
         subprocess.Popen([sys.executable, "-m", "tests.gpu.programs", name, str(path.parent)])
         for name, path in paths.items()

@@ -6,7 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from penstock.runtime.records import lru_numbers, plan_numbers
 from penstock.runtime.session import HostSource, Session, Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.runtime.soft import SoftDriver, SoftError, hash_of
+from tests.runtime.soft import SoftDriver, hash_of
 
 PAGE = 4096
 INLINE = 0  # the stream that is the calling thread
@@ -120,7 +120,6 @@ class RunFailed(Exception):
 class Captured:
     """A run of a method as a graph of the soft driver. Its kernels compare what they read, every time they run."""
 
-    graph: int
     number: int
     method: int
     kernels: int
@@ -172,9 +171,6 @@ class Rig:
     def close(self) -> None:
         """The session first: what it leaves behind is then the driver's whole count."""
         self.session.close()
-        for captured in self._graphs:
-            self.driver.destroy_graph(captured.graph)
-        self._graphs.clear()
         for stream in self._streams:
             self.driver.destroy_stream(stream)
         self._streams.clear()
@@ -306,26 +302,18 @@ class Rig:
         """As torch does it: on a stream of its own, and nothing runs."""
         stream = stream or self.stream()
         kept, self._hashes = self._hashes, []
-        self.driver.begin_capture(stream)
         self._capturing = True
         try:
             self.session.begin_capture(method, stream)
             for _ in self.steps(method, stream, delay_ns=delay_ns):
                 pass
             number = self.session.end_capture()
-        except BaseException:
-            self.drop_capture(stream)
-            raise
         finally:
             self._capturing = False
             hashes, self._hashes = self._hashes, kept
-        made = Captured(self.driver.end_capture(stream), number, method, len(hashes))
+        made = Captured(number, method, len(hashes))
         self._graphs.append(made)
         return made
-
-    def drop_capture(self, stream: int) -> None:
-        with suppress(SoftError):  # a capture that something failed in has no graph
-            self.driver.destroy_graph(self.driver.end_capture(stream))
 
     def replay(self, captured: Captured, stream: int, *, order: int = 0, seed: int = 1, check: bool = True) -> None:
         self._method = captured.method
@@ -335,9 +323,10 @@ class Rig:
             if self.driver.failed_call() != "is_capturing":
                 self._owner = None
             raise
+        self.driver.set_order(order, seed)
         try:
-            self.driver.launch_graph(captured.graph, stream, order, seed)
-        except SoftError:
+            self.session.launch()
+        except PenstockError:
             self.session.abort()
             self._owner = None
             raise

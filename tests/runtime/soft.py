@@ -133,6 +133,8 @@ def library() -> ctypes.CDLL:
     core.penstock_soft_memory_info.restype = c_int32
     core.penstock_soft_launch_graph.argtypes = [c_void_p, c_void_p, c_void_p, c_int32, c_uint64]
     core.penstock_soft_launch_graph.restype = c_int32
+    core.penstock_soft_set_order.argtypes = [c_void_p, c_int32, c_uint64]
+    core.penstock_soft_set_order.restype = None
     for name, (arguments, result) in FALLIBLE.items():
         function = getattr(core, f"penstock_soft_{name}")
         function.argtypes = [c_void_p, *arguments, *([POINTER(result)] if result else [])]
@@ -221,6 +223,10 @@ class SoftDriver:
 
     def set_delays(self, seed: int, max_ns: int) -> None:
         library().penstock_soft_set_delays(self.handle, seed, max_ns)
+
+    def set_order(self, order: int, seed: int = 1) -> None:
+        """Of launches that a session makes."""
+        library().penstock_soft_set_order(self.handle, order, seed)
 
     def set_capturing(self, stream: int | None, capturing: bool) -> None:
         library().penstock_soft_set_capturing(self.handle, stream, capturing)

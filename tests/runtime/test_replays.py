@@ -8,8 +8,8 @@ import random
 import pytest
 
 from penstock.errors import CaptureError, DriverCallError, PenstockError, ScheduleDivergedError
+from penstock.native import core
 from tests.runtime.rig import MS, PAGE, Captured, Model, Rig, RunFailed, models, slow_copies, staged
-from tests.runtime.soft import SoftError
 
 US = 1000
 ORDERS = {"copies first": 0, "kernels first": 1, "at random": 2, "threads": 3}
@@ -128,7 +128,7 @@ def test_a_graph_of_another_plan_is_refused(made: dict[str, Model]) -> None:
         old = rig.capture()
         rig.replay(old, stream)
         rig.install(model.floor_bytes + PAGE)
-        with pytest.raises(PenstockError, match="capture 0 was to be replayed; those of the present plan are 0 from 1"):
+        with pytest.raises(PenstockError, match="there is no capture 0; the present plan has 0"):
             rig.session.begin_replay(old.number, stream)
         rig.run(stream=stream)
         new = rig.capture()
@@ -158,12 +158,10 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(made: dict[str, Model]
         plan = rig.install(model.floor_bytes)
         stream, side = rig.stream(), rig.stream()
         rig.run(stream=stream)
-        rig.driver.begin_capture(side)
         rig.session.begin_capture(0, side)
-        rig.session._core.penstock_session_acquire(rig.session.handle, 7, 0)
+        core().penstock_session_acquire(rig.session.handle, 7, 0)
         with pytest.raises(ScheduleDivergedError, match="expected access 0, got access 7"):
             rig.session.end_capture()
-        rig.drop_capture(side)
         rig.run(stream=stream)
         assert rig.last == plan.methods[0].warm
         rig.replay(rig.capture(), stream)
@@ -194,6 +192,8 @@ def test_every_driver_call_of_a_capture_may_fail(made: dict[str, Model]) -> None
             rig.driver.fail_at(0)
         assert failed == {
             "is_capturing",
+            "begin_capture",
+            "end_capture",
             "create_event",
             "record",
             "wait",
@@ -232,7 +232,7 @@ def test_every_driver_call_of_a_replay_may_fail(made: dict[str, Model]) -> None:
                 assert rig.last == (plan.methods[0].warm if refused and not cold else plan.methods[0].cold)
             rig.check()
             rig.check_counters()
-        assert failed == {"wait", "record", "copy_to_device", "is_capturing"}
+        assert failed == {"wait", "record", "copy_to_device", "is_capturing", "launch_graph"}
 
 
 def test_staging_cannot_be_captured(made: dict[str, Model]) -> None:
@@ -258,17 +258,21 @@ def test_what_is_out_of_order_is_refused(made: dict[str, Model]) -> None:
     with Rig(model) as rig:
         rig.install(model.floor_bytes)
         stream = rig.stream()
-        with pytest.raises(PenstockError, match="on a stream that is not"):
-            rig.session.begin_capture(0, stream)
         with pytest.raises(PenstockError, match="a capture was ended that was not begun"):
             rig.session.end_capture()
         with pytest.raises(PenstockError, match="a replay was ended that was not begun"):
             rig.session.end_replay()
         captured: Captured = rig.capture()
         rig.driver.begin_capture(stream)
-        with pytest.raises(CaptureError, match="while the caller's stream is being captured"):
-            rig.session.begin_replay(captured.number, stream)
-        rig.drop_capture(stream)
+        for refused in (
+            lambda: rig.session.begin_replay(captured.number, stream),
+            lambda: rig.session.begin_capture(0, stream),
+        ):
+            with pytest.raises(CaptureError, match="while the caller's stream is being captured"):
+                refused()
+        rig.driver.destroy_graph(rig.driver.end_capture(stream))
+        with pytest.raises(PenstockError, match="a graph was launched outside of its replay"):
+            rig.session.launch()
         rig.session.start_trace()
         with pytest.raises(PenstockError, match="replayed while a trace"):
             rig.session.begin_replay(captured.number, stream)
@@ -280,7 +284,10 @@ def test_what_is_out_of_order_is_refused(made: dict[str, Model]) -> None:
             rig.session.begin(0, stream)
         with pytest.raises(PenstockError, match="cannot be changed while a run has not ended"):
             rig.session.uninstall()
-        rig.session.abort()
+        with pytest.raises(PenstockError, match="to be dropped while a run has not ended"):
+            rig.session.drop_capture(captured.number)
+        with pytest.raises(PenstockError, match="ended without its launch"):
+            rig.session.end_replay()
         rig.replay(captured, stream)
 
 
@@ -291,7 +298,23 @@ def test_a_launch_that_fails_is_a_failed_run(made: dict[str, Model]) -> None:
         stream = rig.stream()
         captured = rig.capture()
         rig.replay(captured, stream)
-        with pytest.raises(SoftError, match="there is no order 4"):
+        with pytest.raises(DriverCallError, match="there is no order 4"):
             rig.replay(captured, stream, order=4)
         rig.replay(captured, stream)
         assert rig.last == plan.methods[0].cold
+
+
+def test_a_dropped_capture_is_gone(made: dict[str, Model]) -> None:
+    model = made["chain"]
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        stream = rig.stream()
+        first, second = rig.capture(), rig.capture()
+        rig.replay(first, stream, check=False)
+        rig.session.drop_capture(first.number)
+        assert rig.driver.counts().graphs == 1
+        with pytest.raises(PenstockError, match="there is no capture 0; the present plan has 1"):
+            rig.session.begin_replay(first.number, stream)
+        rig.replay(second, stream)
+        rig.install(model.floor_bytes + PAGE)
+        assert rig.driver.counts().graphs == 0

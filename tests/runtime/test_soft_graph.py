@@ -767,13 +767,19 @@ def test_a_call_that_fails_captures_nothing_and_spoils_nothing(driver: SoftDrive
     assert read(driver, address, PAGE) == bytes(PAGE) and out.raw == OLD
 
 
-def test_captures_and_launches_are_no_calls_of_the_driver(driver: SoftDriver) -> None:
+@pytest.mark.parametrize("call", ["begin_capture", "end_capture", "destroy_graph"])
+def test_calls_of_a_capture_can_be_made_to_fail(driver: SoftDriver, call: str) -> None:
+    """After an end that failed no stream is captured, and no graph is left; nor after a destruction that failed."""
     stream, calls = driver.create_stream(), driver.calls()
-    driver.begin_capture(stream)
-    graph = driver.end_capture(stream)
-    driver.launch_graph(graph, stream)
-    driver.destroy_graph(graph)
-    assert driver.calls() == calls
+    driver.fail_at(1, call=call)
+    with pytest.raises(SoftError):
+        driver.begin_capture(stream)
+        graph = driver.end_capture(stream)
+        driver.destroy_graph(graph)
+    assert driver.failed_call() == call
+    assert driver.calls() == calls + ["begin_capture", "end_capture", "destroy_graph"].index(call) + 1
+    assert not driver.is_capturing(stream)
+    assert driver.counts().graphs == 0
 
 
 def test_threads_capture_and_launch_on_one_driver() -> None:

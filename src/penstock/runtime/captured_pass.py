@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,6 +16,9 @@ Shapes = tuple[torch.Size, ...]
 class CapturedPass:
     """Making one captures, which runs nothing on the device; the same call must have run before, so that every library
     and kernel is loaded. `states` keep their addresses; what the program writes into inputs `written` is handed back.
+
+    The core captures and launches, not torch.cuda.CUDAGraph: where a capture fails, that leaves torch's random numbers
+    and its allocator as if the capture were still on.
     """
 
     def __init__(
@@ -29,42 +31,30 @@ class CapturedPass:
         inputs: Sequence[torch.Tensor],
         written: Sequence[int],
         stream: torch.cuda.Stream,
-        pool: Any,
+        pool: torch.cuda.MemPool,
     ) -> None:
         self._inputs = [_Kept(tensor) for tensor in inputs]
         self._written = tuple(written)
-        self._graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: where ending the capture fails, it leaves the caller on the captured stream.
-        with torch.cuda.stream(stream):
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(pool):
+            session.begin_capture(method_index, stream.cuda_stream)
             try:
-                session.begin_capture(method_index, stream.cuda_stream)
-                try:
-                    outputs = compiled([*states, *(kept.tensor for kept in self._inputs)])
-                except BaseException as error:
-                    real = session.abort()
-                    if real is not None:
-                        raise real from error
-                    raise
-                self._number = session.end_capture()
+                outputs = compiled([*states, *(kept.tensor for kept in self._inputs)])
             except BaseException as error:
-                try:
-                    self._graph.capture_end()
-                except RuntimeError as second:
-                    # It only repeats that there was an error; the first one says which.
-                    raise error from second
+                real = session.abort()
+                if real is not None:
+                    raise real from error
                 raise
-            self._graph.capture_end()
+            self.number = session.end_capture()
         self._outputs = outputs
 
     def replay(self, session: Session, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
         """Outputs in memory of their own: the graph's is written again by the next replay."""
-        session.begin_replay(self._number, stream)
+        session.begin_replay(self.number, stream)
         try:
             with torch.no_grad():
                 for kept, tensor in zip(self._inputs, inputs, strict=True):
                     kept.take(tensor)
-                self._graph.replay()
+                session.launch()
                 for index in self._written:
                     inputs[index].copy_(self._inputs[index].tensor)
                 outputs = [output.clone() for output in self._outputs]

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from penstock.budget import format_bytes
-from penstock.errors import ActivationMemoryError, CaptureError, PackageError, PenstockError, RuntimeFailure
+from penstock.errors import (
+    ActivationMemoryError,
+    CaptureError,
+    DeviceMemoryError,
+    PackageError,
+    PenstockError,
+    RuntimeFailure,
+    StickyDeviceError,
+)
 from penstock.program import Method
 from penstock.runtime.captured_pass import CapturedPass
 from penstock.runtime.graphs import Graphs
@@ -74,7 +82,7 @@ class Entrance:
                     return self._outputs.built(self._replay(session, state, captured, inputs, stream))
             outputs = self._compute(session, state, [*states, *inputs], stream)
             if graphs is not None:
-                graphs.add(self._index, shapes, self._capture(session, state, graphs, states, inputs), session.drain)
+                graphs.add(session, self._index, shapes, self._capture(session, state, graphs, states, inputs))
             return self._outputs.nested(outputs, [*states, *inputs])
 
     def _replay(
@@ -110,10 +118,13 @@ class Entrance:
                 stream=graphs.stream,
                 pool=graphs.pool,
             )
-        except RuntimeError as error:
+        except (DeviceMemoryError, StickyDeviceError) as error:
             self._invalidate(state, error)
-            if self._shortages.is_new() or isinstance(error, torch.OutOfMemoryError):
-                raise self._explained(error) from error
+            raise
+        except (RuntimeError, PenstockError) as error:
+            self._invalidate(state, error)
+            if isinstance(explained := self._explained(error), ActivationMemoryError):
+                raise explained from error
             raise CaptureError(
                 f"method {self._method.name!r} ran, but cannot be captured into a CUDA graph, because it does what a "
                 "graph cannot do again by itself, such as waiting for a value on the host; load it without "
@@ -146,9 +157,9 @@ class Entrance:
         if self._method.states:
             state.mark_invalid(f"method {self._method.name!r} failed: {error}")
 
-    def _explained(self, error: RuntimeError) -> RuntimeFailure:
+    def _explained(self, error: Exception) -> RuntimeFailure:
         name = self._method.name
-        if self._shortages.is_new() or isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or self._shortages.is_new():
             return ActivationMemoryError(
                 f"method {name!r} ran out of device memory for its own buffers: it needs about "
                 f"{format_bytes(self._method.activation_example_bytes)} for inputs like those of the export; "

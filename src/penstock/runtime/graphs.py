@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import torch
 
 from penstock.errors import CaptureError
 from penstock.runtime.captured_pass import CapturedPass, Shapes
+from penstock.runtime.session import Session
 
 # Each holds its inputs and outputs: a decoder's growing context must not fill the memory.
 REMEMBERED_PASSES = 64
@@ -35,7 +35,7 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
-            self.pool = torch.cuda.graph_pool_handle()
+            self.pool = torch.cuda.MemPool()
             self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._passes: OrderedDict[tuple[int, Shapes], CapturedPass] = OrderedDict()
 
@@ -48,13 +48,14 @@ class Graphs:
             self._passes.move_to_end((method_index, shapes))
         return found
 
-    def add(self, method_index: int, shapes: Shapes, captured: CapturedPass, drain: Callable[[], None]) -> None:
-        """`drain` waits for the device, before a graph that may be at work is given up for the new one."""
+    def add(self, session: Session, method_index: int, shapes: Shapes, captured: CapturedPass) -> None:
         if len(self._passes) == REMEMBERED_PASSES:
-            drain()
-            self._passes.popitem(last=False)
+            # The memory that the one given up computes in may be in use.
+            session.drain()
+            _, given_up = self._passes.popitem(last=False)
+            session.drop_capture(given_up.number)
         self._passes[method_index, shapes] = captured
 
     def clear(self) -> None:
-        """Nothing of theirs may be at work."""
+        """The session has dropped their graphs, and nothing of theirs is at work."""
         self._passes.clear()

@@ -283,7 +283,7 @@ class Module:
         self._arrangement = arrangement
 
     def _drop_graphs(self) -> None:
-        """S9: they hold addresses of the plan they were captured under."""
+        """S9: they hold addresses of the plan they were captured under. The session gives its own up with the plan."""
         if self._graphs is not None:
             self._session.drain()
             self._graphs.clear()

@@ -110,18 +110,24 @@ class Session:
         return exception(failure, text) if failure else None
 
     def begin_capture(self, method_index: int, stream: int) -> None:
-        """`stream` is being captured. Ended by end_capture or abort, and before the capture is."""
+        """Nothing runs on `stream` from here until end_capture or abort: it becomes a graph."""
         self._check(self._core.penstock_session_begin_capture(self.handle, method_index, stream))
 
     def end_capture(self) -> int:
-        """The number to replay it by, until another plan is installed."""
+        """The number to replay it by, until it is dropped or another plan is installed."""
         capture = ctypes.c_int64()
         self._check(self._core.penstock_session_end_capture(self.handle, ctypes.byref(capture)))
         return capture.value
 
+    def drop_capture(self, capture: int) -> None:
+        self._check(self._core.penstock_session_drop_capture(self.handle, capture))
+
     def begin_replay(self, capture: int, stream: int) -> None:
-        """Ended by end_replay or abort; the graph is launched on `stream` in between."""
+        """Then launch(), and end_replay(); or abort."""
         self._check(self._core.penstock_session_begin_replay(self.handle, capture, stream))
+
+    def launch(self) -> None:
+        self._check(self._core.penstock_session_launch(self.handle))
 
     def end_replay(self) -> None:
         self._check(self._core.penstock_session_end_replay(self.handle))
