@@ -1,11 +1,17 @@
 #include "streaming_session.h"
 
+#include <algorithm>
+
 #include "cleanup.h"
 #include "torch_abi.h"
 
 namespace penstock {
 namespace {
 std::string text(int64_t value) { return std::to_string(value); }
+
+// Sizes of copies whose rates are measured, and how much of each at most: milliseconds in all.
+constexpr int64_t kMeasuredPieces[] = {256 << 10, 1 << 20, 4 << 20, 16 << 20};
+constexpr int64_t kMeasuredPartsBytes = 64 << 20;
 }  // namespace
 
 StreamingSession::StreamingSession(Driver& driver, Source& source, int32_t device_index, bool poison)
@@ -284,11 +290,33 @@ void StreamingSession::wait_for_copy(Event ready) {
   stalls_.after(compute_);
 }
 
-void StreamingSession::measure_link(const std::vector<std::pair<PieceRecord, Address>>& copies) {
-  measured_bytes_ = measured_ns_ = 0;
+void StreamingSession::measure_link(const Copies& copies) {
+  link_.clear();
   if (copies.empty()) return;
+  std::vector<LinkRecord> link{time_copies(copies)};
+  auto smaller = [](const auto& a, const auto& b) { return a.first.bytes < b.first.bytes; };
+  const auto& [largest, address] = *std::max_element(copies.begin(), copies.end(), smaller);
+  for (int64_t bytes : kMeasuredPieces) {
+    Copies parts;
+    for (int64_t at = 0; at + bytes <= largest.bytes && at < kMeasuredPartsBytes; at += bytes) {
+      PieceRecord part = largest;
+      part.source_offset_bytes += at;
+      part.range_offset_bytes += at;
+      part.bytes = bytes;
+      parts.emplace_back(part, address + (Address)at);
+    }
+    if (!parts.empty()) link.push_back(time_copies(parts));
+  }
+  link_ = std::move(link);
+}
+
+LinkRecord StreamingSession::time_copies(const Copies& copies) {
+  LinkRecord record{(int64_t)copies.size(), 0, 0};
   std::vector<PieceRecord> pieces;
-  for (const auto& copy : copies) pieces.push_back(copy.first);
+  for (const auto& copy : copies) {
+    pieces.push_back(copy.first);
+    record.bytes += copy.first.bytes;
+  }
   source_.follow({}, pieces);
   Event begin = driver_.create_event(true);
   Undo undo_begin([&] { driver_.destroy_event(begin); });
@@ -302,8 +330,8 @@ void StreamingSession::measure_link(const std::vector<std::pair<PieceRecord, Add
   }
   driver_.synchronize_event(end);
   source_.follow({}, {});
-  for (const PieceRecord& piece : pieces) measured_bytes_ += piece.bytes;
-  measured_ns_ = driver_.elapsed_ns(begin, end);
+  record.ns = driver_.elapsed_ns(begin, end);
+  return record;
 }
 
 Counters StreamingSession::last_run() {

@@ -27,6 +27,13 @@ struct Counters {
   int64_t replays = 0;
 };
 
+// So many copies, of so many bytes together, one after the other.
+struct LinkRecord {
+  int64_t copies;
+  int64_t bytes;
+  int64_t ns;
+};
+
 class StreamingSession : public Session {
  public:
   // The driver and the source outlive the session.
@@ -68,10 +75,9 @@ class StreamingSession : public Session {
   Counters last_run();
   Counters totals();
 
-  // How long copies of real weights take, measured once when a plan or a pool is set up: bytes and time. Zero bytes when
-  // nothing is ever copied.
-  int64_t measured_bytes() const { return measured_bytes_; }
-  int64_t measured_ns() const { return measured_ns_; }
+  // How long copies of real weights take, measured once when a plan or a pool is set up: as many as will be made first,
+  // as they are; then some of each size. Empty when nothing is ever copied.
+  const std::vector<LinkRecord>& link() const { return link_; }
 
   Stream copy_stream() const { return copy_stream_; }
 
@@ -111,7 +117,8 @@ class StreamingSession : public Session {
   void wait_for_copy(Event ready);
 
   // Copies to addresses that hold nothing yet, and times it.
-  void measure_link(const std::vector<std::pair<PieceRecord, Address>>& copies);
+  using Copies = std::vector<std::pair<PieceRecord, Address>>;
+  void measure_link(const Copies& copies);
 
   Driver& driver_;
   Source& source_;
@@ -143,6 +150,7 @@ class StreamingSession : public Session {
   void require_complete() const;
   void conclude();
   void leave_capture() noexcept;
+  LinkRecord time_copies(const Copies& copies);
   const Capture& capture(int64_t number) const;
   bool lends() const { return mode_ == Mode::run || mode_ == Mode::capture; }
   void forget_tensors() noexcept;
@@ -153,8 +161,7 @@ class StreamingSession : public Session {
   std::vector<std::vector<CachedTensor>> tensors_;
   StallMeter stalls_;
   Counters totals_;
-  int64_t measured_bytes_ = 0;
-  int64_t measured_ns_ = 0;
+  std::vector<LinkRecord> link_;
   int64_t owner_ = -1;  // the method whose copies are ahead; -1: none
   int64_t position_ = 0;
   int64_t step_ = 0;

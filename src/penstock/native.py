@@ -17,8 +17,8 @@ _text = ctypes.c_char_p
 _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
 
-# void visit(const int64_t* seven_numbers)
-SPAN_VISITOR = ctypes.CFUNCTYPE(None, ctypes.POINTER(_i64))
+# void visit(const int64_t* numbers): of one record
+VISITOR = ctypes.CFUNCTYPE(None, ctypes.POINTER(_i64))
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_poison_create": (_pointer, [_i64, _pointer, _pointer, _pointer, _pointer, _i64, _i32]),
@@ -61,11 +61,11 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_done": (None, [_pointer, _i64]),
     "penstock_session_counters": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_memory": (_i32, [_pointer, _pointer, _pointer]),
-    "penstock_session_link": (None, [_pointer, _pointer, _pointer]),
+    "penstock_session_link": (None, [_pointer, VISITOR]),
     "penstock_session_copy_stream": (_pointer, [_pointer]),
     "penstock_session_drain": (_i32, [_pointer]),
     "penstock_session_start_trace": (_i32, [_pointer]),
-    "penstock_session_stop_trace": (_i32, [_pointer, SPAN_VISITOR]),
+    "penstock_session_stop_trace": (_i32, [_pointer, VISITOR]),
 }
 
 

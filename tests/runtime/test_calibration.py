@@ -13,10 +13,14 @@ from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
+from penstock.runtime import module as module_file
 from penstock.runtime.calibration import calibration_of, check_calibration
+from penstock.runtime.module import FIRST_RUNS
 from penstock.runtime.session import Span
 from penstock.schedule import Access, Schedule, Step
 from tests.runtime.modules import SCRIPTS, Watched, play, same
+from tests.runtime.rig import Rig, write_model
+from tests.runtime.rig import chain as chain_of
 
 PAGE = 4096
 # Two steps; the weight of the second streams, in two copies.
@@ -81,11 +85,11 @@ def test_what_cannot_be_calibrated_by() -> None:
         calibration_of([copy(1, 0, 1000, 0, 100), step(1, 0, 0, 10)], [SCHEDULE], PLAN)
     link = Link(1e9)
     with pytest.raises(PenstockError, match="has 3 steps for method 'forward'; the program has 2"):
-        check_calibration(Calibration(link, {"forward": (1.0, 1.0, 1.0)}), [SCHEDULE])
+        check_calibration(Calibration(link, {"forward": (1.0, 1.0, 1.0)}), [SCHEDULE], "planned")
     with pytest.raises(PenstockError, match="'other'; the program has no such method"):
-        check_calibration(Calibration(link, {"other": (1.0,)}), [SCHEDULE])
+        check_calibration(Calibration(link, {"other": (1.0,)}), [SCHEDULE], "planned")
     with pytest.raises(PenstockError, match="no method"):
-        check_calibration(Calibration(link, {}), [SCHEDULE])
+        check_calibration(Calibration(link, {}), [SCHEDULE], "planned")
 
 
 def test_a_module_plans_again_from_its_own_runs(
@@ -122,7 +126,7 @@ def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
             pass
     steps = len(penstock.read_program(chain).method("forward").schedule.steps)
     calibration = Calibration(Link(1e9), {"forward": (1e-3,) * steps})
-    with pytest.raises(PenstockError, match='policy="lru" makes none'):
+    with pytest.raises(PenstockError, match="policy='lru' makes none"):
         penstock.Module(chain, "1GiB", policy="lru", calibration=calibration, quiet=True)
     with penstock.Module(chain, "1GiB", quiet=True) as module:
         before = module.plan
@@ -130,3 +134,83 @@ def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
             play(module.run_method, SCRIPTS["chain"])
         assert module.plan == before and module.calibration is None
         play(module.run_method, SCRIPTS["chain"])
+
+
+def test_the_first_runs_are_measured_and_planned_by(
+    decoder: Path, resident_bits: Callable[[str], list[list[Tensor]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with penstock.Module(decoder, "1GiB", quiet=True) as module:
+        budget = (module.floor_bytes + module.budget_bytes) // 2
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
+        first = module.plan
+        assert module.calibration is None
+        capfd.readouterr()
+        for _ in range(FIRST_RUNS):
+            assert module.calibration is None
+            module.reset_state()
+            assert same(play(module.run_method, SCRIPTS["decoder"]), resident_bits("decoder"))
+            if module.calibration is not None:
+                break
+        assert module.calibration is not None
+        said = capfd.readouterr().err
+        assert "the first runs showed a link of" in said and "planned for a link of" in said
+        assert ("with another plan" in said) == (module.plan != first)
+        for _ in range(2):
+            module.reset_state()
+            assert same(play(Watched(module), SCRIPTS["decoder"]), resident_bits("decoder"))
+        assert capfd.readouterr().err == ""
+
+
+def test_first_runs_make_way(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a trace, for calibrate(), and for another budget, under which they begin anew; and when there is no gain."""
+    with penstock.Module(decoder, "1GiB", calibration="first-runs", quiet=True) as module:
+        budget = (module.floor_bytes + module.budget_bytes) // 2
+        for _ in range(2):  # everything is resident: there is nothing to measure
+            module.reset_state()
+            play(module.run_method, SCRIPTS["decoder"])
+        assert module.calibration is None
+
+    def run() -> None:
+        for _ in range(FIRST_RUNS):
+            module.reset_state()
+            play(module.run_method, SCRIPTS["decoder"])
+
+    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+        module.set_budget(budget + PAGE)
+        run()
+        assert module.calibration is not None
+    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+        with module.trace(tmp_path / "trace.json"):
+            run()
+        run()
+        assert module.calibration is None
+    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+        with module.calibrate():
+            run()
+        given = module.calibration
+        run()
+        assert module.calibration is given is not None
+    monkeypatch.setattr(module_file, "WORTHWHILE_GAIN", 1.0)
+    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+        before = module.plan
+        run()
+        assert module.calibration is not None and module.plan is before
+
+
+def test_what_calibration_may_be(chain: Path) -> None:
+    with pytest.raises(PenstockError, match="calibration is 'soon'; it must be a Calibration, \"first-runs\" or None"):
+        penstock.Module(chain, "1GiB", calibration="soon", quiet=True)  # type: ignore[arg-type]
+    with pytest.raises(PenstockError, match="policy='lru' makes none"):
+        penstock.Module(chain, "1GiB", policy="lru", calibration="first-runs", quiet=True)
+
+
+def test_the_link_is_measured_by_piece_size(tmp_path: Path) -> None:
+    """A copy of 5 MiB is also timed in pieces of 256 KiB, 1 MiB and 4 MiB; there is none of 16 MiB."""
+    sizes = {f"w{i}": 5 << 20 for i in range(8)}
+    model = write_model(tmp_path / "weights.ptd", [chain_of(*sizes)], sizes)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        made, *by_size = rig.session.link()
+        assert made.nbytes > 0 and made.ns > 0
+        assert [(sample.copies, sample.nbytes) for sample in by_size] == [(20, 5 << 20), (5, 5 << 20), (1, 4 << 20)]
+        rig.run()

@@ -44,8 +44,21 @@ def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: P
     return Calibration(_link(copies), step_s)
 
 
-def check_calibration(calibration: Calibration, schedules: Sequence[Schedule]) -> None:
-    """One that was measured on another program would plan for steps that are not there."""
+def check_calibration(
+    calibration: Calibration | str | None, schedules: Sequence[Schedule], policy: str
+) -> Calibration | None:
+    """What the first plan is made from; with "first-runs" nothing is known yet.
+
+    A calibration that was measured on another program would plan for steps that are not there.
+    """
+    if calibration is None:
+        return None
+    if policy != "planned":
+        raise PenstockError(f"a calibration is for a plan, and policy={policy!r} makes none")
+    if calibration == "first-runs":
+        return None
+    if not isinstance(calibration, Calibration):
+        raise PenstockError(f'calibration is {calibration!r:.80}; it must be a Calibration, "first-runs" or None')
     steps = {schedule.method: len(schedule.steps) for schedule in schedules}
     for method, times in calibration.step_s.items():
         if len(times) != steps.get(method):
@@ -55,6 +68,7 @@ def check_calibration(calibration: Calibration, schedules: Sequence[Schedule]) -
             )
     if not calibration.step_s:
         raise PenstockError("the calibration has no method")
+    return calibration
 
 
 def _last_copies(copies: Sequence[Span]) -> dict[tuple[int, int], list[int]]:

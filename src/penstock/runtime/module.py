@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,8 +22,6 @@ from penstock.errors import (
     PackageError,
     PenstockError,
     RuntimeFailure,
-    WeightsChangedError,
-    WeightsFileError,
 )
 from penstock.native import core
 from penstock.plan.calibration import Calibration
@@ -37,15 +35,20 @@ from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_pag
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
-from penstock.runtime.policy import POLICIES, Arrangement, Policy
-from penstock.runtime.session import Session, Span, Stats
+from penstock.runtime.policy import POLICIES, Arrangement, PlannedPolicy, Policy
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
-from penstock.runtime.weights_source import prepare_source
+from penstock.runtime.weights_source import prepare_source, read_weights_index, stored_bytes
 from penstock.schedule import Schedule
-from penstock.weights import Entry, WeightsIndex, read_index, verify_checksums
+from penstock.weights import verify_checksums
 
 POISON_VARIABLE = "PENSTOCK_POISON"
+# With calibration="first-runs": after so many runs of one method, the first of them cold, the plan is made again if
+# it will be so much better at least.
+FIRST_RUNS = 4
+WORTHWHILE_GAIN = 0.005
 
 
 class Module:
@@ -66,7 +69,7 @@ class Module:
         device: str | torch.device | None = None,
         host_memory: str = "registered",
         host_memory_cap: int | str | None = None,
-        calibration: Calibration | None = None,
+        calibration: Calibration | Literal["first-runs"] | None = None,
         cuda_graph: bool = False,
         verify: bool = False,
         progress: bool | None = None,
@@ -76,7 +79,6 @@ class Module:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._trace: Trace | None = None
-        self._calibrating = False
         self.path = Path(path)
         self._quiet = quiet
         self._cuda_graph = cuda_graph
@@ -89,7 +91,7 @@ class Module:
         check_build(self.program, self.device)
         if cuda_graph:
             check_capturable(self.device, policy, host_memory)
-        index = _read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
+        index = read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
         self._entries = check_weights(self.program, index)
         if verify:
             verify_checksums(index)
@@ -107,10 +109,8 @@ class Module:
             if self._choice.source == "automatic" and self.device.type == "cuda":
                 # The automatic budget counts on what torch's allocator holds and does not use.
                 torch.cuda.empty_cache()
-            if calibration is not None:
-                check_calibration(calibration, self._schedules)
-            self._calibration = calibration
-            arrangement = self._policy.arrange(self._choice.budget_bytes, calibration)
+            self._calibration = check_calibration(calibration, self._schedules, policy)
+            arrangement = self._policy.arrange(self._choice.budget_bytes, self._calibration)
             prepared = prepare_source(
                 index,
                 self.device,
@@ -133,9 +133,10 @@ class Module:
                 poison=poison,
             )
             stack.callback(self._session.close)
+            self._recorder = Recorder(self._session)
             self._session.install(arrangement.numbers)
             self._arrangement: Arrangement = arrangement
-            self._state = StateStore(self.program.states, self.device, index, lambda name: _stored(index, name))
+            self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
             shortages = Shortages(self.device)
             self._entrances = {
                 method.name: Entrance(self.path, number, method, self.device, shortages)
@@ -145,6 +146,8 @@ class Module:
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
             self._cleanup = stack.pop_all()
         self._open = True
+        if calibration == "first-runs":
+            self._record_first_runs()
         self._say()
 
     # ------------------------------------------------------------------------------------------------------- running
@@ -168,10 +171,14 @@ class Module:
         try:
             self._require_usable()
             # What is recorded is told apart into steps, and a graph is one piece.
-            graphs = self._graphs if self._trace is None and not self._calibrating else None
-            return entrance.run(self._session, self._state, arguments, keywords, graphs)
+            graphs = None if self._recorder.is_on else self._graphs
+            results = entrance.run(self._session, self._state, arguments, keywords, graphs)
+            enough = self._recorder.yields and self._recorder.count(method) == FIRST_RUNS
         finally:
             self._lock.release()
+        if enough:
+            self._plan_by_first_runs()
+        return results
 
     # ------------------------------------------------------------------------------------------------- what is there
 
@@ -221,7 +228,14 @@ class Module:
     def link_bytes_per_s(self) -> float | None:
         """What copies reached when the module was loaded; None when nothing is ever copied."""
         with self._idle():
-            return self._session.link_bytes_per_s()
+            samples = self._session.link()
+        return samples[0].bytes_per_s if samples and samples[0].ns else None
+
+    @property
+    def link(self) -> tuple[LinkSample, ...]:
+        """Copies as they were timed when the plan was installed: first those of the plan, then some of each size."""
+        with self._idle():
+            return tuple(self._session.link())
 
     # ------------------------------------------------------------------------------------------------------- changing
 
@@ -230,10 +244,12 @@ class Module:
         installed the old one is, and the error is raised."""
         with self._idle():
             # Copies are numbered by the present plan, and could not be named by another.
-            self._require_no_recording()
+            again = self._recorder.make_way()
             choice = self._choose(budget, None, None)
             self._install(self._policy.arrange(choice.budget_bytes, self._calibration))
             self._choice = choice
+            if again:
+                self._record_first_runs()
         self._say()
 
     @property
@@ -247,27 +263,49 @@ class Module:
         with self._idle():
             if self.plan is None:
                 raise PenstockError('calibrate() is for a plan, and policy="lru" makes none')
-            self._require_no_recording()
-            self._session.start_trace()
-            self._calibrating = True
+            self._recorder.start("calibrate() is recording; leave it first")
             plan = self.plan
         try:
             yield
         finally:
             with self._idle():
-                self._calibrating = False
-                spans = self._session.stop_trace()
+                spans = self._recorder.stop()
         with self._idle():
             calibration = calibration_of(spans, self._schedules, plan)
             self._install(self._policy.arrange(self.budget_bytes, calibration))
             self._calibration = calibration
         self._say()
 
-    def _require_no_recording(self) -> None:
-        if self._trace is not None:
-            raise PenstockError(f"a trace to {self._trace.path} is being recorded; close it first")
-        if self._calibrating:
-            raise PenstockError("calibrate() is recording; leave it first")
+    def _record_first_runs(self) -> None:
+        if any(method.copies for method in self._planned().methods):  # else there is nothing to plan better
+            self._recorder.start("the first runs are recorded", yields=True)
+
+    def _plan_by_first_runs(self) -> None:
+        with self._idle():
+            if not self._recorder.yields:
+                return  # another thread was first
+            policy, plan = self._policy, self._planned()
+            assert isinstance(policy, PlannedPolicy)
+            calibration = calibration_of(self._recorder.stop(), self._schedules, plan)
+            arrangement = policy.arrange(self.budget_bytes, calibration)
+            assert arrangement.plan is not None
+            before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, arrangement.plan))
+            better = after_s < before_s * (1 - WORTHWHILE_GAIN)
+            if better:
+                self._install(arrangement)
+            self._calibration = calibration
+        if not self._quiet:
+            outcome = f"{after_s * 1e3:.2f} ms with another plan" if better else "no other plan is better"
+            print(
+                f"penstock: {self.path.name}: the first runs showed {calibration}: {before_s * 1e3:.2f} ms a run of "
+                f"each method, {outcome}",
+                file=sys.stderr,
+            )
+            self._say()
+
+    def _planned(self) -> Plan:
+        assert self.plan is not None, "checked at load"
+        return self.plan
 
     @property
     def _schedules(self) -> list[Schedule]:
@@ -326,15 +364,14 @@ class Module:
     def trace(self, path: str | os.PathLike[str]) -> Trace:
         """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
         with self._idle():
-            self._require_no_recording()
-            self._session.start_trace()
+            self._recorder.start(f"a trace to {path} is being recorded; close it first")
             self._trace = Trace(Path(path), self._stop_trace, self._span_name)
             return self._trace
 
     def _stop_trace(self) -> list[Span]:
         with self._idle():
             self._trace = None
-            return self._session.stop_trace()
+            return self._recorder.stop()
 
     def _span_name(self, span: Span) -> tuple[str, str]:
         method = self.program.methods[span.method_index]
@@ -440,13 +477,10 @@ class Module:
             f"floor {format_bytes(self.floor_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
             *self._arrangement.summary(),
+            *([f"planned for {self._calibration}"] if self._calibration is not None else []),
+            *(["replayed as CUDA graphs"] if self._cuda_graph else []),
+            link_text(self.link),
         ]
-        if self._calibration is not None:
-            parts.append(f"planned for {self._calibration}")
-        if self._cuda_graph:
-            parts.append("replayed as CUDA graphs")
-        link = self.link_bytes_per_s
-        parts.append("no copies" if link is None else f"copies at {link / 1e9:.1f} GB/s")
         return f"penstock: {self.path.name} on {self.device}: {', '.join(parts)}"
 
     def _say(self) -> None:
@@ -481,22 +515,3 @@ def _poison_asked() -> bool:
     if value not in ("0", "1"):
         raise PenstockError(f"{POISON_VARIABLE} is {value!r}; it must be 0 or 1")
     return value == "1"
-
-
-def _read_weights_index(path: Path) -> WeightsIndex:
-    try:
-        return read_index(path)
-    except OSError as error:
-        raise WeightsFileError(f"the weights file {path} cannot be read: {error}") from error
-
-
-def _stored(index: WeightsIndex, name: str) -> bytes:
-    entry: Entry = index[name]
-    with Path(index.path).open("rb") as file:
-        file.seek(entry.offset_bytes)
-        content = file.read(entry.length_bytes)
-    if len(content) != entry.length_bytes:
-        raise WeightsChangedError(
-            f"{index.path}: has {len(content)} bytes of {name!r}, needs {entry.length_bytes}: it was truncated"
-        )
-    return content

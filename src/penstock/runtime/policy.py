@@ -89,6 +89,9 @@ class PlannedPolicy(Policy):
         plan = self._planner.plan(budget_bytes, calibration)
         return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
 
+    def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
+        return self._planner.predicted_s(plan, calibration)
+
 
 class LruPolicy(Policy):
     is_lru = True

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.budget import format_bytes
 from penstock.errors import PenstockError
-from penstock.native import SPAN_VISITOR, core
+from penstock.native import VISITOR, core
 from penstock.runtime.driver import Driver
 from penstock.runtime.failures import exception, last_exception
 from penstock.runtime.records import Numbers
@@ -47,6 +48,23 @@ class Span:
 
 
 @dataclass(frozen=True)
+class LinkSample:
+    """So many copies, of so many bytes together, one after the other."""
+
+    copies: int
+    nbytes: int
+    ns: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.nbytes * 1e9 / self.ns
+
+    @property
+    def piece_bytes(self) -> float:
+        return self.nbytes / self.copies
+
+
+@dataclass(frozen=True)
 class HostSource:
     """How the bytes of the file reach the device: registered in chunks, or through staging buffers."""
 
@@ -54,6 +72,15 @@ class HostSource:
     staging_buffer_bytes: int = 0
     staging_buffers: int = 0
     staging_threads: int = 0
+
+
+def link_text(samples: Sequence[LinkSample]) -> str:
+    timed = [sample for sample in samples if sample.ns]
+    if not timed:
+        return "no copies"
+    sizes = [f"{format_bytes(int(one.piece_bytes))}: {one.bytes_per_s / 1e9:.1f}" for one in timed[1:]]
+    by_size = f" ({', '.join(sizes)})" if sizes else ""
+    return f"copies at {timed[0].bytes_per_s / 1e9:.1f} GB/s{by_size}"
 
 
 _COUNTERS = 8
@@ -148,11 +175,16 @@ class Session:
         self._check(self._core.penstock_session_memory(self.handle, ctypes.byref(held), ctypes.byref(peak)))
         return held.value, peak.value
 
-    def link_bytes_per_s(self) -> float | None:
-        """As measured with real weights when the plan was installed; None when nothing is ever copied."""
-        nbytes, ns = ctypes.c_int64(), ctypes.c_int64()
-        self._core.penstock_session_link(self.handle, ctypes.byref(nbytes), ctypes.byref(ns))
-        return nbytes.value * 1e9 / ns.value if nbytes.value and ns.value else None
+    def link(self) -> list[LinkSample]:
+        """As measured with real weights when the plan was installed: copies as they will be made, then of each size.
+        Empty when nothing is ever copied."""
+        samples: list[LinkSample] = []
+
+        def visit(numbers: Sequence[int]) -> None:
+            samples.append(LinkSample(numbers[0], numbers[1], numbers[2]))
+
+        self._core.penstock_session_link(self.handle, VISITOR(visit))
+        return samples
 
     @property
     def copy_stream(self) -> int:
@@ -169,7 +201,7 @@ class Session:
             lane, run, method_index, index, nbytes, begin_ns, end_ns = (numbers[i] for i in range(7))
             spans.append(Span(_LANES[lane], run, method_index, index, nbytes, begin_ns, end_ns))
 
-        self._check(self._core.penstock_session_stop_trace(self.handle, SPAN_VISITOR(visit)))
+        self._check(self._core.penstock_session_stop_trace(self.handle, VISITOR(visit)))
         return spans
 
     def close(self) -> None:

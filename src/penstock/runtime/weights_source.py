@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from penstock.budget import parse_bytes
-from penstock.errors import BudgetError, HostMemoryError
+from penstock.errors import BudgetError, HostMemoryError, WeightsChangedError, WeightsFileError
 from penstock.runtime.host_memory import (
     PinnedFile,
     bytes_to_pin,
@@ -20,7 +20,7 @@ from penstock.runtime.host_memory import (
 )
 from penstock.runtime.registration_probe import probe_registration
 from penstock.runtime.session import HostSource
-from penstock.weights import WeightsIndex
+from penstock.weights import Entry, WeightsIndex, read_index
 
 HOST_MEMORY = ("registered", "staged")
 
@@ -97,3 +97,22 @@ def _staged(cap_bytes: int, extra_bytes: int) -> PreparedSource:
     check_host_memory(buffers * buffer_bytes + extra_bytes, "the staging buffers")
     threads = max(1, min(_READERS, buffers, (os.cpu_count() or 1) // 2))
     return PreparedSource(HostSource((), buffer_bytes, buffers, threads), None, buffers * buffer_bytes)
+
+
+def read_weights_index(path: Path) -> WeightsIndex:
+    try:
+        return read_index(path)
+    except OSError as error:
+        raise WeightsFileError(f"the weights file {path} cannot be read: {error}") from error
+
+
+def stored_bytes(index: WeightsIndex, name: str) -> bytes:
+    entry: Entry = index[name]
+    with Path(index.path).open("rb") as file:
+        file.seek(entry.offset_bytes)
+        content = file.read(entry.length_bytes)
+    if len(content) != entry.length_bytes:
+        raise WeightsChangedError(
+            f"{index.path}: has {len(content)} bytes of {name!r}, needs {entry.length_bytes}: it was truncated"
+        )
+    return content
