@@ -2,16 +2,20 @@
 
     python -m bench.suite --out FOLDER [--layers 16] [--tokens 1,2048] [--device cuda]
     python -m bench.suite --out FOLDER --device cpu --small        # a tiny model, on a machine without a GPU
+    python -m bench.suite.report FOLDER                            # table and plots once more, from result.json
 
 FOLDER gets result.json (every sample, versions, command), table.md, and the plots; the weights and compiled programs
-made there are used again. A run that was cut short goes on with --resume: rows that are in FOLDER/progress.json are not
-measured again. The GPU must be free of other users: its memory is read for the whole device.
+made there are used again. A run that was cut short, or had a --limit, goes on with --resume: rows that are in
+FOLDER/progress.json are not measured again. FOLDER/log.txt has what the processes printed. The GPU must be free of
+other users: its memory is read for the whole device.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,8 +25,8 @@ from bench.suite.children import Bench, Configuration
 from bench.suite.model import ModelShape, llama3_8b, small
 from bench.suite.progress import Progress
 from bench.suite.report import report
-from bench.suite.result import RAN, Row
-from bench.suite.systems import PLANNED, REFERENCE, RESIDENT, SYSTEMS
+from bench.suite.result import Row, footprint_bytes
+from bench.suite.systems import CALIBRATED, COMPARED, LRU, PLAIN, REFERENCE, RESIDENT, SYSTEMS
 from bench.suite.systems.system import System
 
 DEFAULT_BUDGETS = [0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
@@ -35,17 +39,24 @@ def main() -> int:
         options.out.resolve(),
         options.device,
         _shape(options.small, options.layers),
-        round_s=0.05 if options.small else 0.4,
+        round_s=0.05 if options.small else 0.2,
         timeout_s=options.timeout,
+        deadline_s=time.monotonic() + options.limit,
     )
     tokens = options.tokens or ([1, 16] if options.small else [1, 2048])
     chosen = [s for s in SYSTEMS.values() if s.name in options.systems or s in (REFERENCE, RESIDENT)]
-    prepared = bench.prepare(tokens)
+    prepared = bench.prepare(tokens, with_plain=any(system in PLAIN for system in chosen))
     progress = Progress(options.out / "progress.json", bench, prepared, resume=options.resume)
+    # Nothing is compared with these: should the time not suffice, they are what can be missed.
+    last = [system for system in chosen if system in (CALIBRATED, LRU)]
     for system in chosen:
+        if system not in last:
+            progress.run(system, _configurations(system, tokens, options.budgets))
+    for mode in COMPARED:
+        if mode in chosen:
+            progress.run(mode, footprints(progress.rows, mode, tokens))
+    for system in last:
         progress.run(system, _configurations(system, tokens, options.budgets))
-    if PLANNED in chosen:
-        progress.run(PLANNED, footprints(progress.rows, tokens))
     return report(bench, prepared, progress.rows)
 
 
@@ -54,17 +65,14 @@ def _configurations(system: System, tokens: Sequence[int], budgets: Sequence[flo
     return [Configuration(count, fraction) for count in tokens for fraction in fractions]
 
 
-def footprints(rows: Sequence[Row], tokens: Sequence[int]) -> list[Configuration]:
-    """The planned mode at the larger of each peer's peak and our floor, once each."""
+def footprints(rows: Sequence[Row], mode: System, tokens: Sequence[int]) -> list[Configuration]:
+    """A mode of ours at the footprint of each peer, once each."""
     found = []
     for count in tokens:
-        mine = [row for row in rows if row.tokens == count and row.status == RAN]
-        floor_bytes = next((row.floor_bytes for row in mine if row.system == PLANNED.name), None)
-        if floor_bytes is None:
-            continue
-        peaks = [row.memory.peak_bytes for row in mine if not SYSTEMS[row.system].ours and row.memory]
-        budgets = sorted({max(peak, floor_bytes) for peak in peaks if peak is not None})
-        found += [Configuration(count, budget_bytes=budget, for_comparison=True) for budget in budgets]
+        peers = [row for row in rows if row.tokens == count and not SYSTEMS[row.system].ours]
+        budgets = {footprint_bytes(rows, mode.name, peer) for peer in peers}
+        known = sorted(budget for budget in budgets if budget is not None)
+        found += [Configuration(count, budget_bytes=budget, for_comparison=True) for budget in known]
     return found
 
 
@@ -86,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument("--resume", action="store_true", help="keep the rows of an earlier, unfinished run")
-    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="seconds that one process may take")
+    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="seconds that one process may measure")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="S", help="seconds that all may take together")
     return parser
 
 

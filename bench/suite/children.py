@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +34,21 @@ class Bench:
     folder: Path
     device: str
     shape: ModelShape
-    # How long one round of back-to-back runs takes, about; and what a process may take in all.
+    # How long one round of back-to-back runs takes, about; and what a process that measures may take in all.
     round_s: float
     timeout_s: float
+    # Of time.monotonic(): when the whole run must have ended.
+    deadline_s: float = math.inf
 
-    def prepare(self, tokens: Sequence[int]) -> dict[str, Any]:
+    @property
+    def left_s(self) -> float:
+        return self.deadline_s - time.monotonic()
+
+    def prepare(self, tokens: Sequence[int], *, with_plain: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch) / "prepared.json"
-            died = self._run("bench.suite.prepare", {"tokens": list(tokens)}, result)
+            job = {"tokens": list(tokens), "with_plain": with_plain}
+            died = self._run("bench.suite.prepare", job, result, self.left_s)
             if died:
                 raise SystemExit(f"the model could not be prepared: {died}")
             return dict(json.loads(result.read_text()))
@@ -56,7 +65,7 @@ class Bench:
         }
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch) / "rows.jsonl"
-            died = self._run("bench.suite.worker", job, result)
+            died = self._run("bench.suite.worker", job, result, min(self.timeout_s, self.left_s))
             lines = result.read_text().splitlines() if result.exists() else []
         rows = [row_from_json(json.loads(line)) for line in lines]
         lost = [
@@ -73,8 +82,8 @@ class Bench:
         ]
         return [*rows, *lost]
 
-    def _run(self, module: str, job: dict[str, Any], result: Path) -> str:
-        """Empty, or how it died. What it prints goes to standard error as it comes, and to a file for its last line."""
+    def _run(self, module: str, job: dict[str, Any], result: Path, timeout_s: float) -> str:
+        """Empty, or how it died. What it prints is added to log.txt in the folder."""
         path = result.with_name("job.json")
         common = {
             "folder": str(self.folder),
@@ -85,16 +94,21 @@ class Bench:
         path.write_text(json.dumps(common | job))
         log = result.with_name("log.txt")
         command = [sys.executable, "-m", module, str(path), str(result)]
+        limit_s = None if timeout_s == math.inf else max(0.0, timeout_s)
         with log.open("w") as file:
             try:
                 code = subprocess.run(
-                    command, stdout=file, stderr=subprocess.STDOUT, timeout=self.timeout_s, check=False
+                    command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, check=False
                 ).returncode
             except subprocess.TimeoutExpired:
-                return f"the process took longer than {self.timeout_s:.0f} s"
+                code = None
+        text = log.read_text(errors="replace")
+        with (self.folder / "log.txt").open("a") as kept:
+            kept.write(f"---- {module} {json.dumps(job)}\n{text}")
         if code == 0:
             return ""
-        text = log.read_text()
         sys.stderr.write(text)
+        if code is None:
+            return f"the process took longer than the {timeout_s:.0f} s that it had"
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "it printed nothing")
         return f"the process ended with code {code}: {last}"

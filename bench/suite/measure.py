@@ -13,9 +13,10 @@ import torch
 from bench.suite.result import Samples
 
 WARM_UP_RUNS = 3
-ROUNDS = 5
-LEAST_RUNS, MOST_RUNS = 3, 200
-SYNCHRONISED_RUNS = 10
+# A run that takes longer than a round should is slow: it gets fewer rounds, of one run each.
+ROUNDS, SLOW_ROUNDS = 5, 3
+LEAST_RUNS, MOST_RUNS = 2, 200
+LEAST_SINGLE_RUNS, MOST_SINGLE_RUNS = 3, 10
 _SAMPLE_EVERY_S = 0.002
 
 
@@ -24,15 +25,60 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def wait_for_result(device: str) -> None:
+    """As reading an output does: for the stream that it was computed on."""
+    if device.startswith("cuda"):
+        torch.cuda.current_stream(device).synchronize()
+
+
 def time_back_to_back(run: Callable[[], object], device: str, round_s: float) -> Samples:
     """Rounds that last about `round_s` each, so that fast systems are not measured by a handful of runs."""
     once_s = _round(run, 1, device)
+    if once_s > round_s:
+        return Samples(tuple(_round(run, 1, device) for _ in range(SLOW_ROUNDS)), 1)
     runs = min(max(math.ceil(round_s / once_s), LEAST_RUNS), MOST_RUNS)
     return Samples(tuple(_round(run, runs, device) for _ in range(ROUNDS)), runs)
 
 
-def time_synchronised(run: Callable[[], object], device: str) -> Samples:
-    return Samples(tuple(_round(run, 1, device) for _ in range(SYNCHRONISED_RUNS)), 1)
+def time_synchronised(run: Callable[[], object], device: str, round_s: float) -> Samples:
+    """Each run until its result can be read. What else the device was given to do may still be under way then."""
+    synchronize(device)
+    seconds: list[float] = []
+    wanted = 1
+    while len(seconds) < wanted:
+        begin = time.perf_counter()
+        run()
+        wait_for_result(device)
+        seconds.append(time.perf_counter() - begin)
+        wanted = _single_runs(seconds[0], 2 * round_s)
+    return Samples(tuple(seconds), 1)
+
+
+def time_host(run: Callable[[], object], device: str, round_s: float) -> tuple[Samples, Samples]:
+    """How long a call takes to return: on an idle device, and right behind a call whose work is still under way.
+
+    In pairs with a wait after each, and not in a row: a device takes only so many launches before it makes the host
+    wait, and that wait would be counted.
+    """
+    alone: list[float] = []
+    behind: list[float] = []
+    wanted = 1
+    while len(alone) < wanted:
+        synchronize(device)
+        begin = time.perf_counter()
+        run()
+        first = time.perf_counter()
+        run()
+        second = time.perf_counter()
+        synchronize(device)
+        alone.append(first - begin)
+        behind.append(second - first)
+        wanted = _single_runs((time.perf_counter() - begin) / 2, round_s)
+    return Samples(tuple(alone), 1), Samples(tuple(behind), 1)
+
+
+def _single_runs(once_s: float, total_s: float) -> int:
+    return min(max(math.ceil(total_s / once_s), LEAST_SINGLE_RUNS), MOST_SINGLE_RUNS)
 
 
 def _round(run: Callable[[], object], runs: int, device: str) -> float:

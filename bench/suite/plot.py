@@ -53,7 +53,10 @@ def _draw(
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(11, 5))
+    colours = matplotlib.colormaps["tab20"]
+    # By its place among all, so that a system looks the same in every plot.
+    places_of_all = {name: place for place, name in enumerate(titles)}
     for system in dict.fromkeys(row.system for row in rows):
         points = sorted(
             (place, height)
@@ -67,6 +70,7 @@ def _draw(
             axes.plot(
                 *zip(*points, strict=True),
                 marker="x" if wrong else "o",
+                color=colours(places_of_all[system] % colours.N),
                 linestyle="-" if len(points) > 1 else "none",
                 label=titles[system] + (" (WRONG output)" if wrong else ""),
             )
@@ -87,9 +91,12 @@ def _draw(
         axes.axhline(yardsticks.link_bytes_per_s / 1e9, color="k", linestyle="--", label="link")
     axes.set_xlabel("budget, or peak of a system without one, in % of the weights")
     axes.set_ylabel(label)
-    axes.set_ylim(bottom=0)
+    if kind == "time":
+        axes.set_yscale("log")  # from a few milliseconds to a second
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_title(f"{tokens} tokens, {yardsticks.weight_bytes / 1e9:.2f} GB of weights")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 import penstock
 from bench.suite.measure import measure_link
 from bench.suite.model import DTYPE, ModelShape, on_meta, write_weights
+from bench.suite.systems.aotinductor import compile_plain, plain_program_path
 from bench.suite.systems.system import program_path
 
 PACKAGES = (
@@ -42,15 +46,11 @@ def main() -> None:
     stamp = folder / "made-from.json"
     if not stamp.exists() or json.loads(stamp.read_text()) != made_from:
         stamp.unlink(missing_ok=True)
-        for old in (*folder.glob("decoder-t*.pt*"), *folder.glob("output-*.pt")):
+        for old in (*folder.glob("decoder-t*.pt*"), *folder.glob("plain-t*.pt2"), *folder.glob("output-*.pt")):
             old.unlink()
         write_weights(shape, weights)
         stamp.write_text(json.dumps(made_from))
-    for tokens in job["tokens"]:
-        path = program_path(folder, tokens)
-        if not path.exists():
-            _compile(shape, tokens, device, weights, path)
-            _share_weights(folder, path)
+    _compile_missing(shape, job["tokens"], device, weights, with_plain=job["with_plain"])
     program = penstock.read_program(program_path(folder, job["tokens"][0]))
     link = measure_link(device)
     prepared = {
@@ -65,7 +65,22 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(prepared))
 
 
-def _compile(shape: ModelShape, tokens: int, device: str, weights: Path, path: Path) -> None:
+def _compile_missing(shape: ModelShape, tokens: Sequence[int], device: str, weights: Path, *, with_plain: bool) -> None:
+    """Side by side, each in a process of its own: most of the time is one C++ compiler's for each."""
+    left = [count for count in tokens if not program_path(weights.parent, count).exists()]
+    plain = [count for count in tokens if with_plain and not plain_program_path(weights.parent, count).exists()]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=max(1, len(left) + len(plain)), mp_context=context) as processes:
+        started = [processes.submit(_compile, shape, count, device, weights) for count in left]
+        started += [processes.submit(compile_plain, shape, count, device, weights) for count in plain]
+        for done in started:
+            done.result()
+    for count in left:
+        _share_weights(weights.parent, program_path(weights.parent, count))
+
+
+def _compile(shape: ModelShape, tokens: int, device: str, weights: Path) -> None:
+    path = program_path(weights.parent, tokens)
     example = torch.empty(1, tokens, shape.hidden, dtype=DTYPE, device="meta")
     with torch.no_grad():
         program = torch.export.export(on_meta(shape), (example,))

@@ -13,6 +13,8 @@ from bench.suite.children import Bench, Configuration
 from bench.suite.result import MISSING, RAN, REPEATED, Row, row_from_json, row_to_json
 from bench.suite.systems.system import System
 
+OUT_OF_TIME = "not measured: the run had reached its limit"
+
 
 class Progress:
     def __init__(self, path: Path, bench: Bench, prepared: dict[str, Any], *, resume: bool) -> None:
@@ -27,7 +29,7 @@ class Progress:
         self.rows: list[Row] = self._earlier() if resume and path.exists() else []
 
     def _earlier(self) -> list[Row]:
-        """What ran. The rest is tried again, and so are the comparisons: which are needed depends on what ran."""
+        """What ran. The rest is tried again."""
         stored = json.loads(self._path.read_text())
         if stored["measured_on"] != self._measured_on:
             raise SystemExit(
@@ -35,16 +37,19 @@ class Progress:
                 "--resume, or in another folder"
             )
         rows = [row_from_json(row) for row in stored["rows"]]
-        return [row for row in rows if row.status in (RAN, REPEATED) and not row.for_comparison]
+        return [row for row in rows if row.status in (RAN, REPEATED)]
 
     def run(self, system: System, configurations: Sequence[Configuration]) -> None:
-        done = {(row.system, row.tokens, row.budget_fraction) for row in self.rows if not row.for_comparison}
-        left = [c for c in configurations if c.for_comparison or (system.name, c.tokens, c.budget_fraction) not in done]
+        done = {_place(row) for row in self.rows if row.system == system.name}
+        left = [configuration for configuration in configurations if _place(configuration) not in done]
         if not left:
             return
         reason = system.missing(self._bench.device)
+        if not reason and self._bench.left_s <= 0:
+            reason = OUT_OF_TIME
         if reason:
-            rows = [Row(system.name, tokens, MISSING, reason) for tokens in dict.fromkeys(c.tokens for c in left)]
+            lost = dict.fromkeys((c.tokens, c.for_comparison) for c in left)
+            rows = [Row(system.name, tokens, MISSING, reason, for_comparison=also) for tokens, also in lost]
         else:
             rows = self._bench.measure(system, left, self._weight_bytes)
         self.rows += rows
@@ -54,3 +59,8 @@ class Progress:
             told = f"{row.time_s * 1e3:.2f} ms" if row.status == RAN else f"{row.status}: {row.reason}"
             budget = "" if row.budget_bytes is None else f", budget {row.budget_bytes} bytes"
             print(f"{system.title}, tokens {row.tokens}{budget}: {told}", file=sys.stderr, flush=True)
+
+
+def _place(one: Row | Configuration) -> tuple[int, bool, float | None]:
+    """What tells configurations of one system apart. A part of the weights becomes bytes only when it is run."""
+    return one.tokens, one.for_comparison, one.budget_bytes if one.for_comparison else one.budget_fraction

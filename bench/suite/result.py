@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,13 @@ class Memory:
     torch_peak_bytes: int | None
     # What the system says it held for weights: for our modes Module.device_memory.
     weights_peak_bytes: int | None
+
+    @property
+    def beside_weights_bytes(self) -> int:
+        """Of the peak, what was not for weights as far as that is known: activations, workspaces, loaded code."""
+        if self.peak_bytes is None or self.weights_peak_bytes is None:
+            return 0
+        return max(0, self.peak_bytes - self.weights_peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,10 @@ class Row:
     load_s: float | None = None
     back_to_back: Samples | None = None
     synchronised: Samples | None = None
+    # Until a call returns: on an idle device, and behind a call whose work is under way. None for systems that wait for
+    # the device themselves.
+    host_alone: Samples | None = None
+    host_behind: Samples | None = None
     traffic: Traffic | None = None
     memory: Memory | None = None
     # The most resident pages of the process (VmHWM). Memory that the driver pins may not be in it.
@@ -114,20 +125,27 @@ class Derived:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A peer against the planned mode at the larger of the peer's peak and our floor."""
+    """A peer against one of our modes that takes no more device memory than the peer, or runs at its floor."""
 
     peer: str
+    ours: str
     tokens: int
     peer_peak_bytes: int
     peer_s: float
+    peer_synchronised_s: float
     peer_wrong: bool
     budget_bytes: int
     our_peak_bytes: int | None
     our_s: float
+    our_synchronised_s: float
 
     @property
     def times_faster(self) -> float:
         return self.peer_s / self.our_s
+
+    @property
+    def times_faster_synchronised(self) -> float:
+        return self.peer_synchronised_s / self.our_synchronised_s
 
 
 @dataclass(frozen=True)
@@ -161,44 +179,69 @@ def derive(row: Row, yardsticks: Yardsticks) -> Derived:
     )
 
 
-def compare(peers: Iterable[Row], ours: Sequence[Row]) -> list[Comparison]:
-    """`ours` are rows of the planned mode; a peer without one at its budget is left out."""
+def compare(rows: Sequence[Row], peers: Collection[str], modes: Iterable[str]) -> list[Comparison]:
+    """Every peer that ran, with each mode of ours that was run at its footprint."""
     found = []
-    for peer in peers:
-        if peer.status != RAN or peer.memory is None or peer.memory.peak_bytes is None or peer.outputs is None:
+    for peer in rows:
+        if peer.system not in peers or peer.status != RAN or peer.outputs is None:
             continue
-        peak_bytes = peer.memory.peak_bytes
-        row = at_footprint(ours, peer.tokens, peak_bytes)
-        if row is None or row.budget_bytes is None:
-            continue
-        found.append(
-            Comparison(
-                peer=peer.system,
-                tokens=peer.tokens,
-                peer_peak_bytes=peak_bytes,
-                peer_s=peer.time_s,
-                peer_wrong=peer.outputs.wrong,
-                budget_bytes=row.budget_bytes,
-                our_peak_bytes=row.memory.peak_bytes if row.memory else None,
-                our_s=row.time_s,
+        peak_bytes = peer.memory.peak_bytes if peer.memory else None
+        for mode in modes:
+            budget_bytes = footprint_bytes(rows, mode, peer)
+            row = None if budget_bytes is None else _at_footprint(rows, mode, peer.tokens, budget_bytes)
+            if row is None or row.budget_bytes is None or peak_bytes is None:
+                continue
+            assert row.synchronised is not None and peer.synchronised is not None
+            found.append(
+                Comparison(
+                    peer=peer.system,
+                    ours=mode,
+                    tokens=peer.tokens,
+                    peer_peak_bytes=peak_bytes,
+                    peer_s=peer.time_s,
+                    peer_synchronised_s=peer.synchronised.median_s,
+                    peer_wrong=peer.outputs.wrong,
+                    budget_bytes=row.budget_bytes,
+                    our_peak_bytes=row.memory.peak_bytes if row.memory else None,
+                    our_s=row.time_s,
+                    our_synchronised_s=row.synchronised.median_s,
+                )
             )
-        )
     return found
 
 
-def at_footprint(ours: Sequence[Row], tokens: int, peak_bytes: int) -> Row | None:
-    """The row that was made for that footprint: the largest budget within it, or the floor where that is larger."""
-    ran = [
-        r for r in ours if r.tokens == tokens and r.status == RAN and r.budget_bytes is not None and r.for_comparison
+def footprint_bytes(rows: Iterable[Row], mode: str, peer: Row) -> int | None:
+    """The budget at which a mode of ours meets a peer: all in all no more device memory than the peer's peak, but at
+    least the floor. None where the mode did not run, or the peer's peak is not known."""
+    if peer.status != RAN or peer.memory is None or peer.memory.peak_bytes is None:
+        return None
+    ours = [row for row in rows if row.system == mode and row.tokens == peer.tokens and row.status == RAN]
+    floors = [row.floor_bytes for row in ours if row.floor_bytes is not None]
+    # The peer's peak holds activations and workspaces too; so must ours.
+    beside = [row.memory.beside_weights_bytes for row in ours if row.memory is not None and not row.for_comparison]
+    return max(peer.memory.peak_bytes - max(beside, default=0), max(floors)) if floors else None
+
+
+def _at_footprint(rows: Iterable[Row], mode: str, tokens: int, budget_bytes: int) -> Row | None:
+    """The row that was made for that budget, which may have been clamped to what all weights take."""
+    within = [
+        row
+        for row in rows
+        if row.system == mode
+        and row.tokens == tokens
+        and row.status == RAN
+        and row.for_comparison
+        and (row.budget_bytes or 0) <= budget_bytes
     ]
-    within = [r for r in ran if (r.budget_bytes or 0) <= max(peak_bytes, r.floor_bytes or 0)]
-    return max(within, key=lambda r: r.budget_bytes or 0, default=None)
+    return max(within, key=lambda row: row.budget_bytes or 0, default=None)
 
 
 def row_from_json(data: dict[str, Any]) -> Row:
     kinds: dict[str, Any] = {
         "back_to_back": Samples,
         "synchronised": Samples,
+        "host_alone": Samples,
+        "host_behind": Samples,
         "traffic": Traffic,
         "memory": Memory,
         "outputs": Outputs,

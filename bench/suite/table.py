@@ -11,6 +11,7 @@ _COLUMNS = (
     "budget",
     "back to back (spread)",
     "synchronised (spread)",
+    "host",
     "streamed",
     "rate",
     "bound",
@@ -30,16 +31,37 @@ def markdown(
         shown = [row for row in mine if row.status == RAN and not row.for_comparison]
         parts.append(f"## Tokens per forward: {tokens}\n")
         parts.append(_table(_COLUMNS, [_cells(row, yardsticks, titles) for row in shown]))
-        gone = [row for row in mine if row.status in (MISSING, FAILED)]
+        gone = _gone(mine, yardsticks, titles)
         if gone:
-            cells = [[titles[row.system], _budget(row, yardsticks), row.status, _one_line(row.reason)] for row in gone]
-            parts.append(_table(("system", "budget", "status", "reason"), cells))
+            parts.append(_table(("system", "budget", "status", "reason"), gone))
         against = [comparison for comparison in comparisons if comparison.tokens == tokens]
         if against:
-            parts.append("Planned, at the larger of each peer's peak and our floor:\n")
-            columns = ("peer", "its peak", "its time", "our budget", "our peak", "our time", "we are")
+            parts.append("Within each peer's peak of device memory all in all, or at our floor where that is more:\n")
+            columns = (
+                "peer",
+                "its peak",
+                "its time",
+                "ours",
+                "our budget",
+                "our peak",
+                "our time",
+                "we are",
+                "we are, synchronised",
+            )
             parts.append(_table(columns, [_against(comparison, titles) for comparison in against]))
     return "\n".join(parts)
+
+
+def _gone(rows: Sequence[Row], yardsticks: Yardsticks, titles: Mapping[str, str]) -> list[list[str]]:
+    """One line for all budgets at which a system is missing, or failed, for one reason."""
+    budgets: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.status in (MISSING, FAILED):
+            key = (titles[row.system], row.status, _one_line(row.reason))
+            budgets.setdefault(key, []).append(_budget(row, yardsticks))
+    return [
+        [title, ", ".join(dict.fromkeys(mine)), status, reason] for (title, status, reason), mine in budgets.items()
+    ]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -56,6 +78,7 @@ def _cells(row: Row, yardsticks: Yardsticks, titles: Mapping[str, str]) -> list[
         _budget(row, yardsticks),
         f"{_ms(row.back_to_back.median_s)} ({row.back_to_back.spread:.0%})",
         f"{_ms(row.synchronised.median_s)} ({row.synchronised.spread:.0%})",
+        _host(row),
         "unknown" if streamed is None else f"{_gb(streamed)} {row.traffic.source}",
         "unknown" if derived.bytes_per_s is None else f"{derived.bytes_per_s / 1e9:.1f} GB/s",
         "unknown" if derived.bound_s is None else _ms(derived.bound_s),
@@ -64,6 +87,12 @@ def _cells(row: Row, yardsticks: Yardsticks, titles: Mapping[str, str]) -> list[
         "unknown" if row.host_peak_bytes is None else _gb(row.host_peak_bytes),
         _output(row),
     ]
+
+
+def _host(row: Row) -> str:
+    if row.host_alone is None or row.host_behind is None:
+        return "not measured"
+    return f"{row.host_alone.median_s * 1e6:.0f} / {row.host_behind.median_s * 1e6:.0f} us"
 
 
 def _output(row: Row) -> str:
@@ -79,16 +108,21 @@ def _output(row: Row) -> str:
 
 
 def _against(comparison: Comparison, titles: Mapping[str, str]) -> list[str]:
-    times = comparison.times_faster
     return [
         titles[comparison.peer] + (" (**WRONG** output)" if comparison.peer_wrong else ""),
         _gb(comparison.peer_peak_bytes),
         _ms(comparison.peer_s),
+        titles[comparison.ours],
         _gb(comparison.budget_bytes),
         "unknown" if comparison.our_peak_bytes is None else _gb(comparison.our_peak_bytes),
         _ms(comparison.our_s),
-        f"{times:.2f} times faster" if times >= 1 else f"**{1 / times:.2f} times slower**",
+        _faster(comparison.times_faster),
+        _faster(comparison.times_faster_synchronised),
     ]
+
+
+def _faster(times: float) -> str:
+    return f"{times:.2f} times faster" if times >= 1 else f"**{1 / times:.2f} times slower**"
 
 
 def _budget(row: Row, yardsticks: Yardsticks) -> str:

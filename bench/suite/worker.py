@@ -21,9 +21,9 @@ from torch import Tensor
 
 from bench.suite import measure
 from bench.suite.model import ModelShape, inputs
-from bench.suite.result import FAILED, RAN, REPEATED, Memory, Outputs, Row, row_to_json
+from bench.suite.result import FAILED, MISSING, RAN, REPEATED, Memory, Outputs, Row, row_to_json
 from bench.suite.systems import REFERENCE, RESIDENT, SYSTEMS
-from bench.suite.systems.system import Facts, Setting, System
+from bench.suite.systems.system import Facts, Setting, System, Unavailable
 from penstock.export.peak import PeakMeter
 
 # Kept from runs that follow each other without a wait: a copy that comes too late shows only there.
@@ -74,7 +74,12 @@ def _row(
         return replace(
             row, host_peak_bytes=host.peaks.host_peak_bytes, host_mark_was_reset=host.peaks.host_mark_was_reset
         )
+    except Unavailable as error:
+        return replace(empty, status=MISSING, reason=str(error))
     except Exception as error:
+        if isinstance(error, ImportError) and not system.ours:
+            # There is a package of that name, but not one that works here.
+            return replace(empty, status=MISSING, reason=f"not importable: {error}")
         # One configuration's failure is a row of the table; the next ones are still tried.
         traceback.print_exc()
         return replace(empty, budget_bytes=setting.budget_bytes, reason=f"{type(error).__name__}: {error}")
@@ -93,7 +98,9 @@ def _measure(
     x = inputs(setting.shape, setting.tokens, device)
     with ExitStack() as stack:
         watch = stack.enter_context(ExitStack())
-        if meter is not None:
+        if meter is not None and not system.ours:
+            # Not for ours: what they take they keep until they are closed, so that they are sampled between runs; and
+            # a thread that talks to the driver would be in the way of a capture.
             watch.enter_context(meter)
         begin = time.perf_counter()
         opened = stack.enter_context(system.open(setting))
@@ -121,7 +128,10 @@ def _measure(
         outputs = _compare(system, setting, kept)
         del kept
         back_to_back = measure.time_back_to_back(lambda: opened.forward(x), device, setting.round_s)
-        synchronised = measure.time_synchronised(lambda: opened.forward(x), device)
+        synchronised = measure.time_synchronised(lambda: opened.forward(x), device, setting.round_s)
+        host_alone, host_behind = None, None
+        if system.asynchronous:
+            host_alone, host_behind = measure.time_host(lambda: opened.forward(x), device, setting.round_s)
         facts = opened.facts()
         row = replace(
             empty,
@@ -131,6 +141,8 @@ def _measure(
             load_s=load_s,
             back_to_back=back_to_back,
             synchronised=synchronised,
+            host_alone=host_alone,
+            host_behind=host_behind,
             traffic=facts.traffic,
             memory=memory,
             outputs=outputs,
@@ -152,7 +164,7 @@ def _memory(facts: Facts, meter: measure.DeviceMeter | None, device: str) -> Mem
     driver_peak_bytes = meter.peak_bytes()
     return Memory(
         peak_bytes=driver_peak_bytes,
-        peak_source="driver, sampled",
+        peak_source="driver",
         driver_peak_bytes=driver_peak_bytes,
         torch_peak_bytes=torch.cuda.max_memory_allocated(device),
         weights_peak_bytes=facts.weights_peak_bytes,

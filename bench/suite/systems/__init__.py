@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from bench.suite.systems import accelerate_offload, deepspeed_zero, diffusers_groups, eager, mmgp_budget, ours, uva
+from bench.suite.systems import (
+    accelerate_offload,
+    aotinductor,
+    deepspeed_zero,
+    diffusers_groups,
+    eager,
+    mmgp_budget,
+    ours,
+    uva,
+)
 from bench.suite.systems.system import System
 
 # The yardsticks: outputs are compared with theirs, and the bound holds the second one's time. They always run.
@@ -14,16 +23,25 @@ SYSTEMS: dict[str, System] = {
         REFERENCE,
         RESIDENT,
         ours.PLANNED,
+        ours.CALIBRATED,
         ours.LRU,
         ours.GRAPH,
+        aotinductor.COMPILED,
+        aotinductor.COMPILED_GRAPH,
         accelerate_offload.DEFAULT,
         accelerate_offload.PINNED,
         accelerate_offload.HALF,
         diffusers_groups.LEAF,
         diffusers_groups.BLOCK,
+        diffusers_groups.BLOCK_BESIDE,
         uva.UVA,
         deepspeed_zero.ZERO_INFERENCE,
         mmgp_budget.MMGP,
     )
 }
 PLANNED = ours.PLANNED
+CALIBRATED, LRU = ours.CALIBRATED, ours.LRU
+# The modes that meet every peer at its footprint.
+COMPARED = (ours.PLANNED, ours.GRAPH)
+# They run a program that must be compiled for them.
+PLAIN = (aotinductor.COMPILED, aotinductor.COMPILED_GRAPH)

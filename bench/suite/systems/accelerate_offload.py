@@ -41,6 +41,7 @@ DEFAULT = System(
     "accelerate",
     "accelerate cpu_offload",
     _open(pinned=False, half_resident=False),
+    shares_process=True,
     packages=("accelerate",),
     needs_cuda=_WHY_CUDA,
 )
@@ -48,6 +49,7 @@ PINNED = System(
     "accelerate-pinned",
     "accelerate cpu_offload, pinned",
     _open(pinned=True, half_resident=False),
+    shares_process=True,
     packages=("accelerate",),
     needs_cuda=_WHY_CUDA,
 )
@@ -55,6 +57,7 @@ HALF = System(
     "accelerate-half",
     "accelerate dispatch_model, pinned, half resident",
     _open(pinned=True, half_resident=True),
+    shares_process=True,
     packages=("accelerate",),
     needs_cuda=_WHY_CUDA,
 )

@@ -17,4 +17,4 @@ def _open(setting: Setting) -> Iterator[Opened]:
     yield Opened(model, lambda: facts)
 
 
-EAGER = System("eager", "PyTorch eager, resident", _open)
+EAGER = System("eager", "PyTorch eager, resident", _open, shares_process=True, asynchronous=True)

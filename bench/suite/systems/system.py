@@ -14,6 +14,10 @@ from bench.suite.model import ModelShape
 from bench.suite.result import Traffic
 
 
+class Unavailable(Exception):
+    """Raised by a system's `open` where it turns out that it cannot run here; the message says why."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One configuration to run. A budget is given as a part of the weights, in bytes, or not at all."""
@@ -68,17 +72,15 @@ class System:
     budgeted: bool = False
     # Leaves nothing behind when closed, so that all its configurations may run in one process.
     shares_process: bool = False
+    # A call returns before the device is done, so that the time it takes is the host's.
+    asynchronous: bool = False
     # What must be importable.
     packages: tuple[str, ...] = ()
     # Why it cannot run without CUDA; empty when it can.
     needs_cuda: str = ""
-    # Why it can run nowhere; empty when it can.
-    unavailable: str = ""
 
     def missing(self, device: str) -> str:
         """Why it cannot run here; empty when it can, as far as can be told without importing anything."""
-        if self.unavailable:
-            return self.unavailable
         absent = [package for package in self.packages if importlib.util.find_spec(package) is None]
         if absent:
             return f"not importable: {', '.join(absent)}"

@@ -68,4 +68,10 @@ def _check(code: Any, call: str, nbytes: int) -> None:
         raise RuntimeError(f"{call} of {nbytes} bytes failed with CUDA error {int(code)}")
 
 
-UVA = System("uva", "UVA, weights read in place", _open, needs_cuda="kernels read host memory over the link")
+UVA = System(
+    "uva",
+    "UVA, weights read in place",
+    _open,
+    shares_process=True,
+    needs_cuda="kernels read host memory over the link",
+)
