@@ -20,6 +20,7 @@ from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, models, s
 from tests.runtime.scenarios import SCENARIOS
 from tests.runtime.soft import SoftDriver
 
+THREADS = 3  # the order in which the soft driver runs the nodes of a graph
 SOURCES: list[HostSource | None] = [None, staged(3000, 3, 3), staged(PAGE, 1, 1)]
 
 
@@ -36,6 +37,24 @@ def planned(model: Model, source: HostSource | None, *, poison: bool) -> None:
             fail(rig, streams[0])
             rig.run(stream=streams[1])
             rig.check_counters()
+
+
+def replays(model: Model, *, poison: bool) -> None:
+    """Graphs whose nodes run on several threads, between runs that are no replays."""
+    with Rig(model, poison=poison, kernel_ns=MS // 4) as rig:
+        rig.driver.set_delays(3, MS // 10)
+        streams = [rig.stream(), rig.stream()]
+        for budget in (model.floor_bytes, model.full_bytes, model.floor_bytes + PAGE):
+            rig.install(budget)
+            methods = len(model.schedules)
+            graphs = [rig.capture(method) for method in range(methods)]
+            for run in range(6):
+                rig.replay(graphs[run // 2 % methods], streams[run % 2], order=THREADS, seed=run, check=False)
+                if run % 3 == 2:
+                    rig.run(run % methods, streams[0], check=False)
+            fail(rig, streams[0])
+            rig.replay(graphs[0], streams[1], order=THREADS)
+            rig.session.drop_capture(graphs[0].number)
 
 
 def lru(model: Model) -> None:
@@ -139,6 +158,7 @@ def stress(folder: Path) -> None:
     for number, name in enumerate(("methods", "tied", "small")):
         for source in SOURCES:
             planned(zoo[name], source, poison=bool(number % 2))
+        replays(zoo[name], poison=bool(number % 2))
         lru(zoo[name])
     for source in SOURCES:
         truncated(zoo["chain"], source)

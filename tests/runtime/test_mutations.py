@@ -36,9 +36,9 @@ DELETIONS = {
     # S2
     "streaming_session.cpp wait_for_copy: driver_.wait(compute_, ready)": "kernels_wait_for_copies",
     # S7
-    "streaming_session.cpp measure_link: driver_.record(begin, copy_stream_)": "the_link_is_measured",
-    "streaming_session.cpp measure_link: driver_.record(end, copy_stream_)": "the_link_is_measured",
-    "streaming_session.cpp measure_link: driver_.synchronize_event(end)": "the_link_is_measured",
+    "streaming_session.cpp time_copies: driver_.record(begin, copy_stream_)": "the_link_is_measured",
+    "streaming_session.cpp time_copies: driver_.record(end, copy_stream_)": "the_link_is_measured",
+    "streaming_session.cpp time_copies: driver_.synchronize_event(end)": "the_link_is_measured",
     # S2, for what is resident
     "planned_session.cpp fill_residents: driver_.synchronize_stream(copy_stream_)": (
         "residents_are_in_place_before_a_run"

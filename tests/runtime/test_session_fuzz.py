@@ -112,3 +112,33 @@ def test_lru(case: Case) -> None:
             rig.run(case.runs[-1][0])
             rig.check()
             assert rig.session.memory()[1] <= budget
+
+
+@settings(max_examples=250, deadline=None)
+@given(cases(), st.data())
+def test_replays(case: Case, data: st.DataObject) -> None:
+    """Of the runs some are replays, in any order of their nodes; calls fail in both."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = case.model(Path(folder))
+        budget = model.floor_bytes + int((model.full_bytes - model.floor_bytes) * case.budget_part)
+        with Rig(model, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as rig:
+            rig.install(budget)
+            streams = [rig.stream(), rig.stream(), rig.stream()]
+            graphs = [rig.capture(method) for method in range(len(case.schedules))]
+            rig.driver.set_delays(case.seed, 60 * US)
+            for method, stream, failing in case.runs:
+                order = data.draw(st.integers(-1, 3))
+                if failing is not None:
+                    rig.driver.fail_at(failing)
+                try:
+                    if order < 0:
+                        rig.run(method, streams[stream], check=False)
+                    else:
+                        rig.replay(graphs[method], streams[stream], order=order, seed=case.seed, check=False)
+                except (RunFailed, DriverCallError) as error:
+                    if "a test asked for this failure" not in str(error):
+                        raise
+                rig.driver.fail_at(0)
+            rig.check()
+            rig.replay(graphs[case.runs[-1][0]], streams[0])
+            rig.check_memory(budget)
