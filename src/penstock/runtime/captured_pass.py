@@ -47,24 +47,15 @@ class CapturedPass:
             self.number = session.end_capture()
         self._outputs = outputs
 
-    def replay(self, session: Session, inputs: Sequence[torch.Tensor], stream: int) -> list[torch.Tensor]:
-        """Outputs in memory of their own: the graph's is written again by the next replay."""
-        session.begin_replay(self.number, stream)
-        try:
-            with torch.no_grad():
-                for kept, tensor in zip(self._inputs, inputs, strict=True):
-                    kept.take(tensor)
-                session.launch()
-                for index in self._written:
-                    inputs[index].copy_(self._inputs[index].tensor)
-                outputs = [output.clone() for output in self._outputs]
-        except BaseException as error:
-            real = session.abort()
-            if real is not None:
-                raise real from error
-            raise
-        session.end_replay()
-        return outputs
+    def replay(self, session: Session, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Within the session's replay. Outputs in memory of their own: the graph's is written again by the next one."""
+        with torch.no_grad():
+            for kept, tensor in zip(self._inputs, inputs, strict=True):
+                kept.take(tensor)
+            session.launch()
+            for index in self._written:
+                inputs[index].copy_(self._inputs[index].tensor)
+            return [output.clone() for output in self._outputs]
 
 
 class _Kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,6 @@ class Entrance:
                 graphs.add(session, self._index, shapes, self._capture(session, state, graphs, states, inputs))
             return self._outputs.nested(outputs, [*states, *inputs])
 
-    def _replay(
-        self, session: Session, state: StateStore, captured: CapturedPass, inputs: list[torch.Tensor], stream: int
-    ) -> list[torch.Tensor]:
-        try:
-            return captured.replay(session, inputs, stream)
-        except PenstockError as error:
-            self._invalidate(state, error)
-            raise
-        except RuntimeError as error:
-            self._invalidate(state, error)
-            raise self._explained(error) from error
-
     def _capture(
         self,
         session: Session,
@@ -135,8 +124,24 @@ class Entrance:
         self, session: Session, state: StateStore, inputs: list[torch.Tensor], stream: int
     ) -> list[torch.Tensor]:
         session.begin(self._index, stream)
+        return self._finish(session, state, lambda: self.compiled(inputs), session.end)
+
+    def _replay(
+        self, session: Session, state: StateStore, captured: CapturedPass, inputs: list[torch.Tensor], stream: int
+    ) -> list[torch.Tensor]:
+        session.begin_replay(captured.number, stream)
+        return self._finish(session, state, lambda: captured.replay(session, inputs), session.end_replay)
+
+    def _finish(
+        self,
+        session: Session,
+        state: StateStore,
+        work: Callable[[], list[torch.Tensor]],
+        end: Callable[[], None],
+    ) -> list[torch.Tensor]:
+        """A run that has begun: to its end, or given up."""
         try:
-            outputs = self.compiled(inputs)
+            outputs = work()
         except BaseException as error:
             # Generated code reduces a failure of the core to a generic one; the core has kept the real one.
             real = session.abort()
@@ -147,7 +152,7 @@ class Entrance:
                 raise self._explained(error) from error
             raise
         try:
-            session.end()
+            end()
         except PenstockError as error:
             self._invalidate(state, error)
             raise

@@ -410,8 +410,7 @@ class Module:
             self._open = False
             self._entrances.clear()
             self._cleanup.close()
-            if self._graphs is not None:
-                self._graphs.clear()  # closing the session has waited for them
+            self._graphs = None  # closing the session has waited for them
 
     def __enter__(self) -> Module:
         return self
