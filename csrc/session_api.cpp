@@ -53,6 +53,30 @@ struct Engine {
 Engine* engine(void* handle) { return static_cast<Engine*>(handle); }
 Driver* driver(void* handle) { return static_cast<Driver*>(handle); }
 
+// The driver's device stays current until the run has ended.
+template <typename Begin>
+int32_t begun(void* handle, Begin&& begin) noexcept {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    over.driver->enter();
+    Undo leave([&] { over.driver->leave(); });
+    begin(over);
+    leave.keep();
+  });
+}
+
+template <typename End>
+int32_t ended(void* handle, End&& end) noexcept {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    set_current_session(nullptr);
+    Undo leave([&] { over.driver->leave(); });
+    Undo abandon([&] { over.session().abort(); });
+    end(over);
+    abandon.keep();
+  });
+}
+
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
                             counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays};
@@ -154,33 +178,15 @@ int32_t penstock_session_uninstall(void* handle) {
 
 // Between begin and end (or abort) the calling thread is in the session, and its device is current.
 int32_t penstock_session_begin(void* handle, int64_t method, void* stream) {
-  return guarded([&] {
-    Engine& over = *engine(handle);
-    over.driver->enter();
-    try {
-      over.file->check_unchanged();
-      over.session().begin(method, stream);
-    } catch (...) {
-      over.driver->leave();
-      throw;
-    }
+  return begun(handle, [=](Engine& over) {
+    over.file->check_unchanged();
+    over.session().begin(method, stream);
     set_current_session(&over.session());
   });
 }
 
 int32_t penstock_session_end(void* handle) {
-  return guarded([&] {
-    Engine& over = *engine(handle);
-    set_current_session(nullptr);
-    try {
-      over.session().end();
-    } catch (...) {
-      over.session().abort();
-      over.driver->leave();
-      throw;
-    }
-    over.driver->leave();
-  });
+  return ended(handle, [](Engine& over) { over.session().end(); });
 }
 
 void penstock_session_abort(void* handle) {
@@ -192,32 +198,14 @@ void penstock_session_abort(void* handle) {
 
 // Around compiled code on a stream that is then captured; to give it up, abort.
 int32_t penstock_session_begin_capture(void* handle, int64_t method, void* stream) {
-  return guarded([&] {
-    Engine& over = *engine(handle);
-    over.driver->enter();
-    try {
-      over.session().begin_capture(method, stream);
-    } catch (...) {
-      over.driver->leave();
-      throw;
-    }
+  return begun(handle, [=](Engine& over) {
+    over.session().begin_capture(method, stream);
     set_current_session(&over.session());
   });
 }
 
 int32_t penstock_session_end_capture(void* handle, int64_t* capture) {
-  return guarded([&] {
-    Engine& over = *engine(handle);
-    set_current_session(nullptr);
-    try {
-      *capture = over.session().end_capture();
-    } catch (...) {
-      over.session().abort();
-      over.driver->leave();
-      throw;
-    }
-    over.driver->leave();
-  });
+  return ended(handle, [=](Engine& over) { *capture = over.session().end_capture(); });
 }
 
 int32_t penstock_session_drop_capture(void* handle, int64_t capture) {
@@ -229,16 +217,9 @@ int32_t penstock_session_drop_capture(void* handle, int64_t capture) {
 
 // Begin, launch, end; to give it up, abort.
 int32_t penstock_session_begin_replay(void* handle, int64_t capture, void* stream) {
-  return guarded([&] {
-    Engine& over = *engine(handle);
-    over.driver->enter();
-    try {
-      over.file->check_unchanged();
-      over.session().begin_replay(capture, stream);
-    } catch (...) {
-      over.driver->leave();
-      throw;
-    }
+  return begun(handle, [=](Engine& over) {
+    over.file->check_unchanged();
+    over.session().begin_replay(capture, stream);
   });
 }
 
@@ -247,17 +228,7 @@ int32_t penstock_session_launch(void* handle) {
 }
 
 int32_t penstock_session_end_replay(void* handle) {
-  return guarded([&] {
-    Engine& over = *engine(handle);
-    try {
-      over.session().end_replay();
-    } catch (...) {
-      over.session().abort();
-      over.driver->leave();
-      throw;
-    }
-    over.driver->leave();
-  });
+  return ended(handle, [](Engine& over) { over.session().end_replay(); });
 }
 
 // The first failure of the run, which generated code may have reduced to a generic one.
