@@ -122,7 +122,7 @@ def test_the_first_cut_that_is_good_enough_is_taken() -> None:
 
 def test_pages_given_back_leave_no_gaps() -> None:
     before = [[(0, 2), (6, 1)], [(2, 3)], [(5, 1)]]
-    assert shrink(before, [1, 2, 1]) == Colouring(4, (((0, 1),), ((1, 1), (2, 1)), ((3, 1),)))
+    assert shrink(before, [1, 2, 1]) == Colouring(4, (((0, 1),), ((1, 2),), ((3, 1),)))
 
 
 # ---- arcs

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
+from penstock.plan.demand import Demand
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
-from penstock.plan.residency import Demand
 from penstock.plan.stays import LaidStay, MethodArcs, issue_position
 from penstock.schedule import Schedule
 
@@ -88,21 +89,25 @@ class _Assembly:
     def _method(
         self, schedule: Schedule, method: MethodArcs, laid_stays: Sequence[LaidStay], ring_begin: int
     ) -> MethodPlan:
-        first_steps = [schedule.first_step[access.number] for access in schedule.accesses]
+        first_step = schedule.first_step
+        first_steps = [first_step[access.number] for access in schedule.accesses]
+        count, page_bytes = method.step_count, self.demand.page_bytes
         stays: list[Stay] = []
         copies: list[Copy] = []
         range_of: list[int] = []
         for index, (arc, laid) in enumerate(zip(method.arcs, laid_stays, strict=True)):
-            range_of.append(self._range(arc.weight, tuple(ring_begin + page for page in laid.pages)))
-            page_bytes, nbytes = self.demand.page_bytes, self.demand.nbytes[arc.weight]
-            head_bytes = (self.demand.pages[arc.weight] - len(laid.pages)) * page_bytes
-            stays.append(Stay(arc.weight, nbytes - head_bytes, arc.positions, arc.end_step % method.step_count))
-            for part in laid.parts:
-                begin_bytes = head_bytes + part.first_page * page_bytes
-                part_bytes = min(part.page_count * page_bytes, nbytes - begin_bytes)
-                piece = Piece(arc.weight, begin_bytes, part_bytes, range_of[-1], begin_bytes)
-                issue_before = issue_position(first_steps, part.begin_step, method.step_count)
-                copies.append(Copy(index, piece, issue_before, part.blocked_until % method.step_count))
+            name = arc.weight
+            nbytes = self.demand.nbytes[name]
+            head_bytes = (self.demand.pages[name] - self.tails[name]) * page_bytes
+            range_index = self._range(name, head_bytes, ring_begin, laid)
+            range_of.append(range_index)
+            stays.append(Stay(name, nbytes - head_bytes, arc.positions, arc.end_step % count))
+            for first_page, page_count, begin_step, blocked_until in laid.parts:
+                begin_bytes = head_bytes + first_page * page_bytes
+                part_bytes = min(page_count * page_bytes, nbytes - begin_bytes)
+                piece = Piece(name, begin_bytes, part_bytes, range_index, begin_bytes)
+                issue_before = issue_position(first_steps, begin_step, count)
+                copies.append(Copy(index, piece, issue_before, blocked_until % count))
         return MethodPlan(
             schedule.method,
             self._placements(schedule, stays, range_of),
@@ -111,10 +116,12 @@ class _Assembly:
             len(schedule.steps),
         )
 
-    def _range(self, name: str, ring_blocks: tuple[int, ...]) -> int:
-        blocks = self.head_blocks[name] + ring_blocks
-        self.ranges.append(Range(self.demand.pages[name] * self.demand.page_bytes, blocks))
-        head_bytes = (self.demand.pages[name] - len(ring_blocks)) * self.demand.page_bytes
+    def _range(self, name: str, head_bytes: int, ring_begin: int, laid: LaidStay) -> int:
+        ring = chain.from_iterable(
+            range(ring_begin + first, ring_begin + first + length) for first, length in laid.extents
+        )
+        nbytes = self.demand.pages[name] * self.demand.page_bytes
+        self.ranges.append(Range(nbytes, (*self.head_blocks[name], *ring)))
         # All ranges of a weight show the same head: it is filled once, through the first of them.
         if head_bytes and name not in self.filled_heads:
             self.fills.append(Piece(name, 0, head_bytes, len(self.ranges) - 1, 0))

@@ -59,10 +59,7 @@ def floor_bytes(
     read from host memory and need no device bytes. All others are streamed, each in pages of `granularity_bytes`.
     Methods take turns with the same transient bytes, so the largest demand of any of them counts.
     """
-    if granularity_bytes < 1:
-        raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be 1 or more")
-    for schedule in schedules:
-        _check(schedule, weights)
+    check_schedules(schedules, weights, granularity_bytes=granularity_bytes)
     pinned = frozenset(access.weight for schedule in schedules for access in schedule.accesses if access.pinned)
     _check_placements(weights, resident, direct, pinned)
 
@@ -93,6 +90,14 @@ def floor_bytes(
         pair=tuple(name for name in worst.schedule.weight_names if name in worst.pair),
         next_copy=worst.next_copy,
     )
+
+
+def check_schedules(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, granularity_bytes: int) -> None:
+    """Raises ScheduleError for schedules that break their own rules, ValueError for a granularity that is none."""
+    if granularity_bytes < 1:
+        raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be 1 or more")
+    for schedule in schedules:
+        _check(schedule, weights)
 
 
 def _windows(schedule: Schedule, streamed_bytes: Mapping[str, int]) -> list[_Window]:

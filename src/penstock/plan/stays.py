@@ -11,12 +11,16 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from penstock.schedule import Schedule
 
+# Pages that follow one another in the ring: the first, and how many.
+Extent = tuple[int, int]
 
-@dataclass(frozen=True)
-class Arc:
+
+# Planning makes these by the ten thousand, and a tuple is made several times as fast as a frozen dataclass.
+class Arc(NamedTuple):
     """One stay in time. `positions` are those of its accesses, in the order in which they come.
 
     Steps count from the run in which the first of the accesses is made: `begin_step` may be negative (the copy is
@@ -39,8 +43,7 @@ class MethodArcs:
     always: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Pages of a stay that are copied together, counted from the first that streams."""
 
     first_page: int
@@ -51,11 +54,10 @@ class Part:
     blocked_until: int
 
 
-@dataclass(frozen=True)
-class LaidStay:
+class LaidStay(NamedTuple):
     """A stay with its ring pages, in the order of its bytes, and the parts in which they are copied."""
 
-    pages: tuple[int, ...]
+    extents: tuple[Extent, ...]
     parts: tuple[Part, ...]
 
 
@@ -64,20 +66,22 @@ def method_arcs(schedule: Schedule, streamed: Collection[str]) -> MethodArcs:
     count = len(schedule.steps)
     begins = _begin_steps(schedule, streamed)
     by_weight: dict[str, list[Arc]] = {}
+    first_step, last_step = schedule.first_step, schedule.last_step
     for position, access in enumerate(schedule.accesses):
-        if access.weight in streamed:
-            first, last = schedule.first_step[access.number], schedule.last_step[access.number]
-            arc = Arc(access.weight, (position,), first, begins[position], last)
-            by_weight.setdefault(access.weight, []).append(arc)
+        name, number = access.weight, access.number
+        if name in streamed:
+            arc = Arc(name, (position,), first_step[number], begins[position], last_step[number])
+            by_weight.setdefault(name, []).append(arc)
     arcs: list[Arc] = []
     always: set[str] = set()
     for name, alone in by_weight.items():
-        joined = _join(alone, count)
-        if any(arc.end_step - arc.begin_step + 1 >= count for arc in joined):
-            always.add(name)
-        else:
+        joined = alone if len(alone) == 1 else _join(alone, count)
+        for arc in joined:
+            if arc.end_step - arc.begin_step + 1 >= count:
+                always.add(name)
+        if name not in always:
             arcs += joined
-    return MethodArcs(count, tuple(sorted(arcs, key=lambda arc: arc.positions[0])), frozenset(always))
+    return MethodArcs(count, tuple(sorted(arcs, key=_first_position)), frozenset(always))
 
 
 def look_ahead(method: MethodArcs, pages: Mapping[str, int], ahead_pages: int) -> MethodArcs:
@@ -119,30 +123,36 @@ def issue_position(first_steps: Sequence[int], begin_step: int, step_count: int)
     return bisect_left(first_steps, begin_step % step_count) if begin_step else len(first_steps)
 
 
+def _first_position(arc: Arc) -> int:
+    return arc.positions[0]
+
+
 def _begin_steps(schedule: Schedule, streamed: Collection[str]) -> list[int]:
     """By position: the first step at which the floor counts the access's weight."""
     count = len(schedule.steps)
     first_steps = [schedule.first_step[access.number] for access in schedule.accesses]
     begins = [first - 1 for first in first_steps]
     fetched_by_step: list[list[tuple[str, int]]] = [[] for _ in range(count)]
-    for position, access in enumerate(schedule.accesses):
-        if access.weight in streamed:
-            fetched_by_step[first_steps[position]].append((access.weight, position))
-    live = [schedule.live_weights(index) for index in range(count)]
-
-    # As in floor.py, walking backwards: weights by their next fetch, soonest first, with its position and its run.
+    # As in floor.py, walking backwards: weights by their next fetch, soonest first, with its position as seen from the
+    # end of the run: beyond it are those of the next.
     soonest: OrderedDict[str, tuple[int, int]] = OrderedDict()
-    for run in (1, 0):
-        for following in reversed(range(count)):
-            if run == 0:
-                now, then = live[following - 1], live[following]
-                for name, (position, of_run) in soonest.items():
-                    if name not in now and name not in then:
-                        begins[position] = min(begins[position], following - 1 - of_run * count)
-                        break
-            for name, position in reversed(fetched_by_step[following]):
-                soonest[name] = (position, run)
-                soonest.move_to_end(name, last=False)
+    for position, access in enumerate(schedule.accesses):
+        name = access.weight
+        if name in streamed:
+            fetched_by_step[first_steps[position]].append((name, position))
+            if name not in soonest:
+                soonest[name] = (position, count)
+    for following in reversed(range(count)):
+        now, then = schedule.live_weights(following - 1), schedule.live_weights(following)
+        for name, (position, runs_steps) in soonest.items():
+            if name not in now and name not in then:
+                begin = following - 1 - runs_steps
+                if begin < begins[position]:
+                    begins[position] = begin
+                break
+        for name, position in reversed(fetched_by_step[following]):
+            soonest[name] = (position, 0)
+            soonest.move_to_end(name, last=False)
     return begins
 
 
@@ -160,15 +170,44 @@ def _join(alone: Sequence[Arc], step_count: int) -> list[Arc]:
             joined[-2:] = [_union(joined[-2], joined[-1])]
         elif joined[0].begin_step + step_count <= joined[-1].end_step + 1:
             begin, end = joined[0].begin_step + step_count, joined[0].end_step + step_count
-            joined = [*joined[1:-1], _union(joined[-1], replace(joined[0], begin_step=begin, end_step=end))]
+            joined = [*joined[1:-1], _union(joined[-1], joined[0]._replace(begin_step=begin, end_step=end))]
         else:
             break
     return joined
 
 
+def join(method: MethodArcs, kept: frozenset[int]) -> MethodArcs:
+    """Arcs whose index is in `kept` made one with the next of their weight, across the end of the run too."""
+    of_weight: dict[str, list[int]] = {}
+    for index, arc in enumerate(method.arcs):
+        of_weight.setdefault(arc.weight, []).append(index)
+    arcs: list[Arc] = []
+    always = set(method.always)
+    for name, indices in of_weight.items():
+        if kept.issuperset(indices):
+            always.add(name)
+            continue
+        # Begin after an arc that is not joined with the next: no stay then goes round further than the list.
+        start = next(turn for turn, index in enumerate(indices) if index not in kept) + 1
+        joined: Arc | None = None
+        for turn in range(start, start + len(indices)):
+            later = method.step_count * (turn >= len(indices))
+            index = indices[turn % len(indices)]
+            arc = method.arcs[index]
+            if joined is None:
+                joined, of_run = arc, later
+            else:
+                shift = later - of_run
+                shifted = arc._replace(begin_step=arc.begin_step + shift, end_step=arc.end_step + shift)
+                joined = _union(joined, shifted)
+            if index not in kept:
+                arcs.append(joined)
+                joined = None
+    return replace(method, arcs=tuple(sorted(arcs, key=_first_position)), always=frozenset(always))
+
+
 def _union(one: Arc, other: Arc) -> Arc:
-    return replace(
-        one,
+    return one._replace(
         positions=one.positions + other.positions,
         begin_step=min(one.begin_step, other.begin_step),
         end_step=max(one.end_step, other.end_step),

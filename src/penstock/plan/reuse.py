@@ -1,0 +1,198 @@
+"""Weights that are left in the ring until they are read again, by the distance of their next use.
+
+Between one stay of a weight and its next is a gap. To keep the weight through a gap saves a copy, and costs its pages
+until the gap ends. Where there are not pages for all gaps, those that end furthest ahead are dropped first (Belady's
+rule: along a line, with weights of equal size, nothing streams less). A weight that is kept through all of its gaps
+never leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from penstock.plan.colour_choice import Placed, lengthen_heads, place
+from penstock.plan.ladder import Ladder
+from penstock.plan.residency import Streaming, without
+from penstock.plan.ring import loads
+from penstock.plan.stays import Arc, MethodArcs, join
+
+# How often a choice may turn out not to fit once its stays have pages.
+ATTEMPTS = 4
+# Of a program of that many accesses, only the most promising choice is looked at, and a gap once dropped stays so.
+MANY_ACCESSES = 2_000
+ROOM_PART = 48
+
+# What is dropped first, given a gap and the step at hand.
+Rule = Callable[["Gap", int], int]
+
+
+class Gap(NamedTuple):
+    """Between an arc and the next of its weight, in steps from the run in which it begins."""
+
+    arc: int
+    begin_step: int
+    end_step: int
+    pages: int
+
+
+def cheapest_kept(ladder: Ladder, budget_pages: int) -> Placed | None:
+    """The cheapest choice in which weights are kept between their accesses; None where nothing fits."""
+    best: Placed | None = None
+    many = ladder.demand.access_count > MANY_ACCESSES
+    for _, rung in ladder.cheapest_first(budget_pages):
+        if rung.small and many:
+            continue
+        for chosen in [rung.streaming] if many else rung.variants:
+            for rule in RULES[: 1 if many else None]:
+                placed = _placed(chosen, budget_pages, rule)
+                if placed is None:
+                    continue
+                placed = lengthen_heads(placed, budget_pages)
+                if best is None or placed.cost_bytes < best.cost_bytes:
+                    best = placed
+            if many:
+                return best
+    return best
+
+
+def _placed(chosen: Streaming, budget_pages: int, rule: Rule) -> Placed | None:
+    room_pages = budget_pages - chosen.resident_pages(chosen.whole)
+    if chosen.demand.access_count > MANY_ACCESSES:
+        # What the cycle costs is left free at once, rather than found out by colouring twice.
+        room_pages -= room_pages // ROOM_PART
+    for _ in range(ATTEMPTS):
+        methods = [keep(method, chosen.whole, room_pages, rule) for method in chosen.methods]
+        kept = [method for method in methods if method is not None]
+        if len(kept) < len(methods):
+            return None
+        again = without(chosen.demand, kept, frozenset(name for method in kept for name in method.always))
+        placed = place(again, again.whole, enough_pages=budget_pages)
+        if placed.total_pages <= budget_pages:
+            return placed
+        room_pages -= placed.total_pages - budget_pages
+    return None
+
+
+def keep(method: MethodArcs, pages: Mapping[str, int], room_pages: int, rule: Rule) -> MethodArcs | None:
+    """The same accesses in fewer stays, whose load is at most `room_pages`; None where it is more as it is."""
+    base = loads(method, pages)
+    if max(base, default=0) > room_pages:
+        return None
+    gaps = _gaps(method, pages)
+    many = len(gaps) > MANY_ACCESSES
+    kept = _drop(gaps, (), base, room_pages, rule)
+    # Again, with what was left from the run before; and to the end without taking anything new, so that it fits.
+    if not many:
+        kept = _drop(gaps, kept, base, room_pages, rule)
+    kept = _drop(kept, kept, base, room_pages, rule, closing=True)
+    if not many:
+        kept = _refill(gaps, kept, base, room_pages)
+    return join(method, frozenset(gap.arc for gap in kept))
+
+
+def _furthest(gap: Gap, step: int) -> int:
+    return gap.end_step
+
+
+def _most_page_steps(gap: Gap, step: int) -> int:
+    return (gap.end_step - step) * gap.pages
+
+
+RULES: tuple[Rule, ...] = (_furthest, _most_page_steps)
+
+
+def _gaps(method: MethodArcs, pages: Mapping[str, int]) -> list[Gap]:
+    count = method.step_count
+    following: dict[str, Arc] = {}
+    first: dict[str, Arc] = {}
+    for arc in method.arcs:
+        first.setdefault(arc.weight, arc)
+    gaps: list[Gap] = []
+    for index in reversed(range(len(method.arcs))):
+        arc = method.arcs[index]
+        after = following.get(arc.weight)
+        next_begin = first[arc.weight].begin_step + count if after is None else after.begin_step
+        begin, length = (arc.end_step + 1) % count, next_begin - arc.end_step - 1
+        gaps.append(Gap(index, begin, begin + length - 1, pages[arc.weight]))
+        following[arc.weight] = arc
+    return gaps[::-1]
+
+
+def _drop(
+    gaps: Sequence[Gap],
+    before: Iterable[Gap],
+    base: Sequence[int],
+    room_pages: int,
+    rule: Rule,
+    *,
+    closing: bool = False,
+) -> list[Gap]:
+    """The gaps that are kept when steps are walked in order.
+
+    Those of `before` that cross the end of the run are there when it begins. When `closing`, those of them that are
+    dropped then are not kept when they come again: what is kept fits into every run.
+    """
+    count = len(base)
+    begins: list[list[Gap]] = [[] for _ in base]
+    for gap in gaps:
+        begins[gap.begin_step].append(gap)
+    ends: list[list[Gap]] = [[] for _ in range(2 * count)]
+    # By arc, or its complement for those from the run before: which are inside, what to drop first.
+    inside: set[int] = set()
+    heap: list[tuple[int, int, Gap]] = []
+    kept_pages = 0
+    stale: set[int] = set()
+    kept: dict[int, Gap] = {}
+    for gap in before:
+        if gap.end_step >= count:
+            earlier = gap._replace(begin_step=gap.begin_step - count, end_step=gap.end_step - count)
+            heappush(heap, (-rule(earlier, 0), ~gap.arc, earlier))
+            ends[earlier.end_step].append(earlier)
+            inside.add(~gap.arc)
+            kept_pages += gap.pages
+    for step in range(count):
+        for gap in begins[step]:
+            if gap.arc in stale:
+                continue
+            heappush(heap, (-rule(gap, step), gap.arc, gap))
+            ends[gap.end_step].append(gap)
+            inside.add(gap.arc)
+            kept[gap.arc] = gap
+            kept_pages += gap.pages
+        while base[step] + kept_pages > room_pages:
+            _, key, gap = heappop(heap)
+            if key not in inside:
+                continue
+            inside.discard(key)
+            kept_pages -= gap.pages
+            kept.pop(gap.arc, None)
+            if closing and key < 0:
+                stale.add(gap.arc)
+        for gap in ends[step]:
+            key = gap.arc if gap.begin_step >= 0 else ~gap.arc
+            if key in inside:
+                inside.discard(key)
+                kept_pages -= gap.pages
+    return list(kept.values())
+
+
+def _refill(gaps: Sequence[Gap], kept: Sequence[Gap], base: Sequence[int], room_pages: int) -> list[Gap]:
+    """Gaps that fit in after all, the shortest first."""
+    count = len(base)
+    load = list(base)
+    chosen = {gap.arc: gap for gap in kept}
+
+    def steps(gap: Gap) -> list[int]:
+        return [step % count for step in range(gap.begin_step, gap.end_step + 1)]
+
+    for gap in kept:
+        for step in steps(gap):
+            load[step] += gap.pages
+    for gap in sorted(gaps, key=lambda gap: gap.end_step - gap.begin_step):
+        if gap.arc not in chosen and all(load[step] + gap.pages <= room_pages for step in steps(gap)):
+            chosen[gap.arc] = gap
+            for step in steps(gap):
+                load[step] += gap.pages
+    return list(chosen.values())
