@@ -136,7 +136,7 @@ def test_anything_in_between_is_seen(compiled: dict[str, Path], tmp_path: Path) 
             kept += [(a, b) for a, b in zip((*got, total), (*wanted, other), strict=True)]
         torch.cuda.synchronize()
         assert all(torch.equal(bits(a), bits(b)) for a, b in kept)
-        assert module.stats().replays > 60
+        assert module.stats().replays > 40
 
 
 def test_a_failed_replay_leaves_the_next_one_right(compiled: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

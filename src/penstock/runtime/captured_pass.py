@@ -69,7 +69,11 @@ class _Kept:
         with torch.inference_mode(False):
             self._memory = torch.empty(self._span, dtype=like.dtype, device=like.device)
             self.tensor = self._memory.as_strided(like.shape, like.stride())
+        self._plain = self.tensor.is_contiguous()
 
     def take(self, tensor: torch.Tensor) -> None:
-        # The memory it spans as it is: an expanded tensor has fewer elements in memory than in its shape.
-        self._memory.copy_(tensor.as_strided((self._span,), (1,)))
+        if self._plain:
+            self.tensor.copy_(tensor)
+        else:
+            # The memory it spans as it is: an expanded tensor has fewer elements in memory than in its shape.
+            self._memory.copy_(tensor.as_strided((self._span,), (1,)))
