@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -113,7 +114,8 @@ def environment(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_properties(device).name
         version = Path("/proc/driver/nvidia/version")
-        found["driver"] = version.read_text().splitlines()[0] if version.exists() else f"no {version}"
+        number = re.search(r"\d+\.\d+(\.\d+)?", version.read_text()) if version.exists() else None
+        found["driver"] = number.group() if number else f"not in {version}"
     return found
 
 
