@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -154,7 +155,7 @@ class Module:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs `forward`, or the only method."""
-        return self.run_method(self._default_method(), *arguments, **keywords)
+        return self.run_method(self._default_method, *arguments, **keywords)
 
     forward = __call__
 
@@ -182,7 +183,7 @@ class Module:
 
     # ------------------------------------------------------------------------------------------------- what is there
 
-    @property
+    @cached_property
     def methods(self) -> tuple[str, ...]:
         return tuple(method.name for method in self.program.methods)
 
@@ -437,6 +438,7 @@ class Module:
     def _idle(self) -> _Idle:
         return _Idle(self)
 
+    @cached_property
     def _default_method(self) -> str:
         names = self.methods
         if "forward" in names:
