@@ -31,8 +31,6 @@ void PlannedSession::capture_begins() {
   if (!method.graph_copies) return;
   driver_.record(fork_, compute_);
   driver_.wait(copy_stream_, fork_);
-  // A stay may have some of its copies outside of the graph and the last inside: whoever waits for that one has them all.
-  driver_.wait_external(copy_stream_, lead_);
 }
 
 void PlannedSession::capture_ends() {
@@ -40,6 +38,7 @@ void PlannedSession::capture_ends() {
   issue_until((int64_t)plan_.methods[method_].accesses.size());
   // The branch of the copies has no end of its own: a kernel of this run waits for the last of them.
   method.after_graph = method.progress;
+  for (Progress& progress : method.after_graph) progress.before_graph = false;
   method.graph_counters = run_;
   restore_progress();
 }

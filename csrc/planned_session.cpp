@@ -163,13 +163,16 @@ void PlannedSession::issue(int64_t index) {
   const PieceRecord& piece = record.piece;
   MethodState& method = methods_[method_];
   if (record.wait_step >= 0) await_readers(method.steps[record.wait_step]);
+  // Some of the stay's copies were made before the graph: whoever waits for this one must have them all.
+  const Progress& progress = method.progress[record.stay];
+  if (progress.before_graph && progress.issued) driver_.wait_external(copy_stream_, lead_);
   if (trace_) trace_->copy_begins(run_number_, method_, index, piece.bytes, copy_stream_);
   source_.copy(piece, address_of(piece), copy_stream_);
   if (trace_) trace_->copy_ends(copy_stream_);
   run_.bytes_streamed += piece.bytes;
   run_.copies++;
   advance(method, index);
-  if (method.progress[record.stay].unread) announce(method.stays[record.stay]);
+  if (progress.unread) announce(method.stays[record.stay]);
 }
 
 void PlannedSession::advance(MethodState& method, int64_t copy) {

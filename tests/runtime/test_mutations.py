@@ -67,7 +67,7 @@ DELETIONS = {
     ),
     "planned_capture.cpp capture_begins: driver_.record(fork_, compute_)": "graph_copies_follow_those_made_before_it",
     "planned_capture.cpp capture_begins: driver_.wait(copy_stream_, fork_)": "graph_copies_follow_those_made_before_it",
-    "planned_capture.cpp capture_begins: driver_.wait_external(copy_stream_, lead_)": (
+    "planned_session.cpp issue: driver_.wait_external(copy_stream_, lead_)": (
         "graph_copies_follow_those_made_before_it"
     ),
     "planned_capture.cpp replay_begins: driver_.record(lead_, copy_stream_)": (
