@@ -140,9 +140,16 @@ def race(folder: Path) -> None:
         driver.map(address, PAGE, block)
         driver.allow_access(address, PAGE)
         streams = [driver.create_stream(), driver.create_stream()]
+        events = [driver.create_event(0), driver.create_event(0)]
         for value, stream in enumerate(streams):
             driver.fill(address, value, PAGE, stream)
-        for stream in streams:
+        for event, stream in zip(events, streams, strict=True):
+            driver.record(event, stream)
+        # Both have written before this thread, by waiting for one, could come between it and the other.
+        for event in reversed(events):
+            driver.synchronize_event(event)
+        for event, stream in zip(events, streams, strict=True):
+            driver.destroy_event(event)
             driver.destroy_stream(stream)
 
 
