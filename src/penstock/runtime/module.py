@@ -57,7 +57,19 @@ class Module:
 
     Loading runs native code from the file: load only what you trust. Nothing of it is run before its format, its
     identity and its weights have been checked.
+
+    A .pte gives a penstock.executorch.Module, whose surface is the same as far as ExecuTorch allows.
     """
+
+    def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **keywords: Any) -> Any:
+        if cls is not Module or Path(path).suffix != ".pte":
+            return super().__new__(cls)
+        from penstock.executorch.module import Module as ExecutorchModule
+
+        surplus = keywords.keys() - {"budget", "weight_offload_budget_mb", "weights", "quiet"}
+        if surplus:
+            raise PenstockError(f"{path}: a .pte is loaded by ExecuTorch, and has no {', '.join(sorted(surplus))}")
+        return ExecutorchModule(path, *arguments, **keywords)
 
     def __init__(
         self,

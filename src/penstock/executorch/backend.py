@@ -1,0 +1,192 @@
+"""The backend as ExecuTorch's lowering sees it: all partitions of all methods, compiled as one weightless program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.tensor import scalar_type_enum
+from torch.export import ExportedProgram
+
+from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramError
+from penstock.executorch.dialect import aten_program
+from penstock.executorch.payload import pack_payload, pack_ticket
+from penstock.executorch.rungs import make_rungs
+from penstock.executorch.segments import Segment, tensor_layout
+from penstock.export.compile import Compiled
+from penstock.export.compile import compile as compile_programs
+from penstock.export.offload import fetches, lend_weights
+from penstock.layout import canonical
+from penstock.program import Method, TensorSpec
+from penstock.runtime.driver import soft_page_bytes
+from penstock.weights import read_index
+
+# The page of CUDA's virtual memory.
+CUDA_PAGE_BYTES = 2 << 20
+# Of weights in the .ptd: copies and registrations are of whole pages.
+ALIGNMENT_BYTES = 4096
+# The .ptd that external data goes to, less its ending.
+DATA_FILE = "weights"
+
+
+class PenstockBackend(BackendDetails):  # type: ignore[misc]
+    @classmethod
+    def copy_exported_program_for_preprocess(
+        cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]
+    ) -> ExportedProgram:
+        # Nothing here changes it, and a deep copy is of the weights too.
+        return edge_program
+
+    @staticmethod
+    def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
+        raise ProgramError(
+            "one partition was to be lowered by itself, but the partitions of a program share one budget: lower with "
+            "to_edge_transform_and_lower(programs, partitioner=[CudaPartitioner(...)])"
+        )
+
+    @classmethod
+    def preprocess_multimethod(
+        cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
+    ) -> dict[str, list[PreprocessResult]]:
+        options = _options([spec for lists in compile_specs.values() for specs in lists for spec in specs])
+        names = {method: _part_names(method, len(parts)) for method, parts in edge_programs.items()}
+        first_names = {name: tied[0] for tied in options["tied"] for name in tied}
+        programs = {
+            name: _offloaded(aten_program(ep, first_names), name)
+            for method, parts in edge_programs.items()
+            for name, ep in zip(names[method], parts, strict=True)
+        }
+        if not programs:
+            return {method: [] for method in edge_programs}
+        # Weights go to the disk once, and from there into the .ptd: never a second time into memory.
+        folder = tempfile.TemporaryDirectory(prefix="penstock-executorch-")
+        compiled = compile_programs(
+            programs,
+            Path(folder.name) / "program.pt2",
+            device=options["device"],
+            inductor_configs=options["inductor_configs"],
+        )
+        key, store = _store(compiled, programs, options, folder)
+        return {method: [_result(key, part, compiled, store) for part in parts] for method, parts in names.items()}
+
+
+def _options(specs: Sequence[CompileSpec]) -> dict[str, Any]:
+    values = {bytes(spec.value) for spec in specs if spec.key == "options"}
+    if len(values) != 1:
+        raise ProgramError(
+            f"the methods of one program were given {len(values)} different sets of options; use one CudaPartitioner"
+        )
+    found: dict[str, Any] = json.loads(values.pop())
+    return found
+
+
+def _part_names(method: str, count: int) -> list[str]:
+    return [method] if count == 1 else [f"{method}__{number}" for number in range(count)]
+
+
+def _offloaded(ep: ExportedProgram, name: str) -> ExportedProgram:
+    if not fetches(ep.graph):
+        raise NoWeightsError(
+            f"what was delegated of {name!r} fetches no weight: apply penstock.apply_weight_offload before lowering"
+        )
+    lend_weights(ep)  # constants that appeared on the way here
+    return ep
+
+
+def _store(
+    compiled: Compiled,
+    programs: Mapping[str, ExportedProgram],
+    options: Mapping[str, Any],
+    folder: tempfile.TemporaryDirectory[str],
+) -> tuple[str, NamedDataStore]:
+    """The payload's name, and everything that all delegates of the program share."""
+    program = compiled.program
+    if program.states:
+        raise UnsupportedProgramError(
+            f"state {program.states[0].name!r} would belong to a delegate; state must stay outside of it"
+        )
+    page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
+    schedules = [method.schedule for method in program.methods]
+    floor_bytes, full_bytes, rungs = make_rungs(schedules, program.weights, page_bytes=page_bytes)
+    code = compiled.program_path.read_bytes()
+    bounds = [method.activation_bound_bytes for method in program.methods]
+    description: dict[str, Any] = {
+        "program": hashlib.blake2b(code, digest_size=16).hexdigest(),
+        "identity": program.identity,
+        "device": program.device,
+        "page_bytes": page_bytes,
+        "floor_bytes": floor_bytes,
+        "full_bytes": full_bytes,
+        "budget_bytes": options["budget_bytes"],
+        "activation_bytes": None if None in bounds else max(bound for bound in bounds if bound is not None),
+        "built_with": program.built_with,
+        "weights": [
+            {
+                "name": weight.name,
+                "dtype": weight.dtype,
+                "scalar_type": tensor_layout(weight).scalar_type.value,
+                "shape": weight.shape,
+                "dim_order": weight.dim_order,
+                "nbytes": weight.nbytes,
+            }
+            for weight in program.weights
+        ],
+        "methods": [_method(method, programs[method.name]) for method in program.methods],
+    }
+    payload = pack_payload(description, rungs, code)
+    key = f"penstock.program.{description['program']}"
+    store = NamedDataStore()
+    store.add_named_data(key, payload, 64)
+    index = read_index(compiled.weights_path)
+    all_names = {tied[0]: tied for tied in options["tied"]}
+    for weight in program.weights:
+        entry = index[weight.name]
+        segment = Segment(index.path, entry.offset_bytes, entry.length_bytes, folder)
+        for name in all_names.get(weight.name, [weight.name]):
+            store.add_named_data(name, segment, ALIGNMENT_BYTES, DATA_FILE, tensor_layout(weight))
+    return key, store
+
+
+def _method(method: Method, ep: ExportedProgram) -> dict[str, Any]:
+    return {
+        "name": method.name,
+        "accesses": [[access.number, access.weight, access.pinned] for access in method.schedule.accesses],
+        "steps": [list(step.accesses) for step in method.schedule.steps],
+        "inputs": [_tensor(method.name, spec, ep) for spec in method.signature.inputs],
+        "outputs": sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),
+    }
+
+
+def _tensor(method: str, spec: Any, ep: ExportedProgram) -> dict[str, Any]:
+    """What the compiled code reads without looking: it takes dtype and layout for granted."""
+    if not isinstance(spec, TensorSpec):
+        raise UnsupportedProgramError(f"input {spec.name!r} of {method!r} is {spec.value!r}, no tensor")
+    value = next(node for node in ep.graph.nodes if node.op == "placeholder" and node.name == spec.name).meta["val"]
+    hints = [[int(_hint(number)) for number in numbers] for numbers in (value.shape, value.stride())]
+    return {
+        "scalar_type": scalar_type_enum(getattr(torch, spec.dtype)).value,
+        "shape": [size if isinstance(size, int) else -1 for size in spec.shape],
+        "dim_order": canonical(*hints),
+    }
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else number
+
+
+def _result(key: str, part: str, compiled: Compiled, store: NamedDataStore) -> PreprocessResult:
+    number = [method.name for method in compiled.program.methods].index(part)
+    ticket = {"payload": key, "method": part, "number": number}
+    return PreprocessResult(
+        processed_bytes=pack_ticket(ticket),
+        debug_handle_map={},
+        data_store_output=store.get_named_data_store_output(),
+    )

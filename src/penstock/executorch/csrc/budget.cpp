@@ -1,0 +1,82 @@
+#include "budget.h"
+
+#include <algorithm>
+
+#include "core.h"
+#include "refusal.h"
+
+namespace penstock_executorch {
+namespace {
+
+constexpr int64_t kLeastReserveBytes = int64_t{256} << 20;
+
+int64_t automatic_bytes(const Payload& payload, void* driver) {
+  if (!payload.activation_bytes)
+    throw Refusal(Kind::budget,
+                  "there is no automatic budget: a dynamic size of the program has no highest value, so the memory it "
+                  "needs beside the weights has no bound; give a budget, or export with a highest value for every "
+                  "dynamic size");
+  int64_t free_bytes = 0, total_bytes = 0;
+  if (core().driver_memory(driver, &free_bytes, &total_bytes)) throw_core_failure();
+  int64_t reserve_bytes = std::max(kLeastReserveBytes, total_bytes / (payload.device == "cuda" ? 50 : 20));
+  int64_t budget_bytes = free_bytes - *payload.activation_bytes - reserve_bytes;
+  if (budget_bytes < payload.floor_bytes)
+    throw Refusal(Kind::below_floor,
+                  "the automatic budget is " + format_bytes(budget_bytes) + " (free " + format_bytes(free_bytes) +
+                      " - activations " + format_bytes(*payload.activation_bytes) + " - reserve " +
+                      format_bytes(reserve_bytes) + "), below the floor of this program: it needs at least " +
+                      std::to_string(payload.floor_bytes) + " bytes, " +
+                      std::to_string(payload.floor_bytes - budget_bytes) +
+                      " more than there are; free device memory, or give a budget to leave less in reserve",
+                  payload.floor_bytes);
+  return budget_bytes;
+}
+
+}  // namespace
+
+int64_t parse_decimal(const std::string& text) {
+  int64_t value = 0;
+  bool fits = !text.empty();
+  for (char c : text) {
+    if (c < '0' || c > '9') fits = false;
+    if (!fits || __builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, c - '0', &value)) {
+      fits = false;
+      break;
+    }
+  }
+  if (!fits)
+    throw Refusal(Kind::budget, "weight_offload_budget is '" + text +
+                                    "', which is no number of bytes; valid: 'auto', or a decimal number of at most "
+                                    "9223372036854775807, as in '8589934592'");
+  return value;
+}
+
+Budget choose_budget(const BudgetRequest& request, const Payload& payload, void* driver) {
+  if (request.automatic || (!request.bytes && !payload.baked_bytes))
+    return {automatic_bytes(payload, driver), BudgetSource::automatic};
+  Budget budget = request.bytes ? Budget{*request.bytes, BudgetSource::load}
+                                : Budget{*payload.baked_bytes, BudgetSource::baked};
+  if (budget.asked_bytes < payload.floor_bytes)
+    throw Refusal(Kind::below_floor,
+                  "the budget of " + format_bytes(budget.asked_bytes) +
+                      (request.bytes ? " (given at load)" : " (baked at export)") +
+                      " is below the floor of this program: it needs at least " + std::to_string(payload.floor_bytes) +
+                      " bytes; give weight_offload_budget=" + std::to_string(payload.floor_bytes) +
+                      " or weight_offload_budget_mb=" + std::to_string((payload.floor_bytes + (1 << 20) - 1) >> 20) +
+                      ", or more",
+                  payload.floor_bytes);
+  return budget;
+}
+
+size_t choose_rung(const Payload& payload, int64_t budget_bytes) {
+  size_t chosen = payload.rungs.size();
+  for (size_t i = 0; i < payload.rungs.size(); ++i)
+    if (payload.rungs[i].device_bytes <= budget_bytes) chosen = i;
+  if (chosen == payload.rungs.size())
+    throw Refusal(Kind::package, "the program has no plan for its own floor of " + std::to_string(payload.floor_bytes) +
+                                     " bytes: its smallest holds " +
+                                     std::to_string(payload.rungs.front().device_bytes));
+  return chosen;
+}
+
+}  // namespace penstock_executorch

@@ -1,0 +1,36 @@
+// Which budget holds: the value given at load, then the one baked in at export, then an automatic one.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "payload.h"
+
+namespace penstock_executorch {
+
+enum class BudgetSource : int64_t { load = 0, baked = 1, automatic = 2 };
+
+struct Budget {
+  int64_t asked_bytes;
+  BudgetSource source;
+};
+
+// A decimal number of bytes, without sign, unit or blanks; throws Refusal(budget).
+int64_t parse_decimal(const std::string& text);
+
+// As options gave it: a number of bytes, "automatic" whatever was baked in, or nothing.
+struct BudgetRequest {
+  std::optional<int64_t> bytes;
+  bool automatic = false;
+
+  bool is_given() const { return bytes || automatic; }
+};
+
+// `driver` tells how much is free. Throws Refusal(budget) or Refusal(below_floor), which names the exact minimum.
+Budget choose_budget(const BudgetRequest& request, const Payload& payload, void* driver);
+
+// The largest plan that the budget allows.
+size_t choose_rung(const Payload& payload, int64_t budget_bytes);
+
+}  // namespace penstock_executorch

@@ -1,0 +1,134 @@
+#include "code.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Version.h>
+#include <ATen/core/grad_mode.h>
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "refusal.h"
+
+namespace penstock_executorch {
+namespace {
+
+at::Tensor wrapped(const TensorView& view) {
+  return at::from_blob(view.data, view.sizes, view.strides,
+                       at::TensorOptions().dtype(static_cast<c10::ScalarType>(view.scalar_type)));
+}
+
+// A file for as long as it takes to load it.
+class PackageFile {
+ public:
+  PackageFile(const char* data, size_t bytes, const std::string& content_name) {
+    const char* folder = std::getenv("TMPDIR");
+    path_ = std::string(folder && *folder ? folder : "/tmp") + "/penstock-" + content_name + "-XXXXXX.pt2";
+    int file = mkstemps(path_.data(), 4);
+    if (file < 0) throw Refusal(Kind::host, "cannot create " + path_ + ": " + std::strerror(errno));
+    while (bytes) {
+      ssize_t written = write(file, data, bytes);
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) {
+        std::string reason = written < 0 ? std::strerror(errno) : "nothing was written";
+        close(file);
+        unlink(path_.c_str());
+        throw Refusal(Kind::host, "cannot write the compiled code to " + path_ + ": " + reason);
+      }
+      data += written;
+      bytes -= (size_t)written;
+    }
+    close(file);
+  }
+  ~PackageFile() { unlink(path_.c_str()); }
+  PackageFile(const PackageFile&) = delete;
+  PackageFile& operator=(const PackageFile&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+}  // namespace
+
+std::string torch_minor() { return std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR); }
+
+std::string cpu_capability() { return at::get_cpu_capability(); }
+
+void* current_stream(const std::string& device, int32_t device_index) {
+  if (device != "cuda") return nullptr;
+  using Ask = int32_t (*)(int32_t, void**);
+  // NOLOAD: only the torch that the process already runs on will do.
+  static void* const library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  static const Ask ask =
+      library ? reinterpret_cast<Ask>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  void* stream = nullptr;
+  if (!ask || ask(device_index, &stream))
+    throw Refusal(Kind::build, "torch gives no CUDA stream: is it built with CUDA?");
+  return stream;
+}
+
+struct CompiledCode::Parts {
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
+  at::Device device{at::kCPU};
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+};
+
+CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std::string& content_name,
+                           const std::string& method, const std::string& device, int32_t device_index)
+    : parts_(std::make_unique<Parts>()) {
+  PackageFile file(package, package_bytes, content_name);
+  if (device == "cuda") parts_->device = at::Device(at::kCUDA, (c10::DeviceIndex)device_index);
+  try {
+    parts_->loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
+        file.path(), method, /*run_single_threaded=*/true, /*num_runners=*/1,
+        device == "cuda" ? (c10::DeviceIndex)device_index : (c10::DeviceIndex)-1);
+  } catch (const std::exception& error) {
+    throw Refusal(Kind::package, "the compiled code of method '" + method + "' cannot be loaded: " + error.what());
+  }
+}
+
+CompiledCode::~CompiledCode() = default;
+
+void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides) {
+  at::NoGradGuard no_grad;
+  parts_->inputs.clear();
+  for (size_t i = 0; i < views.size(); ++i) {
+    at::Tensor input = wrapped(views[i]);
+    if (views[i].strides != strides[i] || !parts_->device.is_cpu()) {
+      at::Tensor laid_out = at::empty_strided(views[i].sizes, strides[i], input.options().device(parts_->device));
+      input = laid_out.copy_(input);
+    }
+    parts_->inputs.push_back(std::move(input));
+  }
+}
+
+void CompiledCode::run(void* stream) {
+  at::NoGradGuard no_grad;
+  parts_->outputs = parts_->loader->run(parts_->inputs, stream);
+}
+
+size_t CompiledCode::output_count() const { return parts_->outputs.size(); }
+
+std::vector<int64_t> CompiledCode::output_sizes(size_t index) const { return parts_->outputs[index].sizes().vec(); }
+
+int64_t CompiledCode::output_scalar_type(size_t index) const {
+  return static_cast<int64_t>(parts_->outputs[index].scalar_type());
+}
+
+void CompiledCode::copy_output(size_t index, const TensorView& to) const {
+  at::NoGradGuard no_grad;
+  wrapped(to).copy_(parts_->outputs[index]);
+}
+
+void CompiledCode::forget() {
+  parts_->inputs.clear();
+  parts_->outputs.clear();
+}
+
+}  // namespace penstock_executorch

@@ -1,0 +1,52 @@
+// Compiled code, loaded and called by torch's own C++ loader, as the .pt2 path does it. This header knows neither torch
+// nor ExecuTorch: the headers of the two define the same names.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace penstock_executorch {
+
+// Memory of somebody else, on the CPU.
+struct TensorView {
+  void* data;
+  int64_t scalar_type;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+};
+
+// "2.13": what compiled code must have been compiled for.
+std::string torch_minor();
+// What torch calls this CPU.
+std::string cpu_capability();
+// The stream that torch launches on now; null on the CPU.
+void* current_stream(const std::string& device, int32_t device_index);
+
+class CompiledCode {
+ public:
+  // `package` is a .pt2 in memory; it is a file of its own while it is loaded, under a name that is never used again.
+  CompiledCode(const char* package, size_t package_bytes, const std::string& content_name, const std::string& method,
+               const std::string& device, int32_t device_index);
+  ~CompiledCode();
+
+  // Inputs on the device, laid out with `strides`: where a view has others, a copy is made. Call before the session
+  // begins; run() takes them.
+  void take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides);
+  // Throws whatever compiled code does.
+  void run(void* stream);
+
+  size_t output_count() const;
+  std::vector<int64_t> output_sizes(size_t index) const;
+  int64_t output_scalar_type(size_t index) const;
+  void copy_output(size_t index, const TensorView& to) const;
+  // Also after a failed run.
+  void forget();
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace penstock_executorch

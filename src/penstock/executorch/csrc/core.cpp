@@ -1,0 +1,77 @@
+#include "core.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "refusal.h"
+
+namespace penstock_executorch {
+namespace {
+
+// Where the environment says; else beside the package's folder of this library; else where it was when this was built.
+std::string library_path() {
+  if (const char* named = std::getenv("PENSTOCK_CORE_LIBRARY")) return named;
+  Dl_info self;
+  if (!dladdr(reinterpret_cast<void*>(&library_path), &self) || !self.dli_fname)
+    throw Refusal(Kind::host, "this library cannot find its own place");
+  std::string path = self.dli_fname;
+  size_t slash = path.rfind('/');
+  std::string beside = (slash == std::string::npos ? std::string(".") : path.substr(0, slash)) + "/../libpenstock.so";
+  return access(beside.c_str(), R_OK) == 0 ? beside : PENSTOCK_CORE_PATH;
+}
+
+void* open_core() {
+  // Global: compiled programs find the fetch function in the global scope.
+  if (dlsym(RTLD_DEFAULT, "penstock_session_create")) return RTLD_DEFAULT;
+  std::string path = library_path();
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
+  if (!library) {
+    const char* reason = dlerror();
+    throw Refusal(Kind::host, "the native core cannot be loaded (set PENSTOCK_CORE_LIBRARY to where it is): " +
+                                  std::string(reason ? reason : path.c_str()));
+  }
+  return library;
+}
+
+template <typename Function>
+void find(void* library, const char* name, Function& out) {
+  out = reinterpret_cast<Function>(dlsym(library, name));
+  if (!out) throw Refusal(Kind::host, std::string("the native core has no function ") + name);
+}
+
+Core load() {
+  void* library = open_core();
+  Core core;
+  find(library, "penstock_failure", core.failure);
+  find(library, "penstock_failure_text", core.failure_text);
+  find(library, "penstock_load_torch", core.load_torch);
+  find(library, "penstock_soft_create", core.soft_create);
+  find(library, "penstock_soft_error", core.soft_error);
+  find(library, "penstock_cuda_create", core.cuda_create);
+  find(library, "penstock_driver_destroy", core.driver_destroy);
+  find(library, "penstock_driver_granularity", core.driver_granularity);
+  find(library, "penstock_driver_memory", core.driver_memory);
+  find(library, "penstock_session_create", core.session_create);
+  find(library, "penstock_session_destroy", core.session_destroy);
+  find(library, "penstock_session_install", core.session_install);
+  find(library, "penstock_session_begin", core.session_begin);
+  find(library, "penstock_session_end", core.session_end);
+  find(library, "penstock_session_abort", core.session_abort);
+  find(library, "penstock_session_failure", core.session_failure);
+  find(library, "penstock_session_failure_text", core.session_failure_text);
+  return core;
+}
+
+}  // namespace
+
+const Core& core() {
+  static const Core loaded = load();
+  return loaded;
+}
+
+void throw_core_failure() { throw Refusal(Kind::core, core().failure_text(), core().failure()); }
+
+}  // namespace penstock_executorch

@@ -1,0 +1,38 @@
+// The native core, libpenstock.so, by its C interface: the same session that the .pt2 path runs on. It is found at run
+// time, so that a process which has loaded a core already uses that one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace penstock_executorch {
+
+struct Core {
+  int32_t (*failure)();
+  const char* (*failure_text)();
+  int32_t (*load_torch)();
+  void* (*soft_create)(size_t page_bytes, size_t capacity_bytes, int32_t poison);
+  const char* (*soft_error)();
+  void* (*cuda_create)(int32_t ordinal);
+  void (*driver_destroy)(void*);
+  int64_t (*driver_granularity)(void*);
+  int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
+  void* (*session_create)(void* driver, const char* path, int32_t lru, const int64_t* chunk_ends, int64_t chunk_count,
+                          int64_t staging_buffer_bytes, int32_t staging_buffers, int32_t staging_threads,
+                          int32_t device_index, int32_t poison);
+  void (*session_destroy)(void*);
+  int32_t (*session_install)(void*, const int64_t* numbers, int64_t count);
+  int32_t (*session_begin)(void*, int64_t method, void* stream);
+  int32_t (*session_end)(void*);
+  void (*session_abort)(void*);
+  int32_t (*session_failure)(void*);
+  const char* (*session_failure_text)(void*);
+};
+
+// Throws Refusal(host) where there is no core, or one of another release.
+const Core& core();
+
+// What the core's last failed call on this thread said, as a Refusal(core); throws it.
+[[noreturn]] void throw_core_failure();
+
+}  // namespace penstock_executorch

@@ -1,0 +1,264 @@
+// The backend as ExecuTorch's runtime sees it.
+#include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+#include <executorch/runtime/platform/platform.h>
+#include <sys/utsname.h>
+
+#include <algorithm>
+#include <new>
+
+#include "code.h"
+#include "core.h"
+#include "data_map.h"
+#include "load_options.h"
+#include "program_session.h"
+#include "refusal.h"
+
+namespace penstock_executorch {
+namespace {
+
+using executorch::aten::SizesType;
+using executorch::aten::Tensor;
+using executorch::runtime::ArrayRef;
+using executorch::runtime::BackendExecutionContext;
+using executorch::runtime::BackendInitContext;
+using executorch::runtime::CompileSpec;
+using executorch::runtime::DelegateHandle;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using executorch::runtime::FreeableBuffer;
+using executorch::runtime::NamedDataMap;
+using executorch::runtime::Result;
+using executorch::runtime::Span;
+
+// The whole text: ET_LOG cuts at 256 characters.
+void log_line(et_pal_log_level_t level, const std::string& text) {
+  std::string line = "penstock: " + text;
+  executorch::runtime::pal_emit_log_message(executorch::runtime::pal_current_ticks(), level, "delegate.cpp", "penstock",
+                                            __LINE__, line.c_str(), line.size());
+}
+
+Error code_of(Kind kind) {
+  switch (kind) {
+    case Kind::package:
+      return Error::InvalidProgram;
+    case Kind::budget:
+    case Kind::below_floor:
+    case Kind::option:
+    case Kind::input:
+      return Error::InvalidArgument;
+    case Kind::missing_weight:
+    case Kind::weight_mismatch:
+    case Kind::weights_file:
+      return Error::InvalidExternalData;
+    case Kind::build:
+      return Error::DelegateInvalidCompatibility;
+    case Kind::host:
+      return Error::AccessFailed;
+    default:
+      return Error::Internal;
+  }
+}
+
+// Nothing may be thrown through ExecuTorch, which knows no exceptions.
+template <typename Action>
+Error told(Action&& action) noexcept {
+  LastRefusal& last = last_refusal();
+  try {
+    action();
+    return Error::Ok;
+  } catch (const Refusal& refusal) {
+    // Two are failures of memory rather than of a call: enum class Failure of the core.
+    bool memory = refusal.kind == Kind::core && refusal.detail == 2;
+    last = {refusal.kind, refusal.detail, refusal.what()};
+    log_line(kError, last.text);
+    return memory ? Error::MemoryAllocationFailed : code_of(refusal.kind);
+  } catch (const std::bad_alloc&) {
+    last = {Kind::host, 0, "the host has no memory left"};
+    log_line(kError, last.text);
+    return Error::MemoryAllocationFailed;
+  } catch (const std::exception& error) {
+    last = {Kind::code, 0, error.what()};
+    log_line(kError, last.text);
+    return Error::Internal;
+  }
+}
+
+struct Delegate {
+  MethodFacts method;
+  int64_t number;
+  std::string device;
+  std::unique_ptr<Seat> seat;
+  std::unique_ptr<CompiledCode> code;
+};
+
+// ------------------------------------------------------------------------------------------------------------ loading
+
+void check_build(const Payload& payload) {
+  if (payload.device != "cpu" && payload.device != "cuda")
+    throw Refusal(Kind::package,
+                  "the program was compiled for '" + payload.device + "'; this library runs cpu and cuda");
+  std::string minor = payload.torch.substr(0, payload.torch.find('.', payload.torch.find('.') + 1));
+  if (minor != torch_minor())
+    throw Refusal(Kind::build, "the program was compiled with torch " + payload.torch +
+                                   ", this library was built with torch " + torch_minor() +
+                                   "; lower the program again with this one");
+  struct utsname machine;
+  uname(&machine);
+  if (payload.machine != machine.machine)
+    throw Refusal(Kind::build,
+                  "the program was compiled for " + payload.machine + ", this machine is " + machine.machine);
+  std::string here = cpu_capability();
+  if (here != payload.cpu && !(payload.cpu == "AVX2" && here == "AVX512"))
+    throw Refusal(Kind::build, "the program was compiled for a CPU with " + payload.cpu +
+                                   " instructions, torch finds " + here + " on this one");
+}
+
+std::unique_ptr<Delegate> load(const BackendInitContext& context, const FreeableBuffer& processed) {
+  SessionRequest request = read_options(context);
+  Ticket ticket = read_ticket(processed.data(), processed.size());
+  const NamedDataMap* data = context.get_named_data_map();
+  if (!data) throw Refusal(Kind::missing_weight, "the program was loaded without any data: give its .ptd");
+  auto bytes = data->get_data(ticket.payload);
+  if (!bytes.ok()) throw Refusal(Kind::package, "the .pte holds no " + ticket.payload + ", which its delegate names");
+  Payload payload = read_payload(bytes->data(), bytes->size());
+  if (ticket.number < 0 || (size_t)ticket.number >= payload.methods.size() ||
+      payload.methods[(size_t)ticket.number].name != ticket.method)
+    throw Refusal(Kind::package, "the program has no method " + std::to_string(ticket.number) + " of name '" +
+                                     ticket.method + "', which its delegate names");
+  check_build(payload);
+  WeightsPlace weights = locate_weights(*data, payload);
+  auto delegate = std::make_unique<Delegate>();
+  delegate->method = payload.methods[(size_t)ticket.number];
+  delegate->number = ticket.number;
+  delegate->device = payload.device;
+  delegate->seat = take_seat(payload, ticket.number, weights, request);
+  delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, ticket.method,
+                                                  payload.device, 0);
+  bytes->Free();
+  if (!request.quiet) log_line(kInfo, ticket.method + " of " + delegate->seat->session().summary());
+  return delegate;
+}
+
+// ------------------------------------------------------------------------------------------------------------ running
+
+TensorView view_of(const Tensor& tensor) {
+  return {tensor.mutable_data_ptr(),
+          (int64_t)tensor.scalar_type(),
+          {tensor.sizes().begin(), tensor.sizes().end()},
+          {tensor.strides().begin(), tensor.strides().end()}};
+}
+
+std::vector<int64_t> strides_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& dim_order) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    auto dim = (size_t)dim_order[i];
+    strides[dim] = step;
+    step *= std::max<int64_t>(sizes[dim], 1);
+  }
+  return strides;
+}
+
+// Compiled code checks nothing.
+void check_input(const Delegate& delegate, size_t index, const TensorView& view) {
+  const InputFacts& facts = delegate.method.inputs[index];
+  bool fits = view.scalar_type == facts.scalar_type && view.sizes.size() == facts.shape.size() &&
+              facts.dim_order.size() == facts.shape.size();
+  for (size_t d = 0; fits && d < facts.shape.size(); ++d) fits = facts.shape[d] < 0 || facts.shape[d] == view.sizes[d];
+  if (!fits)
+    throw Refusal(Kind::input, "input " + std::to_string(index) + " of " + delegate.method.name +
+                                   " is of scalar type " + std::to_string(view.scalar_type) + " and shape " +
+                                   listed(view.sizes) +
+                                   ", needs scalar type " + std::to_string(facts.scalar_type) + " and shape " +
+                                   listed(facts.shape) + " (-1: any)");
+}
+
+void compute(Delegate& delegate, void* stream) {
+  void* session = delegate.seat->session().handle();
+  if (core().session_begin(session, delegate.number, stream)) throw_core_failure();
+  try {
+    delegate.code->run(stream);
+  } catch (const std::exception& error) {
+    // Generated code reduces a failure of the core to a generic one; the core has kept the real one.
+    int32_t failure = core().session_failure(session);
+    std::string text = core().session_failure_text(session);
+    core().session_abort(session);
+    if (failure) throw Refusal(Kind::core, text, failure);
+    throw Refusal(Kind::code, "method '" + delegate.method.name + "' failed inside its compiled code: " + error.what());
+  }
+  if (core().session_end(session)) throw_core_failure();
+}
+
+void execute_delegate(Delegate& delegate, Span<EValue*> args) {
+  size_t inputs = delegate.method.inputs.size();
+  size_t outputs = (size_t)delegate.method.outputs;
+  if (args.size() != inputs + outputs)
+    throw Refusal(Kind::package, delegate.method.name + " was called with " + std::to_string(args.size()) +
+                                     " values, it has " + std::to_string(inputs) + " inputs and " +
+                                     std::to_string(outputs) + " outputs");
+  for (size_t i = 0; i < args.size(); ++i)
+    if (!args[i]->isTensor())
+      throw Refusal(Kind::input, "value " + std::to_string(i) + " of " + delegate.method.name + " is no tensor");
+  std::vector<TensorView> views;
+  std::vector<std::vector<int64_t>> strides;
+  for (size_t i = 0; i < inputs; ++i) {
+    views.push_back(view_of(args[i]->toTensor()));
+    check_input(delegate, i, views.back());
+    strides.push_back(strides_of(views.back().sizes, delegate.method.inputs[i].dim_order));
+  }
+  std::lock_guard<std::mutex> alone(delegate.seat->session().running());
+  struct Forgets {
+    CompiledCode& code;
+    ~Forgets() { code.forget(); }
+  } forgets{*delegate.code};
+  delegate.code->take_inputs(views, strides);
+  compute(delegate, current_stream(delegate.device, 0));
+  if (delegate.code->output_count() != outputs)
+    throw Refusal(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
+                                     " tensors, its record lists " + std::to_string(outputs));
+  for (size_t i = 0; i < outputs; ++i) {
+    Tensor to = args[inputs + i]->toTensor();
+    std::vector<int64_t> found = delegate.code->output_sizes(i);
+    std::vector<SizesType> sizes(found.begin(), found.end());
+    if (executorch::runtime::resize_tensor(to, {sizes.data(), sizes.size()}) != Error::Ok)
+      throw Refusal(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name + " has shape " +
+                                       listed(found) + ", for which ExecuTorch planned no room");
+    TensorView view = view_of(to);
+    if (view.scalar_type != delegate.code->output_scalar_type(i))
+      throw Refusal(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name +
+                                       " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
+                                       ", ExecuTorch expects " +
+                                       std::to_string(view.scalar_type));
+    delegate.code->copy_output(i, view);
+  }
+}
+
+class PenstockBackend final : public executorch::runtime::BackendInterface {
+ public:
+  bool is_available() const override { return true; }
+
+  Result<DelegateHandle*> init(BackendInitContext& context, FreeableBuffer* processed,
+                               ArrayRef<CompileSpec>) const override {
+    std::unique_ptr<Delegate> delegate;
+    Error error = told([&] { delegate = load(context, *processed); });
+    if (error != Error::Ok) return error;
+    processed->Free();
+    return static_cast<DelegateHandle*>(delegate.release());
+  }
+
+  Error execute(BackendExecutionContext&, DelegateHandle* handle, Span<EValue*> args) const override {
+    return told([&] { execute_delegate(*static_cast<Delegate*>(handle), args); });
+  }
+
+  void destroy(DelegateHandle* handle) const override { delete static_cast<Delegate*>(handle); }
+};
+
+PenstockBackend backend;
+const Error registered = executorch::runtime::register_backend({kBackendName, &backend});
+
+}  // namespace
+}  // namespace penstock_executorch
+
+// Whether ExecuTorch's runtime took the backend: 0 if so.
+extern "C" int32_t penstock_executorch_registered() { return (int32_t)penstock_executorch::registered; }

@@ -1,0 +1,62 @@
+#include "load_options.h"
+
+#include <cstring>
+
+#include "refusal.h"
+
+namespace penstock_executorch {
+namespace {
+
+using executorch::runtime::BackendInitContext;
+using executorch::runtime::BackendOption;
+
+const std::string* as_text(const BackendOption& option, std::string& storage) {
+  auto* found = std::get_if<std::array<char, executorch::runtime::kMaxOptionValueLength>>(&option.value);
+  if (!found) return nullptr;
+  storage = std::string(found->data(), strnlen(found->data(), found->size()));
+  // Longer ones were cut without a word on their way here.
+  if (storage.size() + 1 >= found->size())
+    throw Refusal(Kind::option, std::string("option ") + option.key + " has a value of 255 characters or more");
+  return &storage;
+}
+
+}  // namespace
+
+SessionRequest read_options(const BackendInitContext& context) {
+  SessionRequest request;
+  std::string text;
+  for (const BackendOption& option : context.runtime_specs()) {
+    std::string key(option.key, strnlen(option.key, sizeof option.key));
+    BudgetRequest budget;
+    if (key == "weight_offload_budget_mb") {
+      const int* mb = std::get_if<int>(&option.value);
+      if (!mb) throw Refusal(Kind::budget, "weight_offload_budget_mb is no int; valid: 0 or more (MiB)");
+      if (*mb < 0)
+        throw Refusal(Kind::budget, "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: 0 or more (MiB)");
+      budget.bytes = (int64_t)*mb << 20;
+    } else if (key == "weight_offload_budget") {
+      if (!as_text(option, text))
+        throw Refusal(Kind::budget, "weight_offload_budget is no string; valid: a decimal number of bytes, as in "
+                                    "\"8589934592\"");
+      budget.automatic = text == "auto";
+      if (!budget.automatic) budget.bytes = parse_decimal(text);
+    } else if (key == "weight_offload_group") {
+      if (!as_text(option, text)) throw Refusal(Kind::option, "weight_offload_group is no string");
+      request.group = text;
+    } else if (key == "weight_offload_quiet") {
+      const bool* quiet = std::get_if<bool>(&option.value);
+      if (!quiet) throw Refusal(Kind::option, "weight_offload_quiet is no bool");
+      request.quiet = *quiet;
+    } else {
+      throw Refusal(Kind::option, "there is no option '" + key + "'; " + kBackendName +
+                                      " has weight_offload_budget_mb, weight_offload_budget, weight_offload_group and "
+                                      "weight_offload_quiet");
+    }
+    if (budget.is_given() && request.budget.is_given())
+      throw Refusal(Kind::budget, "weight_offload_budget and weight_offload_budget_mb were both given; give one");
+    if (budget.is_given()) request.budget = budget;
+  }
+  return request;
+}
+
+}  // namespace penstock_executorch

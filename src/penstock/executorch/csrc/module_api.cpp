@@ -1,0 +1,190 @@
+// ExecuTorch's C++ Module over a C interface, for Python: unlike its own Python bindings, it takes options at load.
+// Functions give ExecuTorch's error number; penstock_executorch_kind, _detail and _text then tell what we have to say.
+#include <executorch/extension/module/module.h>
+#include <executorch/extension/tensor/tensor.h>
+
+#include <cstring>
+#include <exception>
+
+#include "program_session.h"
+#include "refusal.h"
+
+namespace {
+
+using executorch::aten::ScalarType;
+using executorch::extension::Module;
+using executorch::extension::TensorPtr;
+using executorch::runtime::BackendOption;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using executorch::runtime::LoadBackendOptionsMap;
+using executorch::runtime::Span;
+using penstock_executorch::Kind;
+using penstock_executorch::last_refusal;
+
+constexpr const char* kBackend = "PenstockBackend";
+
+// src/penstock/executorch/native.py has the same.
+struct Value {
+  int32_t kind;  // 0: none, 1: tensor, 2: int, 3: float, 4: bool
+  int32_t scalar_type;
+  int64_t rank;
+  const int64_t* sizes;
+  const int64_t* strides;
+  void* data;
+  int64_t integer;
+  double number;
+};
+
+struct Loaded {
+  std::unique_ptr<Module> module;
+};
+
+template <typename Action>
+int32_t told(Action&& action) noexcept {
+  last_refusal() = {};
+  try {
+    return (int32_t)action();
+  } catch (const penstock_executorch::Refusal& refusal) {
+    last_refusal() = {refusal.kind, refusal.detail, refusal.what()};
+  } catch (const std::exception& error) {
+    last_refusal() = {Kind::host, 0, error.what()};
+  }
+  return (int32_t)Error::Internal;
+}
+
+BackendOption text_option(const char* key, const std::string& value) {
+  BackendOption option;
+  std::strncpy(option.key, key, sizeof option.key - 1);
+  std::array<char, executorch::runtime::kMaxOptionValueLength> text{};
+  if (value.size() + 1 >= text.size())
+    throw penstock_executorch::Refusal(Kind::option, std::string("option ") + key + " is longer than 254 characters");
+  std::memcpy(text.data(), value.data(), value.size());
+  option.value = text;
+  return option;
+}
+
+Module& module_of(void* handle) { return *static_cast<Loaded*>(handle)->module; }
+
+EValue value_of(const Value& value, std::vector<TensorPtr>& tensors) {
+  switch (value.kind) {
+    case 1: {
+      std::vector<executorch::aten::SizesType> sizes(value.sizes, value.sizes + value.rank);
+      std::vector<executorch::aten::StridesType> strides(value.strides, value.strides + value.rank);
+      tensors.push_back(executorch::extension::make_tensor_ptr(std::move(sizes), value.data, {}, std::move(strides),
+                                                               static_cast<ScalarType>(value.scalar_type)));
+      return EValue(*tensors.back());
+    }
+    case 2:
+      return EValue(value.integer);
+    case 3:
+      return EValue(value.number);
+    case 4:
+      return EValue(value.integer != 0);
+    default:
+      return EValue();
+  }
+}
+
+void show(const EValue& found, void (*visit)(const Value*)) {
+  Value value{};
+  std::vector<int64_t> sizes, strides;
+  std::string text;
+  if (found.isTensor()) {
+    const auto& tensor = found.toTensor();
+    sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+    strides.assign(tensor.strides().begin(), tensor.strides().end());
+    value = {1, (int32_t)tensor.scalar_type(), (int64_t)sizes.size(), sizes.data(), strides.data(),
+             tensor.mutable_data_ptr(), 0, 0};
+  } else if (found.isInt()) {
+    value.kind = 2;
+    value.integer = found.toInt();
+  } else if (found.isDouble()) {
+    value.kind = 3;
+    value.number = found.toDouble();
+  } else if (found.isBool()) {
+    value.kind = 4;
+    value.integer = found.toBool();
+  } else if (found.isString()) {
+    auto view = found.toString();
+    value.kind = 5;
+    value.data = const_cast<char*>(view.data());
+    value.integer = (int64_t)view.size();
+  } else if (!found.isNone()) {
+    throw penstock_executorch::Refusal(Kind::package, "a method returned something other than tensors and numbers");
+  }
+  visit(&value);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t penstock_executorch_kind() { return (int32_t)last_refusal().kind; }
+int64_t penstock_executorch_detail() { return last_refusal().detail; }
+const char* penstock_executorch_text() { return last_refusal().text.c_str(); }
+
+// `budget` is a decimal number, "auto", or null. Methods are loaded one by one: until then nothing is refused but the
+// file itself.
+int32_t penstock_executorch_open(const char* program, const char* const* data_files, int64_t data_count,
+                                 const char* budget, const char* group, void** out) {
+  return told([&] {
+    auto loaded = std::make_unique<Loaded>();
+    // Mapped, because weights are streamed from the file; shared arenas, because methods share state.
+    loaded->module = std::make_unique<Module>(std::string(program),
+                                              std::vector<std::string>(data_files, data_files + data_count),
+                                              Module::LoadMode::Mmap, nullptr, nullptr, nullptr, true);
+    std::vector<BackendOption> options{text_option("weight_offload_group", group)};
+    if (budget) options.push_back(text_option("weight_offload_budget", budget));
+    // Python says it in its own words, or is asked not to.
+    BackendOption quiet;
+    std::strncpy(quiet.key, "weight_offload_quiet", sizeof quiet.key - 1);
+    quiet.value = true;
+    options.push_back(quiet);
+    LoadBackendOptionsMap map;
+    Error error = map.set_options(kBackend, Span<BackendOption>(options.data(), options.size()));
+    if (error == Error::Ok)
+      error = loaded->module->load(map, executorch::runtime::Program::Verification::InternalConsistency);
+    if (error == Error::Ok) *out = loaded.release();
+    return error;
+  });
+}
+
+void penstock_executorch_close(void* handle) { delete static_cast<Loaded*>(handle); }
+
+int32_t penstock_executorch_methods(void* handle, void (*visit)(const char*)) {
+  return told([&] {
+    auto names = module_of(handle).method_names();
+    if (!names.ok()) return names.error();
+    for (const std::string& name : *names) visit(name.c_str());
+    return Error::Ok;
+  });
+}
+
+int32_t penstock_executorch_load_method(void* handle, const char* method) {
+  return told([&] { return module_of(handle).load_method(method); });
+}
+
+// Outputs are shown one by one; they are ExecuTorch's until the next call.
+int32_t penstock_executorch_execute(void* handle, const char* method, const Value* inputs, int64_t input_count,
+                                    void (*visit)(const Value*)) {
+  return told([&] {
+    std::vector<TensorPtr> tensors;
+    std::vector<EValue> values;
+    for (int64_t i = 0; i < input_count; ++i) values.push_back(value_of(inputs[i], tensors));
+    auto results = module_of(handle).execute(method, values);
+    if (!results.ok()) return results.error();
+    for (const EValue& result : *results) show(result, visit);
+    return Error::Ok;
+  });
+}
+
+// The core's session of a group, and eight numbers about it; null where no method has a delegate of ours.
+void* penstock_executorch_session(const char* group, int64_t* facts) {
+  auto session = penstock_executorch::find_session(group);
+  if (!session) return nullptr;
+  std::memcpy(facts, &session->facts(), sizeof session->facts());
+  return session->handle();
+}
+
+}  // extern "C"

@@ -1,0 +1,184 @@
+#include "payload.h"
+
+#include <cstring>
+
+#include "json.h"
+#include "refusal.h"
+
+namespace penstock_executorch {
+namespace {
+
+constexpr uint64_t kVersion = 1;
+constexpr int kWeightShift = 40;
+
+struct Header {
+  char magic[8];
+  uint64_t version;
+  uint64_t hash;
+  uint64_t text_bytes;
+  uint64_t rung_bytes;
+  uint64_t code_bytes;
+};
+constexpr size_t kSealedFrom = 24;
+
+[[noreturn]] void refuse(const std::string& text) { throw Refusal(Kind::package, text); }
+
+// FNV-1a with 64 bits, over little-endian words of 8 bytes and then over the bytes that are left.
+uint64_t hash(const char* at, size_t bytes) {
+  constexpr uint64_t kPrime = 0x100000001B3ull;
+  uint64_t value = 0xCBF29CE484222325ull;
+  for (; bytes >= sizeof(uint64_t); bytes -= sizeof(uint64_t), at += sizeof(uint64_t)) {
+    uint64_t word;
+    std::memcpy(&word, at, sizeof word);
+    value = (value ^ word) * kPrime;
+  }
+  for (; bytes; --bytes, ++at) value = (value ^ (unsigned char)*at) * kPrime;
+  return value;
+}
+
+// The header, checked; the parts follow it one after the other.
+Header opened(const void* data, size_t bytes, const char* magic, const char* what) {
+  Header header;
+  if (!data || bytes < sizeof header)
+    refuse(std::string(what) + " has " + std::to_string(bytes) + " bytes, its header needs " +
+           std::to_string(sizeof header));
+  std::memcpy(&header, data, sizeof header);
+  if (std::memcmp(header.magic, magic, sizeof header.magic) != 0)
+    refuse(std::string(what) + " does not begin as one does: it was not written by Penstock");
+  if (header.version != kVersion)
+    refuse(std::string(what) + " has format version " + std::to_string(header.version) +
+           "; this library reads version " + std::to_string(kVersion));
+  size_t left = bytes - sizeof header;
+  for (uint64_t part : {header.text_bytes, header.rung_bytes, header.code_bytes}) {
+    if (part > left) refuse(std::string(what) + " is truncated: it has " + std::to_string(bytes) + " bytes");
+    left -= part;
+  }
+  if (left) refuse(std::string(what) + " has " + std::to_string(left) + " bytes too many");
+  const char* start = static_cast<const char*>(data);
+  if (hash(start + kSealedFrom, bytes - kSealedFrom) != header.hash)
+    refuse(std::string(what) + " is damaged: its bytes do not have the hash that its header names");
+  return header;
+}
+
+std::optional<int64_t> optional_integer(const Json& value) {
+  if (value.is_null()) return std::nullopt;
+  return value.integer();
+}
+
+std::vector<Rung> read_rungs(const char* at, size_t bytes) {
+  std::vector<Rung> rungs;
+  const char* end = at + bytes;
+  while (at != end) {
+    uint64_t head[2];
+    if ((size_t)(end - at) < sizeof head) refuse("the rungs of the program are truncated");
+    std::memcpy(head, at, sizeof head);
+    at += sizeof head;
+    if (head[1] > (size_t)(end - at) / sizeof(int64_t)) refuse("the rungs of the program are truncated");
+    rungs.push_back({(int64_t)head[0], at, (size_t)head[1]});
+    at += head[1] * sizeof(int64_t);
+  }
+  if (rungs.empty()) refuse("the program holds no plan");
+  return rungs;
+}
+
+// Walks over a plan's numbers and puts file offsets in place of (weight << 40) + offset.
+class Rebase {
+ public:
+  Rebase(std::vector<int64_t>& numbers, const std::vector<int64_t>& offsets, const std::vector<WeightFacts>& weights)
+      : numbers_(numbers), offsets_(offsets), weights_(weights) {}
+
+  void run() {
+    skip(next());                                              // blocks
+    for (int64_t ranges = next(); ranges > 0; --ranges) skip(next());
+    for (int64_t fills = next(); fills > 0; --fills) piece();
+    for (int64_t methods = next(); methods > 0; --methods) {
+      next();  // steps
+      int64_t accesses = next(), stays = next();
+      skip(accesses, 5);
+      skip(stays, 2);
+      for (int64_t copies = next(); copies > 0; --copies) {
+        skip(3);
+        piece();
+      }
+      skip(next());  // entering
+    }
+    if (at_ != numbers_.size()) refuse("a plan of the program has numbers too many");
+  }
+
+ private:
+  int64_t next() {
+    if (at_ >= numbers_.size()) refuse("a plan of the program ends early");
+    return numbers_[at_++];
+  }
+  void skip(int64_t count, int64_t each = 1) {
+    if (count < 0 || (uint64_t)count > (numbers_.size() - at_) / (uint64_t)each)
+      refuse("a plan of the program ends early");
+    at_ += (size_t)(count * each);
+  }
+  void piece() {
+    int64_t& source = numbers_[at_ < numbers_.size() ? at_ : (refuse("a plan of the program ends early"), 0)];
+    next();
+    int64_t bytes = next();
+    skip(2);
+    uint64_t weight = (uint64_t)source >> kWeightShift;
+    int64_t within = source & ((int64_t{1} << kWeightShift) - 1);
+    if (weight >= offsets_.size()) refuse("a plan of the program names a weight that is none");
+    if (bytes < 0 || within > weights_[weight].bytes || bytes > weights_[weight].bytes - within)
+      refuse("a plan of the program copies more of '" + weights_[weight].name + "' than it has");
+    source = offsets_[weight] + within;
+  }
+
+  std::vector<int64_t>& numbers_;
+  const std::vector<int64_t>& offsets_;
+  const std::vector<WeightFacts>& weights_;
+  size_t at_ = 0;
+};
+
+}  // namespace
+
+Ticket read_ticket(const void* data, size_t bytes) {
+  Header header = opened(data, bytes, "PNSTKDLG", "the delegate's blob");
+  Json text = Json::parse(std::string(static_cast<const char*>(data) + sizeof header, header.text_bytes));
+  return {text.at("payload").string(), text.at("method").string(), text.at("number").integer()};
+}
+
+Payload read_payload(const void* data, size_t bytes) {
+  Header header = opened(data, bytes, "PNSTKPRG", "the program");
+  const char* start = static_cast<const char*>(data) + sizeof header;
+  Json text = Json::parse(std::string(start, header.text_bytes));
+  Payload out;
+  out.program = text.at("program").string();
+  out.device = text.at("device").string();
+  out.page_bytes = text.at("page_bytes").integer();
+  out.floor_bytes = text.at("floor_bytes").integer();
+  out.full_bytes = text.at("full_bytes").integer();
+  out.baked_bytes = optional_integer(text.at("budget_bytes"));
+  out.activation_bytes = optional_integer(text.at("activation_bytes"));
+  out.torch = text.at("built_with").at("torch").string();
+  out.machine = text.at("built_with").at("machine").string();
+  out.cpu = text.at("built_with").at("cpu").string();
+  for (const Json& row : text.at("weights").list())
+    out.weights.push_back({row.at("name").string(), row.at("scalar_type").integer(), row.at("shape").integers(),
+                           row.at("dim_order").integers(), row.at("nbytes").integer()});
+  for (const Json& row : text.at("methods").list()) {
+    MethodFacts method{row.at("name").string(), {}, row.at("outputs").integer()};
+    for (const Json& input : row.at("inputs").list())
+      method.inputs.push_back(
+          {input.at("scalar_type").integer(), input.at("shape").integers(), input.at("dim_order").integers()});
+    out.methods.push_back(std::move(method));
+  }
+  out.rungs = read_rungs(start + header.text_bytes, header.rung_bytes);
+  out.code = start + header.text_bytes + header.rung_bytes;
+  out.code_bytes = header.code_bytes;
+  return out;
+}
+
+std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,
+                             const std::vector<WeightFacts>& weights) {
+  std::vector<int64_t> numbers(rung.count);
+  std::memcpy(numbers.data(), rung.numbers, rung.count * sizeof(int64_t));
+  Rebase(numbers, weight_offsets, weights).run();
+  return numbers;
+}
+
+}  // namespace penstock_executorch

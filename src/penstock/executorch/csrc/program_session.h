@@ -1,0 +1,95 @@
+// One session for all delegates of a loaded program: one budget, one ring, whatever the number of its methods.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "budget.h"
+#include "mapping.h"
+#include "payload.h"
+
+namespace penstock_executorch {
+
+// Where the weights of a program lie: one file.
+struct WeightsPlace {
+  std::string path;
+  uint64_t device;
+  uint64_t inode;
+  int64_t file_bytes;
+  // In the order of Payload::weights.
+  std::vector<int64_t> offsets;
+};
+
+struct SessionRequest {
+  BudgetRequest budget;
+  // Programs that are loaded twice are told apart by this, where the caller says it.
+  std::string group;
+  // No line in the log about what was loaded.
+  bool quiet = false;
+};
+
+struct SessionFacts {
+  int64_t floor_bytes;
+  int64_t full_bytes;
+  int64_t budget_bytes;
+  int64_t asked_bytes;
+  int64_t source;
+  int64_t rung;
+  int64_t rung_count;
+  int64_t rung_bytes;
+};
+
+class ProgramSession {
+ public:
+  ProgramSession(const Payload& payload, const WeightsPlace& weights, const SessionRequest& request);
+  ~ProgramSession();
+  ProgramSession(const ProgramSession&) = delete;
+  ProgramSession& operator=(const ProgramSession&) = delete;
+
+  void* handle() const { return session_; }
+  const SessionFacts& facts() const { return facts_; }
+  const std::string& summary() const { return summary_; }
+  // One run at a time: delegates of one program share the ring.
+  std::mutex& running() { return running_; }
+  // Methods whose delegates are here. Under the registry's lock.
+  std::set<int64_t>& taken() { return taken_; }
+
+ private:
+  std::set<int64_t> taken_;
+  void* driver_ = nullptr;
+  void* session_ = nullptr;
+  SessionFacts facts_{};
+  std::string summary_;
+  std::mutex running_;
+};
+
+// A delegate's place in a session. The session goes with the last of them.
+class Seat {
+ public:
+  Seat(std::shared_ptr<ProgramSession> session, int64_t method) : session_(std::move(session)), method_(method) {}
+  ~Seat();
+  Seat(const Seat&) = delete;
+  Seat& operator=(const Seat&) = delete;
+
+  ProgramSession& session() const { return *session_; }
+
+ private:
+  std::shared_ptr<ProgramSession> session_;
+  int64_t method_;
+};
+
+// The session that delegate `method` of the program is to use. It joins the one that the other delegates of the same
+// loading made: of the same program, file, group and budget, in which its own place is still free.
+std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const WeightsPlace& weights,
+                                const SessionRequest& request);
+
+// The session of a group; null where there is none.
+std::shared_ptr<ProgramSession> find_session(const std::string& group);
+
+}  // namespace penstock_executorch

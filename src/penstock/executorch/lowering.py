@@ -1,0 +1,220 @@
+"""penstock.executorch.export: from offloaded programs to a .pte, and a .ptd with every weight once."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from penstock.errors import NoWeightsError, OutputExistsError, OutputPathError, PackageError, UnsupportedProgramError
+from penstock.executorch.backend import DATA_FILE
+from penstock.executorch.dialect import erase_fetches
+from penstock.executorch.partitioner import CudaPartitioner
+from penstock.executorch.payload import read_description
+from penstock.executorch.signatures import (
+    FLOOR_METHOD,
+    ORDER_METHOD,
+    OWN_METHODS,
+    SIGNATURES_METHOD,
+    signatures_to_json,
+)
+from penstock.export.catalog import build_catalog, state_names
+from penstock.export.compile import _device, _methods
+from penstock.export.values import has_value, is_zero
+from penstock.export.weightless import make_weightless
+from penstock.program import Signature
+
+# For copies and registrations of whole pages.
+SEGMENT_ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Exported:
+    program_path: Path
+    weights_path: Path
+    floor_bytes: int
+    full_bytes: int
+    # Delegate -> names of the weights in the order in which its code fetches them.
+    access_order: dict[str, list[str]]
+
+
+def export(
+    programs: ExportedProgram | Mapping[str, ExportedProgram],
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    weight_offload_budget: int | str | None = None,
+    overwrite: bool = False,
+    inductor_configs: Mapping[str, Any] | None = None,
+    leave: Iterable[str] = (),
+    partitioners: Sequence[Any] = (),
+) -> Exported:
+    """Lower offloaded programs into `path` (.pte) and the .ptd beside it.
+
+    programs               what apply_weight_offload returned; a mapping for several methods over the same weights
+    device                 "cpu" or "cuda[:n]"; the default is "cuda" where there is a GPU, else "cpu"
+    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"
+    overwrite              replace existing files
+    inductor_configs       further options for torch._inductor.config
+    leave                  ops to leave to ExecuTorch's own kernels, as in "aten::softmax"
+    partitioners           of other backends, which choose after ours
+    """
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    methods = _methods(programs)
+    target = _device(device)
+    program_path, weights_path = _paths(path, overwrite)
+    _refuse_own_names(methods)
+    signatures = _signatures(methods, target)
+    config = EdgeCompileConfig()
+    ours = CudaPartitioner(
+        device=str(target),
+        weight_offload_budget=weight_offload_budget,
+        inductor_configs=inductor_configs,
+        leave=leave,
+        tied=[weight.names for weight in build_catalog(methods).weights.values() if weight.aliases],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of ExecuTorch's about torch
+        edge = to_edge_transform_and_lower(_apart(methods), partitioner=[ours, *partitioners], compile_config=config)
+        ours.check_left()
+        description = _description(edge, methods)
+        for name in methods:
+            erase_fetches(edge.exported_program(name).graph_module)
+        order = {row["name"]: [weight for _, weight, _ in row["accesses"]] for row in description["methods"]}
+        constants = {
+            FLOOR_METHOD: description["floor_bytes"],
+            ORDER_METHOD: json.dumps(order),
+            SIGNATURES_METHOD: signatures_to_json(signatures),
+        }
+        program = _with_constants(edge, methods, constants, config).to_executorch(_configuration(methods))
+    _write(program, program_path, weights_path)
+    return Exported(program_path, weights_path, description["floor_bytes"], description["full_bytes"], order)
+
+
+# --------------------------------------------------------------------------------------------------------- arguments
+
+
+def _paths(path: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
+    program_path = Path(path)
+    if program_path.suffix != ".pte":
+        raise OutputPathError(f"{program_path} must end in .pte; the weights go to the .ptd beside it")
+    if not program_path.parent.is_dir():
+        raise OutputPathError(f"the folder {program_path.parent} does not exist")
+    weights_path = program_path.with_suffix(".ptd")
+    existing = [str(p) for p in (program_path, weights_path) if p.exists()]
+    if existing and not overwrite:
+        raise OutputExistsError(f"{' and '.join(existing)} exist; pass overwrite=True to replace")
+    if not os.access(program_path.parent, os.W_OK | os.X_OK):
+        raise OutputPathError(f"the folder {program_path.parent} cannot be written to")
+    return program_path, weights_path
+
+
+def _refuse_own_names(methods: Iterable[str]) -> None:
+    for name in methods:
+        if name in OWN_METHODS:
+            raise PackageError(f"a method cannot be named {name!r}: that is one of ours ({', '.join(OWN_METHODS)})")
+
+
+def _signatures(methods: Mapping[str, ExportedProgram], device: torch.device) -> dict[str, Signature]:
+    states = state_names(methods)
+    signatures: dict[str, Signature] = {}
+    for name, ep in methods.items():
+        signatures[name] = make_weightless(ep, device, states).signature
+        if signatures[name].written:
+            raise UnsupportedProgramError(
+                f"method {name!r} writes into its input {signatures[name].written[0]!r}: ExecuTorch copies inputs, so "
+                "the caller would not see it; return it instead"
+            )
+    return signatures
+
+
+# ----------------------------------------------------------------------------------------------------------- lowering
+
+
+def _apart(methods: Mapping[str, ExportedProgram]) -> dict[str, ExportedProgram]:
+    """Programs with tables of their own: lowering takes out of them what it puts elsewhere."""
+    return {
+        name: ExportedProgram(
+            root=ep.graph_module,
+            graph=ep.graph,
+            graph_signature=ep.graph_signature,
+            state_dict=dict(ep.state_dict),
+            range_constraints=ep.range_constraints,
+            module_call_graph=ep.module_call_graph,
+            example_inputs=ep.example_inputs,
+            constants=dict(ep.constants),
+        )
+        for name, ep in methods.items()
+    }
+
+
+def _description(edge: Any, methods: Iterable[str]) -> dict[str, Any]:
+    """What our backend wrote into the lowered program: the same in all of its delegates."""
+    for name in methods:
+        for module in edge.exported_program(name).graph_module.children():
+            stored: Any = getattr(module, "named_data_store_output", None)
+            for key, entry in (stored.pte_data if stored is not None else {}).items():
+                if key.startswith("penstock.program."):
+                    return read_description(bytes(stored.buffers[entry.buffer_index]))
+    raise NoWeightsError("no part of the program was delegated: every op that reads a weight was left out")
+
+
+def _with_constants(edge: Any, methods: Iterable[str], constants: dict[str, Any], config: Any) -> Any:
+    from executorch.exir import EdgeProgramManager
+
+    return EdgeProgramManager({name: edge.exported_program(name) for name in methods}, constants, config)
+
+
+def _configuration(methods: Mapping[str, ExportedProgram]) -> Any:
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
+    from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+
+    states = state_names(methods)
+    return ExecutorchBackendConfig(
+        segment_alignment=SEGMENT_ALIGNMENT_BYTES,
+        passes=[InitializedMutableBufferPass(_initialized(methods, states))],
+        memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=bool(states) and len(methods) > 1),
+    )
+
+
+def _initialized(methods: Mapping[str, ExportedProgram], states: frozenset[str]) -> list[str]:
+    """Inputs whose first value is not zero: ExecuTorch stores only what it is told to."""
+    names: set[str] = set()
+    for ep in methods.values():
+        for spec in ep.graph_signature.input_specs:
+            if spec.target in states:
+                value = ep.state_dict.get(spec.target, ep.constants.get(spec.target))
+                if isinstance(value, torch.Tensor) and has_value(value) and not is_zero(value):
+                    names.add(spec.arg.name)
+    return sorted(names)
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def _write(program: Any, program_path: Path, weights_path: Path) -> None:
+    """Both files or none: the program appears only after the weights are whole."""
+    others = [name for name in program._tensor_data if name != DATA_FILE]
+    if others:
+        raise UnsupportedProgramError(f"other backends keep data outside of the .pte: {', '.join(sorted(others))}")
+    partial_program = program_path.with_name(f".{program_path.name}.{os.getpid()}")
+    partial_weights = weights_path.with_name(f".{weights_path.name}.{os.getpid()}")
+    try:
+        with partial_weights.open("wb") as file:
+            program._tensor_data[DATA_FILE].write_to_file(file)
+        with partial_program.open("wb") as file:
+            program.write_to_file(file)
+        partial_weights.replace(weights_path)
+        partial_program.replace(program_path)
+    finally:
+        partial_program.unlink(missing_ok=True)
+        partial_weights.unlink(missing_ok=True)

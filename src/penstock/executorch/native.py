@@ -1,0 +1,216 @@
+"""The C interface of the delegate library, with types. csrc/module_api.cpp is the other side."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.errors import InputError, PackageError
+from penstock.executorch.failures import failure
+from penstock.executorch.library import load_library
+from penstock.weights.format import SCALAR_TYPES
+
+_pointer = ctypes.c_void_p
+_text = ctypes.c_char_p
+_i32 = ctypes.c_int32
+_i64 = ctypes.c_int64
+
+
+class Value(ctypes.Structure):
+    _fields_ = [
+        ("kind", _i32),
+        ("scalar_type", _i32),
+        ("rank", _i64),
+        ("sizes", ctypes.POINTER(_i64)),
+        ("strides", ctypes.POINTER(_i64)),
+        ("data", _pointer),
+        ("integer", _i64),
+        ("number", ctypes.c_double),
+    ]
+
+
+_NONE, _TENSOR, _INT, _FLOAT, _BOOL, _STRING = range(6)
+
+_VISIT_VALUE = ctypes.CFUNCTYPE(None, ctypes.POINTER(Value))
+_VISIT_TEXT = ctypes.CFUNCTYPE(None, _text)
+
+_FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    "penstock_executorch_kind": (_i32, []),
+    "penstock_executorch_detail": (_i64, []),
+    "penstock_executorch_text": (_text, []),
+    "penstock_executorch_open": (_i32, [_text, ctypes.POINTER(_text), _i64, _text, _text, ctypes.POINTER(_pointer)]),
+    "penstock_executorch_close": (None, [_pointer]),
+    "penstock_executorch_methods": (_i32, [_pointer, _VISIT_TEXT]),
+    "penstock_executorch_load_method": (_i32, [_pointer, _text]),
+    "penstock_executorch_execute": (_i32, [_pointer, _text, ctypes.POINTER(Value), _i64, _VISIT_VALUE]),
+    "penstock_executorch_session": (_pointer, [_text, ctypes.POINTER(_i64)]),
+}
+
+_SOURCES = ("load", "baked", "automatic")
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    loaded = load_library()
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype = result
+        function.argtypes = arguments
+    return loaded
+
+
+@functools.cache
+def _scalar_types() -> dict[int, torch.dtype]:
+    return {number: getattr(torch, name) for name, number in SCALAR_TYPES.items() if hasattr(torch, name)}
+
+
+@functools.cache
+def _scalar_numbers() -> dict[torch.dtype, int]:
+    return {dtype: number for number, dtype in _scalar_types().items()}
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What the delegate chose; of the plans in the file it took number `rung`."""
+
+    floor_bytes: int
+    full_bytes: int
+    budget_bytes: int
+    asked_bytes: int
+    source: str
+    rung: int
+    rung_count: int
+    rung_bytes: int
+
+
+class NativeModule:
+    """ExecuTorch's C++ Module. Everything raises one of Penstock's errors."""
+
+    def __init__(self, program: str, data_files: Sequence[str], budget: str | None, group: str) -> None:
+        self._library = library()
+        self._group = group.encode()
+        self._handle: int | None = None
+        files = (_text * max(1, len(data_files)))(*(name.encode() for name in data_files))
+        out = _pointer()
+        given = None if budget is None else budget.encode()
+        self._check(
+            f"loading {program}",
+            self._library.penstock_executorch_open(
+                program.encode(), files, len(data_files), given, self._group, ctypes.byref(out)
+            ),
+        )
+        self._handle = out.value
+
+    def method_names(self) -> list[str]:
+        names: list[str] = []
+        visit = _VISIT_TEXT(lambda name: names.append(name.decode()))
+        self._check("listing the methods", self._library.penstock_executorch_methods(self._handle, visit))
+        return sorted(names)
+
+    def load_method(self, name: str) -> None:
+        status = self._library.penstock_executorch_load_method(self._handle, name.encode())
+        self._check(f"loading method {name!r}", status)
+
+    def execute(self, method: str, inputs: Sequence[Any]) -> list[Any]:
+        values = (Value * max(1, len(inputs)))()
+        kept = [_fill(value, given) for value, given in zip(values, inputs, strict=False)]
+        results: list[Any] = []
+        visit = _VISIT_VALUE(_collector(results))
+        status = self._library.penstock_executorch_execute(self._handle, method.encode(), values, len(inputs), visit)
+        del kept
+        self._check(f"running method {method!r}", status, is_call=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def session(self) -> tuple[int, SessionFacts] | None:
+        """The core's session, and what was chosen for it; None for a program without a delegate of ours."""
+        numbers = (_i64 * 8)()
+        handle = self._library.penstock_executorch_session(self._group, numbers)
+        if not handle:
+            return None
+        floor, full, budget, asked, source, rung, count, held = numbers
+        return handle, SessionFacts(floor, full, budget, asked, _SOURCES[source], rung, count, held)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._library.penstock_executorch_close(self._handle)
+            self._handle = None
+
+    def forget(self) -> None:
+        """After a fork: it belongs to the parent."""
+        self._handle = None
+
+    def _check(self, doing: str, status: int, *, is_call: bool = False) -> None:
+        if status:
+            raise failure(
+                doing,
+                status,
+                self._library.penstock_executorch_kind(),
+                self._library.penstock_executorch_detail(),
+                self._library.penstock_executorch_text().decode(errors="replace"),
+                is_call=is_call,
+            )
+
+
+def _fill(value: Value, given: Any) -> Any:
+    """Writes one input; what is returned must live as long as the call."""
+    if given is None:
+        value.kind = _NONE
+    elif isinstance(given, torch.Tensor):
+        sizes = (_i64 * max(1, given.dim()))(*given.shape)
+        strides = (_i64 * max(1, given.dim()))(*given.stride())
+        if given.dtype not in _scalar_numbers():
+            raise InputError(f"an input has dtype {given.dtype}, which ExecuTorch does not have")
+        value.kind, value.scalar_type, value.rank = _TENSOR, _scalar_numbers()[given.dtype], given.dim()
+        value.sizes, value.strides, value.data = sizes, strides, given.data_ptr()
+        return given, sizes, strides
+    elif isinstance(given, bool):
+        value.kind, value.integer = _BOOL, int(given)
+    elif isinstance(given, int):
+        value.kind, value.integer = _INT, given
+    elif isinstance(given, float):
+        value.kind, value.number = _FLOAT, given
+    else:
+        raise InputError(f"an input is {given!r:.80}, which ExecuTorch does not take")
+    return None
+
+
+def _collector(results: list[Any]) -> Callable[[Any], None]:
+    def take(shown: Any) -> None:
+        try:
+            results.append(_copied(shown.contents))
+        except Exception as error:  # it cannot pass through C; it is raised after the call
+            results.append(error)
+
+    return take
+
+
+def _copied(value: Value) -> Any:
+    if value.kind == _TENSOR:
+        dtype = _scalar_types().get(value.scalar_type)
+        if dtype is None:
+            raise PackageError(f"an output has scalar type {value.scalar_type}, which torch does not have")
+        sizes, strides = value.sizes[: value.rank], value.strides[: value.rank]
+        result = torch.empty_strided(sizes, strides, dtype=dtype)
+        if result.numel():
+            ctypes.memmove(result.data_ptr(), value.data, result.untyped_storage().nbytes())
+        return result
+    if value.kind == _INT:
+        return value.integer
+    if value.kind == _FLOAT:
+        return value.number
+    if value.kind == _BOOL:
+        return bool(value.integer)
+    if value.kind == _STRING:
+        try:
+            return ctypes.string_at(value.data, value.integer).decode()
+        except UnicodeDecodeError as error:
+            raise PackageError(f"a method of the program returned text that is damaged: {error}") from error
+    return None

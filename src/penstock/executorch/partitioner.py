@@ -1,0 +1,170 @@
+"""Which ops go to our delegate: all of them, unless some are named to be left to ExecuTorch's own kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.utils import get_non_lowered_nodes, tag_constant_data
+from executorch.exir.delegate import executorch_call_delegate
+from executorch.exir.dialects.edge._ops import EdgeOpOverload
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from penstock.budget import parse_bytes
+from penstock.errors import NotOffloadedError, ProgramError, UnsupportedProgramError
+from penstock.executorch.backend import PenstockBackend
+from penstock.executorch.dialect import is_fetch, plain_op
+from penstock.export.offload import WEIGHT_KINDS, mutated_targets, placeholders
+from penstock.torch_private.graph import gives_view
+
+TAG = "delegation_tag"
+
+
+class CudaPartitioner(Partitioner):  # type: ignore[misc]
+    """For `to_edge_transform_and_lower`: programs of penstock.apply_weight_offload, compiled without their weights.
+
+    device                 "cuda" (also "cuda:1") or "cpu": what the delegates are compiled for and run on
+    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"; it is the whole program's
+    inductor_configs       further options for torch._inductor.config
+    leave                  ops to leave to ExecuTorch's kernels, by their names in the lowered program, as in
+                           "aten::softmax" (which is its "aten::_softmax", too)
+    tied                   the names of each weight that has several: lowering keeps one of them, any. With this the
+                           .ptd has them all, and serves a .pt2 of the same model, too
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "cuda",
+        weight_offload_budget: int | str | None = None,
+        inductor_configs: Mapping[str, Any] | None = None,
+        leave: Iterable[str] = (),
+        tied: Iterable[Sequence[str]] = (),
+    ) -> None:
+        options = {
+            "device": device,
+            "budget_bytes": None if weight_offload_budget is None else parse_bytes(weight_offload_budget),
+            "inductor_configs": dict(inductor_configs or {}),
+            "tied": [list(names) for names in tied],
+        }
+        self._leave = frozenset(map(_stem, leave))
+        self._seen: set[str] = set()
+        specs = [CompileSpec("options", json.dumps(options).encode())]
+        self.delegation_spec = DelegationSpec(PenstockBackend.__name__, specs)
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[OpOverload], Callable[[torch.fx.Node], bool] | None]:
+        """Everything that we compile: Inductor decomposes by its own rules, as it does for a .pt2."""
+        targets = {node.target for node in ep.graph.nodes if node.op == "call_function"}
+        return [op for op in targets if isinstance(op, OpOverload) and _stem(op._schema.name) not in self._leave], None
+
+    def check_left(self) -> None:
+        """After lowering: refuses names in `leave` that no op had."""
+        absent = sorted(self._leave - self._seen)
+        if absent:
+            raise ProgramError(
+                f"leave: the lowered program has no op {', '.join(absent)}; it has {', '.join(sorted(self._seen))}"
+            )
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        if not any(is_fetch(node) for node in exported_program.graph.nodes):
+            raise NotOffloadedError(
+                "the program fetches no weight, so it would be lowered without any budget: apply "
+                "penstock.apply_weight_offload before lowering"
+            )
+        candidates = set(get_non_lowered_nodes(exported_program.graph))
+        leave = self._leave
+        self._seen |= {name for node in candidates for name in _names(node)}
+
+        class Support(OperatorSupportBase):
+            def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:
+                return node in candidates and not _names(node) & leave
+
+        # Partitions are convex: one tag over everything would close a cycle through an op that is left out.
+        proposed = CapabilityBasedPartitioner(
+            exported_program.graph_module, Support(), allows_single_node_partition=True
+        ).propose_partitions()
+        for partition in proposed:
+            for node in partition.nodes:
+                node.meta[TAG] = f"penstock_{partition.id}"
+        _follow_readers(exported_program)
+        _tag_bodies(exported_program)
+        _drop_weightless(exported_program)
+        tag_constant_data(exported_program)
+        # State stays outside: what one method writes another one reads, and a delegate sees one method only.
+        states = mutated_targets(exported_program)
+        nodes = placeholders(exported_program.graph)
+        for spec in exported_program.graph_signature.input_specs:
+            if spec.kind in WEIGHT_KINDS and spec.target in states:
+                nodes[spec.arg.name].meta.pop(TAG, None)
+        tags = dict.fromkeys(node.meta[TAG] for node in exported_program.graph.nodes if TAG in node.meta)
+        return PartitionResult(exported_program, dict.fromkeys(tags, self.delegation_spec))
+
+
+def _stem(name: str) -> str:
+    """Without the underscore that an op's functional form may carry."""
+    namespace, found, stem = name.partition("::")
+    if not found:
+        raise ProgramError(f"{name!r} is no op; name it with its namespace, as in 'aten::softmax'")
+    return f"{namespace}::{stem.lstrip('_')}"
+
+
+def _names(node: Node) -> set[str]:
+    """The op's own name, and that of the view it copies."""
+    target = node.target._op if isinstance(node.target, EdgeOpOverload) else node.target
+    if not isinstance(target, OpOverload):
+        return set()
+    return {_stem(target._schema.name), _stem(plain_op(target)._schema.name)}
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, EdgeOpOverload) and gives_view(plain_op(node.target._op))
+
+
+def _follow_readers(ep: ExportedProgram) -> None:
+    """A fetch, and the views between it and its reader, belong where the reader is: a weight is no activation."""
+    lent: set[Node] = set()
+    for node in ep.graph.nodes:
+        if is_fetch(node) or (_is_view(node) and node.args[0] in lent):
+            lent.add(node)
+    for node in reversed(list(ep.graph.nodes)):
+        if node in lent:
+            if any(user.target is executorch_call_delegate for user in node.users):
+                raise UnsupportedProgramError(
+                    f"{node.name!r} lends a weight to a delegate of another backend, which would keep it outside of "
+                    "the budget: put CudaPartitioner first"
+                )
+            tags = {user.meta.get(TAG) for user in node.users}
+            tag = tags.pop() if len(tags) == 1 else None
+            if tag is not None:
+                node.meta[TAG] = tag
+            elif any(user.op == "output" for user in node.users):
+                continue  # a returned weight: where it was put, it is copied out of the ring
+            else:
+                node.meta.pop(TAG, None)
+
+
+def _tag_bodies(ep: ExportedProgram) -> None:
+    """Branches and loops carry their bodies as attributes, which must go where the op goes."""
+    for node in ep.graph.nodes:
+        if node.op == "get_attr":
+            for user in node.users:
+                if isinstance(user.target, HigherOrderOperator) and TAG in user.meta:
+                    node.meta[TAG] = user.meta[TAG]
+
+
+def _drop_weightless(ep: ExportedProgram) -> None:
+    """Partitions that read no weight are left to ExecuTorch: there is nothing in them to offload."""
+    reading = {node.meta[TAG] for node in ep.graph.nodes if TAG in node.meta and is_fetch(node)}
+    for node in ep.graph.nodes:
+        if TAG in node.meta and node.meta[TAG] not in reading:
+            del node.meta[TAG]

@@ -1,0 +1,205 @@
+"""penstock.executorch.Module: the outputs of the .pt2 path to the bit, inside the same budgets."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+import penstock.executorch
+from penstock.errors import (
+    BelowFloorError,
+    BudgetError,
+    ClosedError,
+    ForkedError,
+    InputError,
+    PackageError,
+    PenstockError,
+)
+from tests.executorch.programs import WIDTH, random_rows
+from tests.runtime.modules import EVERYTHING, SCRIPTS, Call, generate, play, same
+
+Paths = Callable[[str], Path]
+Opened = Callable[..., Any]
+
+CALLS: dict[str, list[Call]] = {
+    "chain": [("forward", (random_rows(rows, seed=rows),)) for rows in (3, 1, 17, 3, 32)],
+    "decoder": SCRIPTS["decoder"],
+}
+
+
+@pytest.mark.parametrize("name", ["chain", "decoder"])
+def test_outputs_are_those_of_the_pt2_at_every_budget(
+    name: str, lowered: Paths, packaged: Paths, opened: Opened
+) -> None:
+    with penstock.Module(packaged(name), EVERYTHING, quiet=True) as resident:
+        expected = play(resident.run_method, CALLS[name])
+        floor_bytes, full_bytes = resident.floor_bytes, resident.budget_bytes
+    for budget_bytes in (floor_bytes, (floor_bytes + full_bytes) // 2, full_bytes):
+        module = opened(lowered(name), budget_bytes)
+        assert same(play(module.run_method, CALLS[name]), expected)
+        assert module.budget_bytes == budget_bytes
+        held_bytes, peak_bytes = module.device_memory()
+        assert held_bytes == module.choice.rung_bytes
+        assert peak_bytes <= budget_bytes
+        assert module.stats().runs == len(CALLS[name])
+        # Where not everything fits, something was streamed: it was not kept on the side.
+        assert (module.stats().bytes_streamed == 0) == (budget_bytes == full_bytes)
+
+
+def test_methods_share_state_and_one_budget(lowered: Paths, packaged: Paths, opened: Opened) -> None:
+    with penstock.Module(packaged("decoder"), EVERYTHING, quiet=True) as resident:
+        expected = generate(resident.run_method, 6)
+        floor_bytes = resident.floor_bytes
+    module = opened(lowered("decoder"), floor_bytes)
+    tokens, logits = generate(module.run_method, 6)
+    assert tokens == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(logits, expected[1], strict=True))
+    assert module.methods == ("decode", "prefill")
+    assert module.device_memory()[1] <= floor_bytes
+
+
+@pytest.mark.parametrize("name", ["chain", "decoder"])
+def test_one_byte_below_the_floor_is_refused(name: str, lowered: Paths, packaged: Paths, opened: Opened) -> None:
+    with penstock.Module(packaged(name), EVERYTHING, quiet=True) as resident:
+        floor_bytes = resident.floor_bytes
+    assert opened(lowered(name), floor_bytes).floor_bytes == floor_bytes
+    with pytest.raises(BelowFloorError, match=f"needs at least {floor_bytes} bytes") as refused:
+        opened(lowered(name), floor_bytes - 1)
+    assert (refused.value.budget_bytes, refused.value.floor_bytes) == (floor_bytes - 1, floor_bytes)
+
+
+def test_freed_memory_is_not_read(
+    lowered: Paths, packaged: Paths, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with penstock.Module(packaged("decoder"), EVERYTHING, quiet=True) as resident:
+        expected = play(resident.run_method, CALLS["decoder"])
+        floor_bytes = resident.floor_bytes
+    monkeypatch.setenv("PENSTOCK_POISON", "1")
+    assert same(play(opened(lowered("decoder"), floor_bytes).run_method, CALLS["decoder"]), expected)
+    monkeypatch.setenv("PENSTOCK_POISON", "yes")
+    with pytest.raises(PenstockError, match="PENSTOCK_POISON is 'yes'"):
+        opened(lowered("decoder"), floor_bytes)
+
+
+def test_which_budget_holds(lowered: Paths, opened: Opened) -> None:
+    path = lowered("chain")
+    automatic = opened(path)
+    assert (automatic.choice.source, automatic.budget_bytes) == ("automatic", automatic.choice.full_bytes)
+    given = opened(path, weight_offload_budget_mb=1)
+    assert (given.choice.source, given.choice.asked_bytes) == ("load", 2**20)
+    assert opened(path, "200 KiB").budget_bytes == 200 * 2**10
+    assert "plan" in given.summary
+    with pytest.raises(BudgetError, match="both given"):
+        opened(path, "1MiB", weight_offload_budget_mb=1)
+    for malformed in ("12abc", "-1", "", "1.1GiB", "9223372036854775808"):
+        with pytest.raises(BudgetError):
+            opened(path, malformed)
+    with pytest.raises(BudgetError):
+        opened(path, weight_offload_budget_mb=-1)
+
+
+def test_the_plan_taken_is_the_largest_that_fits(lowered: Paths, opened: Opened) -> None:
+    path = lowered("chain")
+    floor = opened(path, opened(path, EVERYTHING).floor_bytes).choice
+    assert floor.rung_bytes <= floor.floor_bytes
+    assert opened(path, EVERYTHING).choice.rung == floor.rung_count - 1
+    held = [opened(path, nbytes).choice.rung_bytes for nbytes in range(floor.floor_bytes, floor.full_bytes, 4096)]
+    assert held == sorted(held)
+    assert all(nbytes <= floor.floor_bytes + 4096 * number for number, nbytes in enumerate(held))
+
+
+def test_two_modules_of_one_file_have_budgets_of_their_own(lowered: Paths, opened: Opened) -> None:
+    path = lowered("decoder")
+    small = opened(path, opened(path, EVERYTHING).floor_bytes)
+    large, again = opened(path, EVERYTHING), opened(path, EVERYTHING)
+    script = CALLS["decoder"][:3]
+    assert same(play(small.run_method, script), play(large.run_method, script))
+    assert again.stats().runs == 0
+    assert small.device_memory()[1] <= small.floor_bytes < large.device_memory()[0]
+
+
+def test_programs_that_follow_one_another_are_not_mixed_up(lowered: Paths, opened: Opened) -> None:
+    """Code of one program stays mapped after it is closed, and a name that is used again would find it."""
+    results: dict[str, list[torch.Tensor]] = {"chain": [], "split": []}
+    for name in ("chain", "split") * 3:
+        module = opened(lowered(name), EVERYTHING)
+        found = module(random_rows(2))
+        results[name].append(found if name == "split" else found["hidden"])
+        module.close()
+    for found in results.values():
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert results["chain"][0].shape != results["split"][0].shape
+
+
+def test_weights_files_are_interchangeable(lowered: Paths, packaged: Paths, opened: Opened, tmp_path: Path) -> None:
+    program, package = lowered("chain"), packaged("chain")
+    expected = play(opened(program, EVERYTHING).run_method, CALLS["chain"])
+    ours = opened(program, EVERYTHING, weights=[package.with_suffix(".ptd")])
+    assert same(play(ours.run_method, CALLS["chain"]), expected)
+    with penstock.Module(package, "200KiB", weights=program.with_suffix(".ptd"), quiet=True) as theirs:
+        assert same(play(theirs.run_method, CALLS["chain"]), expected)
+    # Elsewhere, under a name that needs care, and beside a second file that holds nothing for this program.
+    moved = tmp_path / "a b\n.ptd"
+    shutil.copy(program.with_suffix(".ptd"), moved)
+    other = tmp_path / "other.ptd"
+    penstock.weights.write_ptd(
+        other, [penstock.weight.Weight("unknown", "uint8", (1,), (0,))], lambda _: [b"x"], identity="i"
+    )
+    assert same(play(opened(program, EVERYTHING, weights=[other, moved]).run_method, CALLS["chain"]), expected)
+
+
+def test_inputs_are_checked(lowered: Paths, opened: Opened) -> None:
+    module = opened(lowered("chain"), EVERYTHING)
+    expected = module(random_rows(3))
+    assert set(expected) == {"hidden", "sum"}
+    for wrong in (random_rows(3).double(), random_rows(3)[:, 1:], random_rows(33), 3):
+        with pytest.raises(InputError):
+            module(wrong)
+    with pytest.raises(InputError):
+        module()
+    with pytest.raises(PackageError, match="no method 'backward'"):
+        module.run_method("backward", random_rows(3))
+    strided = random_rows(6)[::2]
+    assert torch.equal(module(strided)["hidden"], module(strided.contiguous())["hidden"])
+
+
+def test_a_closed_module_says_so(lowered: Paths, opened: Opened) -> None:
+    module = opened(lowered("chain"), EVERYTHING)
+    module.close()
+    module.close()
+    with pytest.raises(ClosedError):
+        module(torch.ones(3, WIDTH))
+    with pytest.raises(ClosedError):
+        module.stats()
+
+
+def test_a_child_is_told_to_load_its_own(lowered: Paths, opened: Opened) -> None:
+    module = opened(lowered("chain"), EVERYTHING)
+    child = os.fork()
+    if child == 0:
+        try:
+            module(torch.ones(3, WIDTH))
+        except ForkedError:
+            os._exit(42)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
+def test_penstock_module_takes_a_pte(lowered: Paths) -> None:
+    path = lowered("chain")
+    with penstock.executorch.Module(path, EVERYTHING, quiet=True) as resident:
+        expected, floor_bytes = play(resident.run_method, CALLS["chain"]), resident.floor_bytes
+    with penstock.Module(path, budget=floor_bytes, quiet=True) as module:
+        assert isinstance(module, penstock.executorch.Module)
+        assert same(play(module.run_method, CALLS["chain"]), expected)
+        assert module.stats().bytes_streamed > 0
+    with pytest.raises(PenstockError, match="a .pte is loaded by ExecuTorch, and has no cuda_graph, policy"):
+        penstock.Module(path, policy="lru", cuda_graph=True)

@@ -1,0 +1,84 @@
+"""Options at load, as C++ gives them: what there is, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.executorch.library import executorch_folder
+
+INVALID_ARGUMENT, INVALID_EXTERNAL_DATA = 0x12, 0x24
+Probe = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    root = executorch_folder()
+    program = tmp_path_factory.mktemp("probe") / "option_probe"
+    portable = root / "include/executorch/runtime/core/portable_type/c10"
+    command = [
+        *(os.environ.get("CXX", "g++"), "-std=c++17", "-pthread", "-DC10_USING_CUSTOM_GENERATED_MACROS"),
+        *(f"-I{root / 'include'}", f"-I{portable}", str(Path(__file__).with_name("option_probe.cpp"))),
+        *("-o", str(program), "-Wl,--no-as-needed", str(library), f"-L{root / 'lib'}", "-lexecutorch"),
+        *("-lexecutorch_kernels_optimized", f"-Wl,-rpath,{root / 'lib'}", f"-Wl,-rpath-link,{root / 'lib'}"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    path = lowered("chain")
+
+    def run(*options: tuple[str, str, str], mode: str = "mmap") -> tuple[int, str]:
+        words = [str(program), str(path), str(path.with_suffix(".ptd")), mode, *(w for o in options for w in o)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout), done.stderr
+
+    return run
+
+
+def test_options_that_there_are(probe: Probe) -> None:
+    status, log = probe()
+    assert (status, log.count("(automatic)")) == (0, 2)
+    for option in (
+        ("int", "weight_offload_budget_mb", "1"),
+        ("text", "weight_offload_budget", "1048576"),
+        ("text", "weight_offload_budget", "200000"),
+    ):
+        status, log = probe(option, ("text", "weight_offload_group", "one"))
+        assert (status, log.count("(given at load)")) == (0, 2)
+    status, log = probe(("text", "weight_offload_budget", "auto"), ("bool", "weight_offload_quiet", "true"))
+    assert (status, "penstock:" in log) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([("int", "weight_offload_budget_mib", "1")], "there is no option 'weight_offload_budget_mib'"),
+        ([("int", "weight_offload_budget_mb", "-1")], "weight_offload_budget_mb is -1"),
+        ([("text", "weight_offload_budget_mb", "1")], "weight_offload_budget_mb is no int"),
+        ([("int", "weight_offload_budget", "1")], "weight_offload_budget is no string"),
+        ([("text", "weight_offload_budget", "")], "is no number of bytes"),
+        ([("text", "weight_offload_budget", "1 GiB")], "is no number of bytes"),
+        ([("text", "weight_offload_budget", "9223372036854775808")], "is no number of bytes"),
+        ([("text", "weight_offload_budget", "1" * 400)], "255 characters or more"),
+        ([("int", "weight_offload_budget_mb", "0")], "is below the floor"),
+        (
+            [("int", "weight_offload_budget_mb", "1"), ("text", "weight_offload_budget", "1048576")],
+            "were both given",
+        ),
+        ([("int", "weight_offload_group", "1")], "weight_offload_group is no string"),
+        ([("text", "weight_offload_quiet", "yes")], "weight_offload_quiet is no bool"),
+    ],
+)
+def test_options_that_are_refused(probe: Probe, options: list[tuple[str, str, str]], said: str) -> None:
+    status, log = probe(*options)
+    assert status == INVALID_ARGUMENT
+    assert said in log
+
+
+def test_a_file_that_is_read_instead_of_mapped_is_refused(probe: Probe) -> None:
+    status, log = probe(mode="file")
+    assert status == INVALID_EXTERNAL_DATA
+    assert "LoadMode::Mmap" in log

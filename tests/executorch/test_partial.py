@@ -1,0 +1,63 @@
+"""Programs of which a part is left to ExecuTorch's own kernels: several delegates, one session, one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import BelowFloorError, ProgramError, UnsupportedProgramError
+from penstock.executorch.partitioner import CudaPartitioner
+from penstock.weights import read_index
+from tests.executorch.programs import Split, _seeded, random_rows, split
+from tests.harness import FAST
+
+
+def test_a_part_left_out_runs_between_two_delegates(lowered: Callable[[str], Path], opened: Callable[..., Any]) -> None:
+    path = lowered("split")
+    reference = _seeded(Split).eval()
+    resident = opened(path, "1GiB")
+    floor_bytes = resident.floor_bytes
+    module = opened(path, floor_bytes)
+    for run in range(3):
+        x = random_rows(2, seed=run)
+        torch.testing.assert_close(module(x), reference(x))
+        assert torch.equal(module(x), resident(x))
+    # Two delegates ran, in one session: the second finds the ring in the hands of the first.
+    assert module.stats().runs == 2 * 6
+    assert module.device_memory()[1] <= floor_bytes
+    with pytest.raises(BelowFloorError, match=str(floor_bytes)):
+        opened(path, floor_bytes - 1)
+
+
+def test_a_weight_that_two_delegates_read_is_stored_once(lowered: Callable[[str], Path]) -> None:
+    index = read_index(lowered("split").with_suffix(".ptd"))
+    shapes = [entry.shape for entry in index.unique_entries]
+    assert len(shapes) == 4
+    assert shapes.count((96, 96)) == 2
+    assert index["last.weight"].alias_of == "first.weight"
+    assert all(entry.offset_bytes % 4096 == 0 for entry in index)
+
+
+def test_other_backends_choose_after_ours() -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    ours = CudaPartitioner(device="cpu", inductor_configs=FAST)
+    with pytest.raises(UnsupportedProgramError, match="put CudaPartitioner first"):
+        to_edge_transform_and_lower(split()["forward"], partitioner=[XnnpackPartitioner(), ours])
+
+
+def test_leaving_out_an_op_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    import penstock.executorch
+
+    with pytest.raises(ProgramError, match="no op aten::conv2d; it has .*aten::linear"):
+        penstock.executorch.export(
+            split(), tmp_path / "model.pte", device="cpu", leave=["aten::conv2d"], inductor_configs=FAST
+        )
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ProgramError, match="'softmax' is no op"):
+        CudaPartitioner(device="cpu", leave=["softmax"])

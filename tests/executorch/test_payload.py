@@ -1,0 +1,98 @@
+"""The parts that need no runtime: the bytes in the file, the ladder of plans, ops on their way back to ATen."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import OutputExistsError, OutputPathError, PackageError, PenstockError
+from penstock.executorch import library
+from penstock.executorch.dialect import plain_op
+from penstock.executorch.lowering import export
+from penstock.executorch.payload import WEIGHT_SHIFT, Rung, fnv64, pack_payload, read_description
+from penstock.executorch.rungs import BETWEEN, budgets_between, make_rungs
+from penstock.plan.planner import Planner
+from penstock.schedule import Access, Schedule, Step
+from penstock.weight import Weight
+
+aten = torch.ops.aten
+PAGE = 4096
+
+
+def test_a_description_comes_back_and_damage_does_not() -> None:
+    packed = pack_payload({"program": "p", "é": [1, None]}, [Rung(5, bytes(16))], b"code")
+    assert read_description(packed) == {"program": "p", "é": [1, None]}
+    for at in range(len(packed)):
+        broken = bytearray(packed)
+        broken[at] ^= 1
+        with pytest.raises(PackageError):
+            read_description(bytes(broken))
+    with pytest.raises(PackageError):
+        read_description(packed[:-1])
+
+
+def test_the_hash_is_the_one_of_the_core() -> None:
+    assert fnv64(b"") == 0xCBF29CE484222325
+    assert fnv64(b"a") == 0xAF63DC4C8601EC8C  # FNV-1a of one byte, as published
+
+
+def test_budgets_reach_from_the_floor_to_everything() -> None:
+    found = budgets_between(10 * PAGE, 1000 * PAGE, PAGE)
+    assert (found[0], found[-1], len(found)) == (10 * PAGE, 1000 * PAGE, BETWEEN + 2)
+    assert all(nbytes % PAGE == 0 for nbytes in found)
+    assert budgets_between(PAGE, PAGE, PAGE) == [PAGE]
+
+
+def test_plans_name_weights_by_number() -> None:
+    weights = [Weight(f"w{k}", "uint8", (3 * PAGE,), (0,)) for k in range(12)]
+    accesses = tuple(Access(k, weight.name) for k, weight in enumerate(weights))
+    schedule = Schedule("forward", accesses, tuple(Step("kernel", (k,)) for k in range(12)))
+    floor_bytes, full_bytes, rungs = make_rungs([schedule], weights, page_bytes=PAGE)
+    planner = Planner([schedule], {weight.name: weight for weight in weights}, page_bytes=PAGE)
+    assert (floor_bytes, full_bytes) == (planner.floor_bytes, 36 * PAGE)
+    assert [rung.device_bytes for rung in rungs] == sorted({rung.device_bytes for rung in rungs})
+    assert rungs[0].device_bytes <= floor_bytes
+    assert rungs[-1].device_bytes == full_bytes
+    numbers = struct.unpack(f"<{len(rungs[-1].numbers) // 8}q", rungs[-1].numbers)
+    # All other numbers of a plan this small are far below, or -1.
+    assert {number >> WEIGHT_SHIFT for number in numbers if number >= 0} == set(range(12))
+
+
+@pytest.mark.parametrize(
+    ("copying", "plain"),
+    [
+        (aten.view_copy.default, aten.reshape.default),
+        (aten.view_copy.dtype, aten.view.dtype),
+        (aten.slice_copy.Tensor, aten.slice.Tensor),
+        (aten.permute_copy.default, aten.permute.default),
+        (aten.split_with_sizes_copy.default, aten.split_with_sizes.default),
+        (aten._to_copy.default, aten._to_copy.default),
+        (aten.copy.default, aten.copy.default),
+        (aten.index_copy.default, aten.index_copy.default),
+        (aten.mm.default, aten.mm.default),
+    ],
+)
+def test_views_that_were_made_copies_are_views_again(copying: object, plain: object) -> None:
+    assert plain_op(copying) is plain  # type: ignore[arg-type]
+
+
+def test_where_files_cannot_go(tmp_path: Path) -> None:
+    from tests.executorch.programs import split
+
+    program = split()
+    with pytest.raises(OutputPathError, match="must end in .pte"):
+        export(program, tmp_path / "model.pt2", device="cpu")
+    with pytest.raises(OutputPathError, match="does not exist"):
+        export(program, tmp_path / "none" / "model.pte", device="cpu")
+    (tmp_path / "model.ptd").touch()
+    with pytest.raises(OutputExistsError, match="overwrite=True"):
+        export(program, tmp_path / "model.pte", device="cpu")
+
+
+def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_EXECUTORCH_LIBRARY", str(tmp_path / "none.so"))
+    with pytest.raises(PenstockError, match="python -m penstock.executorch.build"):
+        library.library_path()
