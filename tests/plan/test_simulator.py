@@ -254,13 +254,6 @@ def test_a_host_that_waits_for_every_run_issues_later() -> None:
     assert (timing.run_s, timing.settled) == (16, True)
 
 
-def test_a_joined_run_ends_with_its_last_copy() -> None:
-    plan, schedule = ring([0, 1, 2, 0, 1, 2], [100] * 6)
-    # The link rests during the first step alone: its copies come one step later than they could.
-    timing = simulate(plan, schedule, step_s=[1] * 6, link=LINK, boundary="joined")
-    assert (timing.run_s, timing.settled) == (61, True)
-
-
 # ---- refusals
 
 

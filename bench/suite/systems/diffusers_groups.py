@@ -48,5 +48,5 @@ def _system(name: str, title: str, open: Callable[[Setting], AbstractContextMana
 LEAF = _system("diffusers-leaf", "leaf", _open("leaf_level"))
 BLOCK = _system("diffusers-block", "block", _open("block_level"))
 # It installs what copies ahead, and what waits for the copies, only where the model has something beside its blocks.
-# This model has nothing, so as it is its output is wrong; one unused buffer shows the system at its best.
+# This model has nothing, and as it is its output is wrong; with one unused buffer it should be right.
 BLOCK_BESIDE = _system("diffusers-block-beside", "block and a buffer beside", _open("block_level", buffer_beside=True))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from penstock.errors import NoWeightsError, OutputExistsError, OutputPathError, PackageError, UnsupportedProgramError
+from penstock.errors import NoWeightsError, PackageError, UnsupportedProgramError
 from penstock.executorch.backend import DATA_FILE
 from penstock.executorch.dialect import erase_fetches
 from penstock.executorch.partitioner import CudaPartitioner
@@ -26,7 +26,7 @@ from penstock.executorch.signatures import (
     signatures_to_json,
 )
 from penstock.export.catalog import build_catalog, state_names
-from penstock.export.compile import _device, _methods
+from penstock.export.compile import named_methods, output_paths, target_device
 from penstock.export.values import has_value, is_zero
 from penstock.export.weightless import make_weightless
 from penstock.program import Signature
@@ -68,9 +68,9 @@ def export(
     """
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    methods = _methods(programs)
-    target = _device(device)
-    program_path, weights_path = _paths(path, overwrite)
+    methods = named_methods(programs)
+    target = target_device(device)
+    program_path, weights_path = output_paths(path, ".pte", overwrite)
     _refuse_own_names(methods)
     signatures = _signatures(methods, target)
     config = EdgeCompileConfig()
@@ -100,21 +100,6 @@ def export(
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
-
-
-def _paths(path: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
-    program_path = Path(path)
-    if program_path.suffix != ".pte":
-        raise OutputPathError(f"{program_path} must end in .pte; the weights go to the .ptd beside it")
-    if not program_path.parent.is_dir():
-        raise OutputPathError(f"the folder {program_path.parent} does not exist")
-    weights_path = program_path.with_suffix(".ptd")
-    existing = [str(p) for p in (program_path, weights_path) if p.exists()]
-    if existing and not overwrite:
-        raise OutputExistsError(f"{' and '.join(existing)} exist; pass overwrite=True to replace")
-    if not os.access(program_path.parent, os.W_OK | os.X_OK):
-        raise OutputPathError(f"the folder {program_path.parent} cannot be written to")
-    return program_path, weights_path
 
 
 def _refuse_own_names(methods: Iterable[str]) -> None:

@@ -86,9 +86,9 @@ def compile(
     overwrite              replace existing files
     inductor_configs       further options for torch._inductor.config
     """
-    methods = _methods(programs)
-    target = _device(device)
-    program_path, weights_path = _paths(path, overwrite)
+    methods = named_methods(programs)
+    target = target_device(device)
+    program_path, weights_path = output_paths(path, ".pt2", overwrite)
     budget_bytes = None if weight_offload_budget is None else parse_bytes(weight_offload_budget)
     options = _options(inductor_configs)
     with _one_at_a_time, PeakMeter(target) as meter:
@@ -109,7 +109,7 @@ def compile(
 # --------------------------------------------------------------------------------------------------------- arguments
 
 
-def _methods(programs: Any) -> dict[str, ExportedProgram]:
+def named_methods(programs: Any) -> dict[str, ExportedProgram]:
     methods = dict(programs) if isinstance(programs, Mapping) else {DEFAULT_METHOD: programs}
     if not methods:
         raise ProgramError("no program was given")
@@ -123,7 +123,7 @@ def _methods(programs: Any) -> dict[str, ExportedProgram]:
     return methods
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def target_device(device: str | torch.device | None) -> torch.device:
     try:
         target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError) as error:
@@ -140,20 +140,20 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _paths(path: str | os.PathLike[str], overwrite: bool) -> tuple[Path, Path]:
+def output_paths(path: str | os.PathLike[str], suffix: str, overwrite: bool) -> tuple[Path, Path]:
+    """The program's, and that of the weights beside it; refuses what would fail only after minutes of compiling."""
     try:
         program_path = Path(path)
     except TypeError as error:
         raise OutputPathError(f"{path!r:.80} is not a path: {error}") from error
-    if program_path.suffix != ".pt2":
-        raise OutputPathError(f"{program_path} must end in .pt2; the weights go to the .ptd beside it")
+    if program_path.suffix != suffix:
+        raise OutputPathError(f"{program_path} must end in {suffix}; the weights go to the .ptd beside it")
     if not program_path.parent.is_dir():
         raise OutputPathError(f"the folder {program_path.parent} does not exist")
     weights_path = program_path.with_suffix(".ptd")
     existing = [str(p) for p in (program_path, weights_path) if p.exists()]
     if existing and not overwrite:
         raise OutputExistsError(f"{' and '.join(existing)} exist; pass overwrite=True to replace")
-    # Found now, not after the compiler has run for minutes.
     folders = [str(p) for p in (program_path, weights_path) if p.is_dir()]
     if folders:
         raise OutputPathError(f"{' and '.join(folders)} cannot be replaced: a folder of that name is there")

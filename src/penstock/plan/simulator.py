@@ -18,9 +18,8 @@ from penstock.plan.plan import Copy, MethodPlan
 from penstock.schedule import Schedule
 
 # How one run follows another. "ahead": the host issues the next run while the device is still at work on this one.
-# "synchronised": the host first waits for the end of the compute stream. "joined": a run is one unit, as a captured
-# graph is; the next one begins when its steps and all of its copies have ended.
-Boundary = Literal["ahead", "synchronised", "joined"]
+# "synchronised": the host first waits for the end of the compute stream.
+Boundary = Literal["ahead", "synchronised"]
 
 # Of two moments, as a fraction of a run: sums of the same times in another order differ by less, anything real by more.
 _SAME = 1e-9
@@ -214,9 +213,7 @@ class _Streams:
         self._copy(self.issued[-1])
         self.compute_s = compute_s + self.rest_s
         self.host_s += self.host_s_per_access * self.access_count
-        if boundary == "joined":
-            self.compute_s = self.copied_s = max(self.compute_s, self.copied_s)
-        if boundary != "ahead":
+        if boundary == "synchronised":
             self.host_s = max(self.host_s, self.compute_s)
         self.runs += 1
         return _RunEnd(

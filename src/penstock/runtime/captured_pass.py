@@ -18,7 +18,7 @@ class CapturedPass:
     and kernel is loaded. `states` keep their addresses; what the program writes into inputs `written` is handed back.
 
     The core captures and launches, not torch.cuda.CUDAGraph: where a capture fails, that leaves torch's random numbers
-    and its allocator as if the capture were still on.
+    as if the capture were still on.
     """
 
     def __init__(

@@ -64,12 +64,12 @@ class Module:
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **keywords: Any) -> Any:
         if cls is not Module or Path(path).suffix != ".pte":
             return super().__new__(cls)
-        from penstock.executorch.module import Module as ExecutorchModule
+        from penstock import executorch
 
         surplus = keywords.keys() - {"budget", "weight_offload_budget_mb", "weights", "quiet"}
         if surplus:
             raise PenstockError(f"{path}: a .pte is loaded by ExecuTorch, and has no {', '.join(sorted(surplus))}")
-        return ExecutorchModule(path, *arguments, **keywords)
+        return executorch.Module(path, *arguments, **keywords)
 
     def __init__(
         self,
@@ -176,6 +176,9 @@ class Module:
         self._require_usable()
         if entrance is None:
             raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
+        if self._recorder.yields and self._recorder.most_runs >= FIRST_RUNS:
+            # Before a run and not after one: should it fail, no result is lost.
+            self._plan_by_first_runs()
         if not self._lock.acquire(blocking=False):
             raise ConcurrentRunError(
                 f"method {method!r} was called while another call of this module runs; use one module per thread, or a "
@@ -186,12 +189,10 @@ class Module:
             # What is recorded is told apart into steps, and a graph is one piece.
             graphs = None if self._recorder.is_on else self._graphs
             results = entrance.run(self._session, self._state, arguments, keywords, graphs)
-            enough = self._recorder.yields and self._recorder.count(method) == FIRST_RUNS
+            self._recorder.count(method)
+            return results
         finally:
             self._lock.release()
-        if enough:
-            self._plan_by_first_runs()
-        return results
 
     # ------------------------------------------------------------------------------------------------- what is there
 

@@ -45,7 +45,11 @@ class Recorder:
             self.stop()
         return gave_up
 
-    def count(self, method: str) -> int:
-        """How many runs of the method have been recorded, with this one."""
+    def count(self, method: str) -> None:
+        """A run of the method has ended."""
         self._runs[method] += 1
-        return self._runs[method]
+
+    @property
+    def most_runs(self) -> int:
+        """Of the method of which most have been recorded."""
+        return max(self._runs.values(), default=0)
