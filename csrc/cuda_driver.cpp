@@ -272,6 +272,13 @@ void CudaDriver::unregister_host(const void* start) {
   check(cuda_.host_unregister(const_cast<void*>(start)), "cuMemHostUnregister", Failure::registration);
 }
 
+Address CudaDriver::host_address(const void* start, size_t) {
+  DevicePointer address = 0;
+  check(cuda_.host_device_pointer(&address, const_cast<void*>(start), 0), "cuMemHostGetDevicePointer",
+        Failure::registration);
+  return address;
+}
+
 void* CudaDriver::allocate_host(size_t bytes) {
   void* start = nullptr;
   check(cuda_.host_alloc(&start, bytes, kRegisterPortable), "cuMemHostAlloc", Failure::registration);

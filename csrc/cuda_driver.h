@@ -57,6 +57,7 @@ class CudaDriver final : public Driver {
 
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
+  Address host_address(const void* start, size_t bytes) override;
   void* allocate_host(size_t bytes) override;
   void free_host(void* start) override;
 

@@ -71,6 +71,7 @@ std::string load_cuda_library() {
   find("cuMemHostUnregister", library.host_unregister);
   find("cuMemHostAlloc", library.host_alloc);
   find("cuMemFreeHost", library.host_free);
+  find("cuMemHostGetDevicePointer_v2", library.host_device_pointer);
   find("cuGetErrorString", library.error_string);
   loaded = missing.empty();
   return missing;

@@ -91,6 +91,7 @@ struct CudaLibrary {
 
   int (*host_register)(void* start, size_t bytes, unsigned flags) = nullptr;
   int (*host_unregister)(void* start) = nullptr;
+  int (*host_device_pointer)(DevicePointer* out, void* start, unsigned flags) = nullptr;
   int (*host_alloc)(void** out, size_t bytes, unsigned flags) = nullptr;
   int (*host_free)(void* start) = nullptr;
 

@@ -118,6 +118,8 @@ class Driver {
   // Read-only registration of memory that exists; pinned memory of our own.
   virtual void register_host(const void* start, size_t bytes) = 0;
   virtual void unregister_host(const void* start) = 0;
+  // The address by which kernels read registered memory where it lies.
+  virtual Address host_address(const void* start, size_t bytes) = 0;
   virtual void* allocate_host(size_t bytes) = 0;
   virtual void free_host(void* start) = 0;
 };

@@ -57,10 +57,12 @@ MethodRecord read_method(Reader& in, const PlanRecord& plan) {
   for (AccessRecord& access : method.accesses) {
     access.number = in.next();
     access.bytes = in.next(0, INT64_MAX);
-    access.range = in.next(-1, (int64_t)plan.ranges.size());
-    int64_t limit = access.range < 0 ? 0 : plan.ranges[access.range].bytes;
+    access.range = in.next(kDirect, (int64_t)plan.ranges.size());
+    bool is_direct = access.range == kDirect;
+    // Whether a direct access lies in the file, the source knows.
+    int64_t limit = is_direct ? INT64_MAX - 1 : access.range < 0 ? 0 : plan.ranges[access.range].bytes;
     access.range_offset_bytes = in.next(0, limit - access.bytes + 1);
-    access.stay = in.next(-1, (int64_t)stays);
+    access.stay = in.next(-1, is_direct ? 0 : (int64_t)stays);
   }
   method.stays.resize(stays);
   for (StayRecord& stay : method.stays) {

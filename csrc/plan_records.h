@@ -21,11 +21,13 @@ struct RangeRecord {
   std::vector<int64_t> blocks;
 };
 
+constexpr int64_t kDirect = -2;
+
 struct AccessRecord {
   int64_t number;
   int64_t bytes;
-  int64_t range;  // -1: a weight without bytes
-  int64_t range_offset_bytes;
+  int64_t range;  // -1: a weight without bytes; kDirect: read where it lies in host memory
+  int64_t range_offset_bytes;  // of a direct access: where it begins in the weights file
   int64_t stay;  // -1: resident
 };
 

@@ -16,6 +16,7 @@ void PlannedSession::install(PlanRecord plan) {
   Undo undo([&] { uninstall(); });
   create_memory();
   create_events();
+  find_direct();
   fill_residents();
   measure();
   std::vector<Shape> shapes;
@@ -88,6 +89,13 @@ void PlannedSession::create_events() {
     for (size_t c = method.graph_copies; c < record.copies.size(); ++c)
       if (record.copies[c].wait_step >= 0) method.steps[record.copies[c].wait_step].seen_outside = true;
   }
+}
+
+void PlannedSession::find_direct() {
+  for (size_t m = 0; m < methods_.size(); ++m)
+    for (const AccessRecord& access : plan_.methods[m].accesses)
+      methods_[m].direct.push_back(
+          access.range == kDirect ? source_.direct(access.range_offset_bytes, access.bytes) : 0);
 }
 
 void PlannedSession::fill_residents() {
@@ -216,6 +224,7 @@ void PlannedSession::issue_until(int64_t position) {
 Address PlannedSession::lend(int64_t position) {
   issue_until(position);
   const AccessRecord& access = plan_.methods[method_].accesses[position];
+  if (access.range == kDirect) return methods_[method_].direct[position];
   run_.bytes_hit += access.bytes;
   if (access.stay >= 0) {
     StayState& stay = methods_[method_].stays[access.stay];

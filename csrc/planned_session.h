@@ -59,6 +59,7 @@ class PlannedSession final : public StreamingSession {
     bool before_graph = false;  // while captured: the copies were made before the launch
   };
   struct MethodState {
+    std::vector<Address> direct;  // by position; 0: not read directly
     std::vector<StayState> stays;
     std::vector<StepState> steps;
     std::vector<Progress> progress;  // by stay
@@ -73,6 +74,7 @@ class PlannedSession final : public StreamingSession {
 
   void create_memory();
   void create_events();
+  void find_direct();
   void fill_residents();
   void measure();
   void create_capture_events(MethodState& method);

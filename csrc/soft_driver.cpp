@@ -350,6 +350,12 @@ void SoftDriver::unregister_host(const void* start) {
   late.report();
 }
 
+Address SoftDriver::host_address(const void* start, size_t bytes) {
+  calls_.count("host_address");
+  host_.require_registered(start, bytes);
+  return reinterpret_cast<Address>(start);
+}
+
 void* SoftDriver::allocate_host(size_t bytes) {
   calls_.count("allocate_host", Failure::registration);
   return host_.allocate(bytes);

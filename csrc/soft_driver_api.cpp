@@ -227,6 +227,9 @@ int32_t penstock_soft_register_host(Driver* driver, const void* start, size_t by
 int32_t penstock_soft_unregister_host(Driver* driver, const void* start) {
   return told([&] { driver->unregister_host(start); });
 }
+int32_t penstock_soft_host_address(Driver* driver, const void* start, size_t bytes, Address* out) {
+  return told([&] { *out = driver->host_address(start, bytes); });
+}
 int32_t penstock_soft_allocate_host(Driver* driver, size_t bytes, void** out) {
   return told([&] { *out = driver->allocate_host(bytes); });
 }

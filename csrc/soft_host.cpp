@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
+#include <iterator>
 #include <string>
 
 namespace penstock {
@@ -50,6 +51,18 @@ void SoftHost::unregister_host(const void* pointer) {
     fail("unregister_host", ENOENT, "no registration starts at " + std::to_string(start));
   registered_bytes_ -= found->second;
   registered_.erase(found);
+}
+
+void SoftHost::require_registered(const void* pointer, size_t bytes) const {
+  const auto start = reinterpret_cast<uintptr_t>(pointer);
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto next = registered_.upper_bound(start);
+  uintptr_t reached = start;
+  if (next != registered_.begin()) reached = std::max(start, std::prev(next)->first + std::prev(next)->second);
+  for (; reached < start + bytes && next != registered_.end() && next->first == reached; ++next) reached += next->second;
+  if (reached < start + bytes)
+    fail("host_address", EINVAL,
+         extent_text(start, bytes) + " are registered for " + std::to_string(reached - start) + " bytes only");
 }
 
 void* SoftHost::allocate(size_t bytes) {

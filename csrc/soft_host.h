@@ -23,6 +23,7 @@ class SoftHost {
 
   void register_host(const void* start, size_t bytes);
   void unregister_host(const void* start);
+  void require_registered(const void* start, size_t bytes) const;
   void* allocate(size_t bytes);
   void free(void* start);
 

@@ -12,10 +12,10 @@ void for_each_extent(const PieceRecord& piece, int64_t buffer_bytes, Visit visit
     visit(Extent{piece.source_offset_bytes + done, std::min(buffer_bytes, piece.bytes - done)}, done);
 }
 
-void check_in_file(const PieceRecord& piece, const HostFile& file) {
-  if (piece.source_offset_bytes + piece.bytes > (int64_t)file.bytes())
-    throw CoreError(Failure::usage, "a copy ends at byte " + std::to_string(piece.source_offset_bytes + piece.bytes) +
-                                        " of " + file.path() + ", which has " + std::to_string(file.bytes()));
+void check_in_file(const char* what, int64_t offset_bytes, int64_t bytes, const HostFile& file) {
+  if (bytes > (int64_t)file.bytes() - offset_bytes)
+    throw CoreError(Failure::usage, std::string(what) + " ends at byte " + std::to_string(offset_bytes + bytes) + " of " +
+                                        file.path() + ", which has " + std::to_string(file.bytes()));
 }
 
 }  // namespace
@@ -24,8 +24,13 @@ RegisteredSource::RegisteredSource(Driver& driver, const HostFile& file, const s
     : driver_(driver), file_(file), registration_(driver, file, chunk_ends) {}
 
 void RegisteredSource::copy(const PieceRecord& piece, Address to, Stream stream) {
-  check_in_file(piece, file_);
+  check_in_file("a copy", piece.source_offset_bytes, piece.bytes, file_);
   driver_.copy_to_device(to, file_.data() + piece.source_offset_bytes, (size_t)piece.bytes, stream);
+}
+
+Address RegisteredSource::direct(int64_t offset_bytes, int64_t bytes) {
+  check_in_file("a direct access", offset_bytes, bytes, file_);
+  return driver_.host_address(file_.data() + offset_bytes, (size_t)bytes);
 }
 
 StagedSource::StagedSource(Driver& driver, const HostFile& file, size_t buffer_bytes, int buffers, int threads)
@@ -43,6 +48,11 @@ void StagedSource::copy(const PieceRecord& piece, Address to, Stream stream) {
   for_each_extent(piece, buffer_bytes_, [&](const Extent& extent, int64_t done) {
     staging_.copy_next(extent, to + (Address)done, stream);
   });
+}
+
+Address StagedSource::direct(int64_t, int64_t) {
+  throw CoreError(Failure::usage, "the plan reads a weight where it lies, which needs registered host memory: staged "
+                                  "memory holds no weight for good");
 }
 
 std::vector<Extent> StagedSource::extents(const std::vector<PieceRecord>& pieces) const {

@@ -23,6 +23,9 @@ class Source {
   virtual void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) = 0;
   virtual void copy(const PieceRecord& piece, Address to, Stream stream) = 0;
 
+  // Where kernels read these bytes without a copy, as long as the source lives. Throws where there is no such place.
+  virtual Address direct(int64_t offset_bytes, int64_t bytes) = 0;
+
   // Whether a copy can be made again and again without the host: from an address that stays, whatever came before.
   virtual bool is_fixed() const = 0;
 };
@@ -35,6 +38,7 @@ class RegisteredSource final : public Source {
   void load(const PieceRecord& piece, Address to, Stream stream) override { copy(piece, to, stream); }
   void follow(const std::vector<PieceRecord>&, const std::vector<PieceRecord>&) override {}
   void copy(const PieceRecord& piece, Address to, Stream stream) override;
+  Address direct(int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return true; }
 
  private:
@@ -50,6 +54,7 @@ class StagedSource final : public Source {
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
   void copy(const PieceRecord& piece, Address to, Stream stream) override;
+  Address direct(int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return false; }
 
  private:

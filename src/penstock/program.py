@@ -14,7 +14,7 @@ from penstock.errors import PackageError
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 METADATA_FILE = "penstock.json"
 
 # What zipfile raises over a damaged archive, or one of a kind that torch never writes (compressed, encrypted), and what
@@ -87,7 +87,8 @@ class Program:
     weights: tuple[Weight, ...]
     states: tuple[State, ...]
     identity: str
-    # The floor for the default case: every weight streamed, exact bytes. Load computes its own and is the authority.
+    # The floor for the default case, in exact bytes: what is gathered from is read in place, everything else streamed.
+    # Load computes its own and is the authority.
     floor_bytes: int
     budget_bytes: int | None
     # Parameters and buffers that no compiled method reads: not in the weights file.
@@ -117,7 +118,7 @@ def program_to_json(program: Program) -> str:
         row["signature"]["inputs"] = [_spec_to_json(spec) for spec in method.signature.inputs]
         row["signature"]["outputs"] = [_spec_to_json(spec) for spec in method.signature.outputs]
         row["schedule"] = {
-            "accesses": [[a.number, a.weight, a.pinned] for a in method.schedule.accesses],
+            "accesses": [[a.number, a.weight, a.pinned, a.gathered] for a in method.schedule.accesses],
             "steps": [[s.kernel, list(s.accesses)] for s in method.schedule.steps],
         }
     return json.dumps({"format_version": FORMAT_VERSION, **table})

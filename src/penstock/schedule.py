@@ -14,6 +14,8 @@ class Access:
     weight: str
     # Read where its lifetime cannot be followed (a control-flow body): the weight must stay in place all the time.
     pinned: bool = False
+    # Only some rows of it are read, by index: an embedding table, or experts that are routed to.
+    gathered: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,26 @@ class Brancher(nn.Module):
         return torch.cond(x.sum() > 0, lambda y: self.left(y).tanh(), lambda y: self.right(y).cos(), (x,))
 
 
+class Routed(nn.Module):
+    """A tied embedding table, and a layer of experts of which every token takes one."""
+
+    VOCABULARY, WIDTH, EXPERTS = 32_000, 1024, 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(self.VOCABULARY, self.WIDTH, dtype=torch.bfloat16)
+        self.router = nn.Linear(self.WIDTH, self.EXPERTS, dtype=torch.bfloat16)
+        self.experts = nn.Parameter(torch.randn(self.EXPERTS, self.WIDTH, self.WIDTH, dtype=torch.bfloat16) / 32)
+        self.dense = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH, dtype=torch.bfloat16) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.table(tokens)
+        h = h + torch.bmm(h[:, None], self.experts[self.router(h).argmax(-1)])[:, 0]
+        for layer in self.dense:
+            h = h + torch.tanh(layer(h))
+        return h @ self.table.weight.t()
+
+
 def compile_program(name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
@@ -101,6 +121,9 @@ def compile_program(name: str, folder: Path) -> None:
             Brancher().eval().requires_grad_(False), (torch.zeros(4, Brancher.WIDTH, dtype=torch.bfloat16),)
         )
         penstock.compile(penstock.apply_weight_offload(ep), folder / "model.pt2", device="cuda")
+    elif name == "routed":
+        ep = torch.export.export(Routed().eval().requires_grad_(False), (torch.arange(4),))
+        penstock.compile(penstock.apply_weight_offload(ep), folder / "model.pt2", device="cuda")
     else:
         model = SlowChain().eval().requires_grad_(False)
         # Exported on meta: the op has no kernel on the CPU.
@@ -111,7 +134,8 @@ def compile_program(name: str, folder: Path) -> None:
 
 def compile_all(folder: Path) -> dict[str, Path]:
     """Side by side, each in a process of its own; what is there already is used."""
-    paths = {name: folder / name / "model.pt2" for name in ("decoder", "slow_chain", "accumulator", "brancher")}
+    names = ("decoder", "slow_chain", "accumulator", "brancher", "routed")
+    paths = {name: folder / name / "model.pt2" for name in names}
     children = [
         subprocess.Popen([sys.executable, "-m", "tests.gpu.programs", name, str(path.parent)])
         for name, path in paths.items()

@@ -74,9 +74,9 @@ def resident(compiled: dict[str, Path]) -> tuple[list[torch.Tensor], int]:
         return generate(module), module.budget_bytes
 
 
-def floor_of(path: Path, policy: str) -> int:
+def floor_of(path: Path, policy: str, host_memory: str = "registered") -> int:
     with pytest.raises(errors.BelowFloorError) as caught:
-        penstock.Module(path, budget=0, policy=policy)
+        penstock.Module(path, budget=0, policy=policy, host_memory=host_memory)
     return caught.value.floor_bytes
 
 
@@ -93,9 +93,9 @@ def test_budgets(
     """Bit-identical from floor to 100%, on changing streams, with what the driver lends never above the budget."""
     monkeypatch.setenv("PENSTOCK_POISON", poison)
     wanted, full = resident
-    floor = floor_of(compiled["decoder"], policy)
+    floor = floor_of(compiled["decoder"], policy, host_memory)
     with pytest.raises(errors.BelowFloorError):
-        penstock.Module(compiled["decoder"], budget=floor - 1, policy=policy)
+        penstock.Module(compiled["decoder"], budget=floor - 1, policy=policy, host_memory=host_memory)
     streamed, costs = [], []
     for fraction in FRACTIONS:
         budget = floor + int((full - floor) * fraction)
@@ -134,7 +134,7 @@ def test_device_memory_as_the_driver_sees_it(
     compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int], policy: str, host_memory: str
 ) -> None:
     wanted, _ = resident
-    floor = floor_of(compiled["decoder"], policy)
+    floor = floor_of(compiled["decoder"], policy, host_memory)
     slack = 4 << 20  # events, streams and pinned buffers are bookkeeping of the driver, in steps of 2 MiB
     for budget in (floor, floor + (40 << 20)):
         with penstock.Module(compiled["decoder"], budget="64GiB", quiet=True) as module:

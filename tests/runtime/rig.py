@@ -29,12 +29,14 @@ MS = 1_000_000
 
 
 def chain(*steps: str, method: str = "forward") -> Schedule:
-    """chain("a", "b c") has two steps, the second reads two weights. "!p" is a pinned access of p."""
+    """chain("a", "b c") has two steps, the second reads two weights. "!p" pins p, "~t" gathers from t."""
     accesses: list[Access] = []
     emitted: list[Step] = []
     for index, names in enumerate(steps):
         first = len(accesses)
-        accesses += [Access(first + k, name.lstrip("!"), name[0] == "!") for k, name in enumerate(names.split())]
+        accesses += [
+            Access(first + k, name.lstrip("!~"), name[0] == "!", name[0] == "~") for k, name in enumerate(names.split())
+        ]
         emitted.append(Step(f"k{index}", tuple(range(first, len(accesses)))))
     return Schedule(method, tuple(accesses), tuple(emitted))
 

@@ -98,6 +98,7 @@ FALLIBLE: dict[str, tuple[list[Any], Any]] = {
     "fill": ([c_uint64, c_int32, c_size_t, c_void_p], None),
     "register_host": ([c_void_p, c_size_t], None),
     "unregister_host": ([c_void_p], None),
+    "host_address": ([c_void_p, c_size_t], c_uint64),
     "allocate_host": ([c_size_t], c_void_p),
     "free_host": ([c_void_p], None),
     "launch": ([c_void_p, Kernel, c_void_p], None),

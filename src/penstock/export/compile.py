@@ -37,6 +37,7 @@ from penstock.export.package import pack_program
 from penstock.export.peak import PeakMeter, Peaks, peak_lines
 from penstock.export.toolchain import check_toolchain
 from penstock.export.values import has_value, is_zero, tensor_pieces
+from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.program import Program
 from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
@@ -286,7 +287,8 @@ def _program(
     weights = tuple(catalog.weights[name] for name in order)
     unread = {name for weight in catalog.weights.values() if weight.name not in order for name in weight.names}
     states = tuple(values.states.values())
-    floor = floor_bytes(schedules, {weight.name: weight for weight in weights})
+    by_name = {weight.name: weight for weight in weights}
+    floor = floor_bytes(*stand_ins(schedules, by_name, read_directly_by_default))
     if budget_bytes is not None and budget_bytes < floor.floor_bytes:
         raise BudgetError(
             f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at "

@@ -131,7 +131,10 @@ def _method(name: str, program: WeightlessProgram, derivation: Derivation, weigh
         name=name,
         schedule=Schedule(
             method=name,
-            accesses=tuple(Access(number, weight(number), number in program.pinned) for number in derivation.accesses),
+            accesses=tuple(
+                Access(number, weight(number), number in program.pinned, number in program.gathered)
+                for number in derivation.accesses
+            ),
             steps=derivation.steps,
         ),
         signature=program.signature,

@@ -15,6 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
+from penstock.export.gathers import is_gathered
 from penstock.export.offload import WEIGHT_KINDS, access_number, fetches, lend, mutated_targets, placeholders
 from penstock.layout import canonical
 from penstock.ops import FETCH, OWN, SETTLE, WEIGHT
@@ -57,6 +58,8 @@ class WeightlessProgram:
     weight_of: dict[int, str]
     # Accesses whose weight must stay in place throughout.
     pinned: frozenset[int]
+    # Accesses that read only rows of their weight, by index.
+    gathered: frozenset[int]
     # Names of the states, in the order of the leading inputs.
     states: tuple[str, ...]
     signature: Signature
@@ -80,6 +83,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
 
     weight_of: dict[int, str] = {}
     pinned: set[int] = set()
+    gathered: set[int] = set()
     state_nodes: list[tuple[str, Node]] = []
     input_nodes: list[Node] = []
     inputs: list[TensorSpec | ConstantSpec] = []
@@ -118,7 +122,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
         _own_carried(graph, node)
     outputs = _rewrite_outputs(ep, graph, dict(state_nodes), nodes)
     for node, target in target_of.items():
-        _rewrite_fetches(graph, node, target, device, weight_of, pinned)
+        _rewrite_fetches(graph, node, target, device, weight_of, pinned, gathered)
         graph.erase_node(node)
     strays = [access_number(fetch) for fetch in fetches(graph)]
     if strays:
@@ -142,6 +146,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
         example_inputs=example_inputs,
         weight_of=weight_of,
         pinned=frozenset(pinned),
+        gathered=frozenset(gathered),
         states=tuple(name for name, _ in state_nodes),
         signature=Signature(
             inputs=tuple(inputs),
@@ -213,7 +218,13 @@ def _symbols(ep: ExportedProgram, values: Any) -> dict[str, tuple[int, int | Non
 
 
 def _rewrite_fetches(
-    graph: Graph, weight: Node, target: str, device: torch.device, weight_of: dict[int, str], pinned: set[int]
+    graph: Graph,
+    weight: Node,
+    target: str,
+    device: torch.device,
+    weight_of: dict[int, str],
+    pinned: set[int],
+    gathered: set[int],
 ) -> None:
     value = weight.meta["val"]
     order = canonical(value.shape, value.stride())
@@ -240,6 +251,8 @@ def _rewrite_fetches(
         fetch.replace_all_uses_with(result)
         graph.erase_node(fetch)
         _guard_control_flow(graph, result, number, pinned)
+        if is_gathered(result):
+            gathered.add(number)
         _settle_reads(graph, result)
 
 

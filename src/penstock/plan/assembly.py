@@ -7,12 +7,9 @@ from itertools import chain
 
 from penstock.plan.demand import Demand
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
-from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
+from penstock.plan.plan import NO_RANGE, Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.stays import LaidStay, MethodArcs, issue_position
 from penstock.schedule import Schedule
-
-# The range of an access without bytes where a plan has no range at all.
-NO_RANGE = -1
 
 
 def assemble(

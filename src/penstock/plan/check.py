@@ -160,6 +160,11 @@ def _check_records(
             if placed.stay is not None or not -1 <= placed.range_index < len(plan.ranges):
                 raise PlanError(f"{where}, position {position}: {access.weight!r} has no bytes, but is {placed}")
             continue
+        if placed.is_direct:
+            # Host memory that nothing of ours writes: there is no more to it.
+            if placed.stay is not None or access.pinned:
+                raise PlanError(f"{where}, position {position}: {access.weight!r} is direct, but pinned or in a stay")
+            continue
         stay_pieces: tuple[Piece, ...] = ()
         if placed.stay is not None:
             if position not in method.stays[placed.stay].accesses:

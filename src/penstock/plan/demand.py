@@ -16,6 +16,11 @@ from penstock.weight import Weight
 COPY_OVERHEAD_BYTES = 256 * 1024
 
 
+def small_copy_bytes(page_bytes: int) -> int:
+    """Copies of fewer bytes are avoided. Where pages are smaller still, weights are too, and none is."""
+    return COPY_OVERHEAD_BYTES if page_bytes >= COPY_OVERHEAD_BYTES else 0
+
+
 @dataclass(frozen=True)
 class Demand:
     """What the methods need: sizes in bytes and in pages of every weight that is accessed and has bytes."""
@@ -42,8 +47,7 @@ class Demand:
 
     @property
     def small_copy_bytes(self) -> int:
-        """Copies of fewer bytes are avoided. Where pages are smaller still, weights are too, and none is."""
-        return COPY_OVERHEAD_BYTES if self.page_bytes >= COPY_OVERHEAD_BYTES else 0
+        return small_copy_bytes(self.page_bytes)
 
     @property
     def packs(self) -> bool:

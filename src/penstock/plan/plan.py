@@ -10,6 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+# In the place of a range: of an access without bytes where a plan has no range at all,
+NO_RANGE = -1
+# and of one that is read in host memory.
+DIRECT = -2
+
 
 @dataclass(frozen=True)
 class Block:
@@ -75,7 +80,8 @@ class Stay:
 class Placement:
     """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident.
 
-    `range_index` is -1 for a weight without bytes in a plan without ranges.
+    `range_index` is NO_RANGE for a weight without bytes in a plan without ranges, and DIRECT for one that is read where
+    it lies in host memory.
     """
 
     number: int
@@ -85,10 +91,17 @@ class Placement:
     range_offset_bytes: int
     stay: int | None
 
+    @property
+    def is_direct(self) -> bool:
+        return self.range_index == DIRECT
+
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one run of a method moves. S7: what is counted while running equals this."""
+    """What one run of a method moves. S7: what is counted while running equals this.
+
+    Direct reads are in none of it: how much of a weight a kernel reads is its own business.
+    """
 
     bytes_streamed: int
     copies: int
@@ -138,7 +151,8 @@ class MethodPlan:
         return Traffic(
             bytes_streamed=sum(copy.piece.nbytes for copy in issued),
             copies=len(issued),
-            bytes_hit=sum(placement.nbytes for placement in self.placements) - sum(stay.nbytes for stay in missed),
+            bytes_hit=sum(placement.nbytes for placement in self.placements if not placement.is_direct)
+            - sum(stay.nbytes for stay in missed),
         )
 
 
@@ -165,6 +179,12 @@ class Plan:
     def resident_bytes(self) -> int:
         """Device memory that keeps its content, rounding to pages included."""
         return self.device_bytes - self.ring_bytes
+
+    @cached_property
+    def direct_weights(self) -> tuple[str, ...]:
+        """Those that some access reads where they lie in host memory."""
+        placements = (placement for method in self.methods for placement in method.placements)
+        return tuple(dict.fromkeys(placement.weight for placement in placements if placement.is_direct))
 
     def method(self, name: str) -> MethodPlan:
         return next(method for method in self.methods if method.method == name)

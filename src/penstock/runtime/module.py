@@ -36,7 +36,7 @@ from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_pag
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
-from penstock.runtime.policy import POLICIES, Arrangement, PlannedPolicy, Policy
+from penstock.runtime.policy import POLICIES, Arrangement, PlannedPolicy, Policy, planning_mode
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
@@ -79,6 +79,7 @@ class Module:
         weight_offload_budget_mb: int | None = None,
         weights: str | os.PathLike[str] | None = None,
         policy: str = "planned",
+        mode: str = "auto",
         device: str | torch.device | None = None,
         host_memory: str = "registered",
         host_memory_cap: int | str | None = None,
@@ -116,7 +117,9 @@ class Module:
             )
             stack.callback(driver.close)
             offsets = {weight.name: self._entries[weight.name].offset_bytes for weight in self.program.weights}
-            self._policy: Policy = POLICIES[policy](self.program, driver, offsets)
+            self._policy: Policy = POLICIES[policy](
+                self.program, driver, offsets, planning_mode(mode, policy, host_memory)
+            )
             self._driver = driver
             self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             if self._choice.source == "automatic" and self.device.type == "cuda":

@@ -11,8 +11,8 @@ from penstock.budget import format_bytes
 from penstock.errors import HostMemoryError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.floor import floor_bytes
+from penstock.plan.modes import MODES, ModePlanner
 from penstock.plan.plan import Plan
-from penstock.plan.planner import Planner
 from penstock.program import Program
 from penstock.runtime.driver import Driver
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
@@ -30,6 +30,9 @@ class Arrangement:
         if self.plan is None:
             return ["policy lru"]
         parts = [f"resident {format_bytes(self.plan.resident_bytes)}", f"ring {format_bytes(self.plan.ring_bytes)}"]
+        sizes = {weight.name: weight.nbytes for weight in self.program.weights}
+        if self.plan.direct_weights:
+            parts.append(f"{format_bytes(sum(sizes[name] for name in self.plan.direct_weights))} read in place")
         parts += [
             f"streamed {format_bytes(method.warm.bytes_streamed)} per run of {method.method}"
             for method in self.plan.methods
@@ -46,8 +49,9 @@ class Arrangement:
 class Policy(ABC):
     is_lru: bool
 
-    def __init__(self, program: Program, driver: Driver, source_offsets: Mapping[str, int]) -> None:
+    def __init__(self, program: Program, driver: Driver, source_offsets: Mapping[str, int], mode: str) -> None:
         self._program = program
+        self._mode = mode
         self._driver = driver
         self._page_bytes = driver.page_bytes
         self._offsets = source_offsets
@@ -74,8 +78,8 @@ class PlannedPolicy(Policy):
     is_lru = False
 
     @cached_property
-    def _planner(self) -> Planner:
-        return Planner(self._schedules, self._weights, page_bytes=self._page_bytes)
+    def _planner(self) -> ModePlanner:
+        return ModePlanner(self._schedules, self._weights, page_bytes=self._page_bytes, mode=self._mode)
 
     @property
     def floor_bytes(self) -> int:
@@ -145,6 +149,22 @@ class LruPolicy(Policy):
                 'host_memory="staged" reads ahead in the order of a plan, and policy="lru" has none: use the two apart'
             )
         return asked
+
+
+def planning_mode(mode: str, policy: str, host_memory: str) -> str:
+    """What a mode comes to here. Kernels read weights in place only where all of them are in memory for good."""
+    if mode not in MODES:
+        raise PenstockError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
+    obstacle = (
+        'policy="lru" copies whatever is accessed'
+        if policy == "lru"
+        else 'host_memory="staged" keeps no weight in place'
+        if host_memory == "staged"
+        else None
+    )
+    if mode == "direct" and obstacle:
+        raise PenstockError(f'mode="direct" reads weights where they lie in host memory, and {obstacle}')
+    return "streamed" if obstacle else mode
 
 
 POLICIES: dict[str, type[Policy]] = {"planned": PlannedPolicy, "lru": LruPolicy}

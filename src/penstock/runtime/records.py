@@ -51,7 +51,8 @@ def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
         yield placement.number
         yield placement.nbytes
         yield placement.range_index
-        yield placement.range_offset_bytes
+        # A direct access has no range to be offset in: here stands where it lies in the file.
+        yield offsets[placement.weight] if placement.is_direct else placement.range_offset_bytes
         yield -1 if placement.stay is None else placement.stay
     for stay in method.stays:
         yield stay.nbytes

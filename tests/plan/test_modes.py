@@ -1,0 +1,190 @@
+"""What is read in place, in every mode and at every budget; and that what comes out is a plan."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import BelowFloorError
+from penstock.plan.check import PlanError, check_plan
+from penstock.plan.modes import MODES, ModePlanner
+from penstock.plan.plan import DIRECT, Plan
+from penstock.plan.planner import Planner
+from penstock.schedule import Access, Schedule, Step
+from penstock.weight import Weight
+from tests.plan.test_floor import weights_of
+from tests.runtime.rig import chain
+
+PAGE = 16
+
+
+def planner(schedules: list[Schedule], weights: dict[str, Weight], mode: str = "auto", page: int = PAGE) -> ModePlanner:
+    return ModePlanner(schedules, weights, page_bytes=page, mode=mode)
+
+
+def direct_positions(plan: Plan, method: int = 0) -> list[int]:
+    return [index for index, placed in enumerate(plan.methods[method].placements) if placed.is_direct]
+
+
+# ---- by hand
+
+
+def test_a_table_that_is_gathered_from_leaves_the_floor_and_takes_no_memory() -> None:
+    schedule, weights = chain("~table", *"abcdef"), weights_of(table=1000, **dict.fromkeys("abcdef", 32))
+    auto = planner([schedule], weights)
+    without = Planner([chain("none", *"abcdef")], weights_of(none=0, **dict.fromkeys("abcdef", 32)), page_bytes=PAGE)
+    assert auto.floor_bytes == without.floor_bytes == 96
+    assert planner([schedule], weights, "streamed").floor_bytes > 1000
+    plan = auto.plan(96)
+    check_plan(plan, [schedule], weights, budget_bytes=96)
+    assert direct_positions(plan) == [0] and plan.direct_weights == ("table",)
+    (table, *_) = plan.methods[0].placements
+    assert (table.weight, table.nbytes, table.range_index, table.stay) == ("table", 1000, DIRECT, None)
+    # Neither copied nor found on the device.
+    assert plan.methods[0].warm == without.plan(96).methods[0].warm
+    assert auto.floor().plan.direct_weights == ("table",) and auto.floor().floor_bytes == 96
+
+
+def test_a_tied_table_is_gathered_in_place_where_its_projection_streams() -> None:
+    schedule = chain("~table", *"abcdef", "table")
+    weights = weights_of(table=100, **dict.fromkeys("abcdef", 32))
+    auto = planner([schedule], weights)
+    plan = auto.plan(auto.floor_bytes)
+    check_plan(plan, [schedule], weights, budget_bytes=auto.floor_bytes)
+    assert direct_positions(plan) == [0]
+    assert plan.methods[0].placements[7].stay is not None
+
+
+def test_a_tied_table_whose_projection_is_resident_is_gathered_from_there() -> None:
+    schedule = chain("~table", *"abcdef", "!table")
+    weights = weights_of(table=100, **dict.fromkeys("abcdef", 32))
+    auto = planner([schedule], weights)
+    plan = auto.plan(auto.floor_bytes)
+    check_plan(plan, [schedule], weights, budget_bytes=auto.floor_bytes)
+    assert not plan.direct_weights
+    gathered, projected = plan.methods[0].placements[0], plan.methods[0].placements[7]
+    assert (gathered.range_index, gathered.range_offset_bytes) == (projected.range_index, projected.range_offset_bytes)
+    # Both find it on the device.
+    assert plan.methods[0].warm.bytes_hit == 2 * 100 + 6 * 32 - plan.methods[0].warm.bytes_streamed
+
+
+def test_with_memory_to_spare_tables_are_held_as_far_as_it_goes() -> None:
+    schedule = chain("~large", "~small", *"abc")
+    weights = weights_of(large=160, small=48, **dict.fromkeys("abc", 32))
+    auto = planner([schedule], weights)
+    held = {budget: auto.plan(budget).direct_weights for budget in (96, 143, 144, 255, 256, 303, 304, 1000)}
+    assert held == {
+        96: ("large", "small"),
+        143: ("large", "small"),
+        144: ("large",),
+        255: ("large",),
+        256: ("small",),
+        303: ("small",),
+        304: (),
+        1000: (),
+    }
+    assert auto.full_bytes == 304
+    for budget in held:
+        plan = auto.plan(budget)
+        check_plan(plan, [schedule], weights, budget_bytes=budget)
+        assert plan.methods[0].warm.bytes_streamed == 0
+
+
+def test_where_everything_is_direct_the_floor_is_zero() -> None:
+    schedule, weights = chain(*"abc", "a"), weights_of(a=100, b=10, c=1)
+    direct = planner([schedule], weights, "direct")
+    assert direct.floor_bytes == 0
+    plan = direct.plan(0)
+    check_plan(plan, [schedule], weights, budget_bytes=0)
+    assert plan.device_bytes == 0 and direct_positions(plan) == [0, 1, 2, 3]
+    only_tables = planner([chain("~a", "~b")], weights)
+    assert only_tables.floor_bytes == 0 and direct_positions(only_tables.plan(0)) == [0, 1]
+
+
+def test_in_direct_mode_the_budget_holds_what_is_read_most() -> None:
+    schedule, weights = chain("~t", "a", "b", "a"), weights_of(t=16, a=32, b=32)
+    direct = planner([schedule], weights, "direct")
+    assert [direct.plan(budget).direct_weights for budget in (0, 31, 32, 48, 64, 79, 80)] == [
+        ("t", "a", "b"),
+        # a would take two pages of 16.
+        ("a", "b"),
+        ("t", "b"),
+        ("b",),
+        ("t",),
+        ("t",),
+        (),
+    ]
+
+
+def test_small_tables_are_packed_with_the_rest() -> None:
+    page = 2 * 2**20
+    sizes = {"table": 100_000, "large": 300_000, **dict.fromkeys("abcdef", 3 * page)}
+    schedule, weights = chain("~table", "~large", *"abcdef"), weights_of(**sizes)
+    auto = planner([schedule], weights, page=page)
+    assert auto.plan(auto.floor_bytes).direct_weights == ("large",)
+
+
+def test_pinned_accesses_are_never_direct() -> None:
+    schedule = Schedule("forward", (Access(0, "t", pinned=True, gathered=True),), (Step("k", (0,)),))
+    for mode in MODES:
+        made = planner([schedule], weights_of(t=100), mode)
+        assert made.floor_bytes == 112 and not made.plan(112).direct_weights
+        with pytest.raises(BelowFloorError):
+            made.plan(111)
+
+
+def test_a_mode_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="mode is 'fast'; it must be one of 'auto', 'streamed', 'direct'"):
+        planner([chain("a")], weights_of(a=1), "fast")
+
+
+def test_the_checker_refuses_a_pinned_access_that_is_direct() -> None:
+    loose, pinned, weights = chain("a", "b"), chain("!a", "b"), weights_of(a=16, b=16)
+    plan = planner([loose], weights, "direct").plan(0)
+    check_plan(plan, [loose], weights, budget_bytes=0)
+    with pytest.raises(PlanError, match="'a' is direct, but pinned"):
+        check_plan(plan, [pinned], weights, budget_bytes=0)
+
+
+# ---- at random
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[list[Schedule], dict[str, Weight]]:
+    names = [f"w{index}" for index in range(draw(st.integers(1, 8)))]
+    weights = weights_of(**{name: draw(st.integers(0, 100)) for name in names})
+    mark = st.sampled_from(["", "", "~", "~", "!"])
+    step = st.lists(st.builds(str.__add__, mark, st.sampled_from(names)), min_size=1, max_size=2).map(" ".join)
+    methods = draw(st.lists(st.lists(step, min_size=1, max_size=8), min_size=1, max_size=2))
+    return [chain(*steps, method=f"m{index}") for index, steps in enumerate(methods)], weights
+
+
+@given(program=programs(), mode=st.sampled_from(MODES), parts=st.lists(st.integers(0, 20), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_every_plan_is_safe_and_within_its_budget(
+    program: tuple[list[Schedule], dict[str, Weight]], mode: str, parts: list[int]
+) -> None:
+    schedules, weights = program
+    made = planner(schedules, weights, mode)
+    floor, full = made.floor_bytes, made.full_bytes
+    # Tables take no memory that they can do without: never more than where they stream.
+    assert floor <= planner(schedules, weights, "streamed").floor_bytes
+    pinned = {access.weight for schedule in schedules for access in schedule.accesses if access.pinned}
+    if mode == "direct":
+        assert (floor == 0) == (not any(weights[name].nbytes for name in pinned))
+    for part in parts:
+        budget = floor + max(full - floor, 0) * part // 20
+        plan = made.plan(budget)
+        check_plan(plan, schedules, weights, budget_bytes=budget)
+        for schedule, method in zip(schedules, plan.methods, strict=True):
+            for access, placed in zip(schedule.accesses, method.placements, strict=True):
+                if placed.is_direct:
+                    assert mode == "direct" or (mode == "auto" and access.gathered)
+                elif placed.stay is not None:
+                    assert mode != "direct"
+        if budget >= full:
+            assert not plan.direct_weights and not any(method.copies for method in plan.methods)
+    if floor:
+        with pytest.raises(BelowFloorError):
+            made.plan(floor - 1)

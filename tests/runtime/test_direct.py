@@ -1,0 +1,220 @@
+"""Weights that are read where they lie in host memory: what the session lends, what it refuses, what modules give."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import BelowFloorError, PenstockError, RuntimeFailure
+from penstock.plan.modes import ModePlanner
+from penstock.plan.plan import Plan
+from penstock.runtime.records import plan_numbers
+from tests.harness import bits, compiled, offloaded
+from tests.runtime.rig import MS, PAGE, Model, Rig, chain, staged, write_model
+from tests.runtime.soft import SoftDriver, SoftError
+
+LAYERS = "abcdef"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    """A table that is gathered from first and projected onto last, one that is only gathered from, and layers."""
+    sizes = {"table": 5 * PAGE + 100, "places": 3 * PAGE, **dict.fromkeys(LAYERS, 2 * PAGE + 8)}
+    schedules = [chain("~table ~places", *LAYERS, "table"), chain("~table", *LAYERS[::-1], method="other")]
+    return write_model(tmp_path / "weights", schedules, sizes)
+
+
+def plan_of(model: Model, budget_bytes: int | None = None, mode: str = "auto") -> Plan:
+    planner = ModePlanner(model.schedules, model.weights, page_bytes=PAGE, mode=mode)
+    return planner.plan(planner.floor_bytes if budget_bytes is None else budget_bytes)
+
+
+# ---- the session
+
+
+@pytest.mark.parametrize("mode", ["auto", "direct"])
+def test_kernels_read_the_file_itself_and_every_byte_is_right(model: Model, mode: str) -> None:
+    with Rig(model, kernel_ns=MS // 4) as rig:
+        plan = rig.install_plan(plan_of(model, mode=mode))
+        assert rig.session.memory()[1] == plan.device_bytes
+        stream = rig.stream()
+        for run in range(6):
+            rig.run(run // 2 % 2, stream)
+        direct = [placed.is_direct for placed in plan.methods[0].placements]
+        assert direct == [True, True, *[mode == "direct"] * 7]
+        rig.begin()
+        address = rig.acquire(0)
+        assert ctypes.string_at(address, 5 * PAGE + 100) == model.content["table"]
+        # No page of the device's: the mapping of the file.
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(model.path))]
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in mapped]
+        assert any(begin <= address < end for begin, end in ranges)
+        rig.session.abort()
+
+
+def test_replays_read_it_too(model: Model) -> None:
+    with Rig(model) as rig:
+        rig.install_plan(plan_of(model))
+        graphs = [rig.capture(0), rig.capture(1)]
+        stream = rig.stream()
+        for run in range(6):
+            rig.replay(graphs[run // 2 % 2], stream, order=run % 4, seed=run)
+            if run % 3 == 2:
+                rig.run(0, stream)
+
+
+def test_staged_memory_has_nothing_to_read_in_place(model: Model) -> None:
+    with Rig(model, source=staged()) as rig:
+        with pytest.raises(PenstockError, match="needs registered host memory"):
+            rig.install_plan(plan_of(model))
+        assert rig.session.memory()[0] == 0
+        rig.install_plan(plan_of(model, mode="streamed"))
+        rig.run()
+
+
+def test_an_access_beyond_the_file_is_refused_when_the_plan_is_installed(model: Model) -> None:
+    moved = plan_numbers(plan_of(model), {**model.offsets, "table": model.file_bytes - 5 * PAGE})
+    with Rig(model) as rig:
+        with pytest.raises(PenstockError, match=f"a direct access ends at byte {model.file_bytes + 100} of "):
+            rig.session.install(moved)
+        assert rig.session.memory()[0] == 0
+
+
+def test_a_call_that_fails_leaves_nothing(model: Model) -> None:
+    with Rig(model) as rig:
+        rig.driver.fail_at(2, call="host_address")
+        with pytest.raises(RuntimeFailure, match="host_address"):
+            rig.install_plan(plan_of(model))
+        rig.driver.fail_at(0)
+        assert rig.session.memory()[0] == 0
+        rig.install_plan(plan_of(model))
+        rig.run()
+
+
+def test_the_soft_driver_gives_addresses_of_registered_memory_alone() -> None:
+    memory = ctypes.create_string_buffer(5 * PAGE)
+    start = -(-ctypes.addressof(memory) // PAGE) * PAGE
+    with SoftDriver(PAGE, 0, poison=False) as driver:
+        for page in (0, 1, 3):
+            driver.register_host(start + page * PAGE, PAGE)
+        for offset, nbytes in ((0, 2 * PAGE), (10, 2 * PAGE - 10), (PAGE, PAGE), (3 * PAGE, PAGE)):
+            assert driver.host_address(start + offset, nbytes) == start + offset
+        for offset, nbytes, got in ((0, 2 * PAGE + 1, 2 * PAGE), (2 * PAGE, 1, 0), (3 * PAGE, PAGE + 1, PAGE)):
+            with pytest.raises(SoftError, match=f"registered for {got} bytes only"):
+                driver.host_address(start + offset, nbytes)
+        for page in (0, 1, 3):
+            driver.unregister_host(start + page * PAGE)
+
+
+# ---- modules
+
+VOCABULARY, WIDTH, EXPERTS = 600, 48, 20
+
+
+class Routed(nn.Module):
+    """A tied embedding, and layers of experts of which each token takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(3))
+        self.experts = nn.ParameterList(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH for _ in range(3))
+        self.dense = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.table(tokens)
+        for router, experts, dense in zip(self.router, self.experts, self.dense, strict=True):
+            h = h + torch.bmm(h[:, None], experts[router(h).argmax(-1)])[:, 0]
+            h = h + dense(h).relu()
+        return h @ self.table.weight.t()
+
+
+TOKENS = torch.tensor([3, 599, 0, 42])
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Routed()
+    return compiled(tmp_path_factory.mktemp("routed"), offloaded(model, (TOKENS,))).program_path
+
+
+def results(module: penstock.Module) -> list[Tensor]:
+    return [bits(module((TOKENS * 7 + shift) % VOCABULARY)) for shift in (0, 1, 0, 5)]
+
+
+@pytest.fixture(scope="module")
+def resident(routed: Path) -> list[Tensor]:
+    with penstock.Module(routed, "1TiB", mode="streamed", quiet=True) as module:
+        assert not any(method.copies for method in module.plan.methods)  # type: ignore[union-attr]
+        return results(module)
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_tables_and_experts_are_read_in_place_and_the_floor_is_that_of_the_rest(
+    routed: Path, resident: list[Tensor]
+) -> None:
+    with (
+        penstock.Module(routed, "1TiB", mode="streamed", quiet=True) as streamed,
+        penstock.Module(routed, "1TiB", quiet=True) as auto,
+    ):
+        experts_bytes = EXPERTS * WIDTH * WIDTH * 4
+        table_bytes = VOCABULARY * WIDTH * 4
+        # The table still streams for the projection; in the other mode beside the experts.
+        assert table_bytes <= auto.floor_bytes < table_bytes + experts_bytes / 4
+        assert streamed.floor_bytes >= table_bytes + experts_bytes
+        assert not auto.plan.direct_weights and same(results(auto), resident)  # type: ignore[union-attr]
+        floor = auto.floor_bytes
+    # A byte count without rounding to pages.
+    assert penstock.read_program(routed).floor_bytes <= floor
+    with penstock.Module(routed, floor, quiet=True) as module:
+        assert module.plan is not None
+        assert {"table.weight", "experts.0", "experts.1", "experts.2"} == set(module.plan.direct_weights)
+        assert "read in place" in module.summary
+        assert same(results(module), resident)
+        assert module.device_memory()[1] <= floor
+        # Of the experts, nothing is copied; of the table, all that its projection needs.
+        assert module.last_run.bytes_streamed < module.weight_bytes - 3 * experts_bytes
+    with pytest.raises(BelowFloorError, match=f"needs at least {floor} bytes"):
+        penstock.Module(routed, floor - 1, quiet=True)
+
+
+def test_a_budget_of_zero_will_do_where_everything_is_read_in_place(routed: Path, resident: list[Tensor]) -> None:
+    with penstock.Module(routed, 0, mode="direct", quiet=True) as module:
+        assert module.floor_bytes == module.budget_bytes == 0
+        assert same(results(module), resident)
+        assert module.device_memory() == (0, 0)
+        assert (module.stats().bytes_streamed, module.stats().bytes_hit, module.stats().copies) == (0, 0, 0)
+        module.set_budget(100_000)
+        assert same(results(module), resident)
+        assert 0 < module.device_memory()[1] <= 100_000 and module.stats().copies == 0
+
+
+def test_at_every_budget_the_results_are_the_same(routed: Path, resident: list[Tensor]) -> None:
+    for mode in ("auto", "direct"):
+        with penstock.Module(routed, "1TiB", mode=mode, quiet=True) as module:
+            floor, full = module.floor_bytes, module.budget_bytes
+            for part in range(6):
+                module.set_budget(floor + (full - floor) * part // 5)
+                assert same(results(module), resident)
+                assert module.device_memory()[0] <= module.budget_bytes
+
+
+def test_where_nothing_can_be_read_in_place_it_streams_or_says_so(routed: Path, resident: list[Tensor]) -> None:
+    staged_memory = {"host_memory": "staged", "host_memory_cap": 16 * PAGE}
+    for options, obstacle in ((staged_memory, "staged"), ({"policy": "lru"}, "lru")):
+        with penstock.Module(routed, "400KiB", quiet=True, **options) as module:  # type: ignore[arg-type]
+            assert same(results(module), resident) and module.last_run.bytes_streamed > 0
+        with pytest.raises(PenstockError, match=f'mode="direct" reads weights where they lie .*{obstacle}'):
+            penstock.Module(routed, "400KiB", mode="direct", quiet=True, **options)  # type: ignore[arg-type]
+    with pytest.raises(PenstockError, match="mode is 'fast'"):
+        penstock.Module(routed, "400KiB", mode="fast", quiet=True)
