@@ -110,7 +110,10 @@ def test_every_sample_and_what_follows_from_it(finished: Finished) -> None:
         if row["status"] != "ran":
             assert row["back_to_back"] is None
             continue
-        assert len(row["back_to_back"]["seconds"]) == 5 and row["back_to_back"]["runs_per_round"] >= 2
+        back_to_back = row["back_to_back"]
+        # On a busy machine a run may outlast its round.
+        rounds, least_runs = (measure.SLOW_ROUNDS, 1) if back_to_back["runs_per_round"] == 1 else (measure.ROUNDS, 2)
+        assert len(back_to_back["seconds"]) == rounds and back_to_back["runs_per_round"] >= least_runs
         assert 3 <= len(row["synchronised"]["seconds"]) <= 10
         assert len(row["host_alone"]["seconds"]) == len(row["host_behind"]["seconds"]) >= 3
         kinds = ("back_to_back", "synchronised", "host_alone", "host_behind")

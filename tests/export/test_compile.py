@@ -21,6 +21,7 @@ import penstock
 import penstock.export.compile as compile_module
 from penstock.errors import BudgetError, CheckpointError, MethodConflictError, PackageError
 from penstock.native import core
+from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import floor_bytes
 from penstock.program import FORMAT_VERSION, TensorSpec, program_from_json, program_to_json, read_program
 from penstock.torch_private.loader import CompiledMethod as LoadedMethod
@@ -156,7 +157,8 @@ def test_what_the_metadata_says_about_dynamic_shapes(small_build: Built) -> None
 def test_the_floor_can_be_computed_again(decoder_build: Built, small_build: Built) -> None:
     for result in (decoder_build.result, small_build.result):
         program = read_program(result.program_path)
-        floor = floor_bytes([m.schedule for m in program.methods], {w.name: w for w in program.weights})
+        schedules, weights = [m.schedule for m in program.methods], {w.name: w for w in program.weights}
+        floor = floor_bytes(*stand_ins(schedules, weights, read_directly_by_default))
         assert program.floor_bytes == floor.floor_bytes == result.floor.floor_bytes
         assert 0 < program.floor_bytes <= program.weight_bytes
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BelowFloorError
+from penstock.plan.calibration import Calibration
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.modes import MODES, ModePlanner
+from penstock.plan.link import Link
+from penstock.plan.modes import MODES, DirectChoice, ModePlanner
 from penstock.plan.plan import DIRECT, Plan
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.plan.test_floor import weights_of
+from tests.plan.test_floor import llama_3_8b, weights_of
 from tests.runtime.rig import chain
 
 PAGE = 16
@@ -145,6 +149,97 @@ def test_the_checker_refuses_a_pinned_access_that_is_direct() -> None:
     check_plan(plan, [loose], weights, budget_bytes=0)
     with pytest.raises(PlanError, match="'a' is direct, but pinned"):
         check_plan(plan, [pinned], weights, budget_bytes=0)
+
+
+# ---- by the clock
+
+LINK = Link(55e9, 2.9e-6)
+DEVICE_BYTES_PER_S, DIRECT_BYTES_PER_S, LAUNCH_S = 4e12, 51.4e9, 2e-6
+LARGE_PAGE = 2 * 2**20
+
+
+def times(schedule: Schedule, weights: dict[str, Weight], direct_bytes_per_s: float) -> Calibration:
+    """Steps bound by their reads: as a GPU decodes one token."""
+
+    def read_bytes(step: Step) -> int:
+        read = [schedule.access_by_number[number] for number in step.accesses]
+        return sum(weights[access.weight].nbytes for access in read if not access.gathered)
+
+    step_s = tuple(read_bytes(step) / DEVICE_BYTES_PER_S + LAUNCH_S for step in schedule.steps)
+    direct_s = tuple(
+        max(read_bytes(step) / direct_bytes_per_s, usual_s)
+        for step, usual_s in zip(schedule.steps, step_s, strict=True)
+    )
+    return Calibration(LINK, {schedule.method: step_s}, {schedule.method: direct_s})
+
+
+def seconds_by_mode(
+    schedule: Schedule, weights: dict[str, Weight], calibration: Calibration, budget: int
+) -> dict[str, float]:
+    found = {}
+    for mode in MODES:
+        made = planner([schedule], weights, mode, LARGE_PAGE)
+        plan = made.plan(budget, calibration)
+        check_plan(plan, [schedule], weights, budget_bytes=budget)
+        found[mode] = made.predicted_s(plan, calibration)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Schedule, dict[str, Weight]]:
+    """A vocabulary of 128,256: the output projection is a fifteenth of all weights and sets the floor."""
+    schedule, weights = llama_3_8b(fused_norms=True)
+    accesses = tuple(replace(access, gathered=access.weight == "embedding") for access in schedule.accesses)
+    return replace(schedule, accesses=accesses), weights
+
+
+def test_near_the_floor_of_a_large_vocabulary_auto_beats_every_pure_mode(
+    llama: tuple[Schedule, dict[str, Weight]],
+) -> None:
+    schedule, weights = llama
+    calibration = times(schedule, weights, DIRECT_BYTES_PER_S)
+    floor = planner([schedule], weights, "streamed", LARGE_PAGE).floor_bytes
+    seconds = seconds_by_mode(schedule, weights, calibration, floor)
+    assert seconds["auto"] < 0.95 * seconds["streamed"] and seconds["auto"] < 0.95 * seconds["direct"]
+
+
+@pytest.mark.parametrize("direct_bytes_per_s", [DIRECT_BYTES_PER_S, 6.4e9])
+def test_at_no_budget_is_auto_slower_than_a_pure_mode(
+    llama: tuple[Schedule, dict[str, Weight]], direct_bytes_per_s: float
+) -> None:
+    """Reads in place that are as fast as copies, and such as a product of 2,048 rows makes."""
+    schedule, weights = llama
+    calibration = times(schedule, weights, direct_bytes_per_s)
+    for budget in (4_000_000_000, 14_000_000_000):
+        seconds = seconds_by_mode(schedule, weights, calibration, budget)
+        assert seconds["auto"] <= 1.02 * min(seconds.values())
+    if direct_bytes_per_s < DIRECT_BYTES_PER_S:
+        plan = planner([schedule], weights, page=LARGE_PAGE).plan(4_000_000_000, calibration)
+        assert plan.direct_weights == ("embedding",)
+
+
+def test_a_read_in_place_that_was_not_timed_cannot_be_simulated() -> None:
+    schedule, weights = chain("a", "b"), weights_of(a=16, b=16)
+    direct = planner([schedule], weights, "direct")
+    untimed = Calibration(LINK, {"forward": (1e-3, 1e-3)})
+    with pytest.raises(ValueError, match="reads weights in place, and got the times of 0 such steps; it has 2"):
+        direct.predicted_s(direct.plan(0), untimed)
+
+
+def test_copies_stand_still_while_a_weight_is_read_in_place() -> None:
+    """One of twelve weights is read in place, the others are copied: all cross one link."""
+    names, nbytes = "abcdefghijkl", 55_000_000
+    schedule, weights = chain(*names), weights_of(**dict.fromkeys(names, nbytes))
+    auto = planner([schedule], weights, page=LARGE_PAGE)
+    timed = Calibration(Link(55e9), {"forward": (1e-5,) * 12}, {"forward": (1e-3,) * 12})
+    everything = planner([schedule], weights, "direct", LARGE_PAGE).plan(0)
+    assert auto.predicted_s(everything, timed) == pytest.approx(12e-3)
+    chosen = DirectChoice([schedule], weights, LARGE_PAGE, lambda access: access.weight == "b")
+    mixed = chosen.plan(chosen.floor_bytes, None)
+    assert mixed.direct_weights == ("b",)
+    crossing_bytes = mixed.methods[0].warm.bytes_streamed + nbytes
+    assert crossing_bytes > 8 * nbytes
+    assert crossing_bytes / 55e9 <= auto.predicted_s(mixed, timed) < 1.1 * crossing_bytes / 55e9
 
 
 # ---- at random

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,47 @@ def test_where_nothing_can_be_read_in_place_it_streams_or_says_so(routed: Path, 
             penstock.Module(routed, "400KiB", mode="direct", quiet=True, **options)  # type: ignore[arg-type]
     with pytest.raises(PenstockError, match="mode is 'fast'"):
         penstock.Module(routed, "400KiB", mode="fast", quiet=True)
+
+
+def test_reads_in_place_are_timed_and_the_faster_way_is_planned(routed: Path, resident: list[Tensor]) -> None:
+    with penstock.Module(routed, "136KiB", quiet=True) as module:
+        with (
+            pytest.raises(PenstockError, match=r"compares with what calibrate\(\) measures: use that first"),
+            module.calibrate_direct(),
+        ):
+            pass
+        with module.calibrate():
+            results(module)
+        with module.calibrate_direct():
+            assert module.device_memory()[0] == 0 and same(results(module), resident)
+        calibration = module.calibration
+        assert calibration is not None
+        steps = len(module.program.methods[0].schedule.steps)
+        assert [len(times) for times in calibration.direct_step_s.values()] == [steps]
+        assert same(results(module), resident)
+        assert module.device_memory()[0] <= 136 * 1024
+        chosen = module.plan
+        with pytest.raises(ZeroDivisionError), module.calibrate_direct():
+            _ = 1 // 0
+        # What was planned before is back, and what was known is still known.
+        assert module.plan is chosen and module.calibration is calibration
+        assert same(results(module), resident)
+    # Where reads in place cost nothing, and where they take for ever.
+    (method,) = calibration.direct_step_s
+    for seconds, in_place in ((0.0, True), (10.0, False)):
+        given = replace(calibration, direct_step_s={method: (seconds,) * steps})
+        with penstock.Module(routed, "136KiB", calibration=given, quiet=True) as module:
+            assert module.plan is not None
+            dense = {f"dense.{layer}.weight" for layer in range(3)}
+            assert (len(dense & set(module.plan.direct_weights)) > 0) == in_place
+            assert same(results(module), resident)
+
+
+def test_nothing_is_timed_in_place_where_nothing_is_read_there(routed: Path) -> None:
+    with penstock.Module(routed, "400KiB", mode="streamed", quiet=True) as module:
+        with module.calibrate():
+            module(TOKENS)
+        plan = module.plan
+        with pytest.raises(PenstockError, match="this module plans as mode='streamed'"), module.calibrate_direct():
+            pass
+        assert module.plan is plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.plan.link import Link
 
@@ -13,6 +13,8 @@ class Calibration:
     link: Link
     # By method, one number per step: from the end of the step before it to its own.
     step_s: Mapping[str, tuple[float, ...]]
+    # The same where a step reads its weights in host memory. Empty: not measured, and not planned for.
+    direct_step_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def resident_s(self, method: str) -> float:
         """A run in which no step waits for a copy."""

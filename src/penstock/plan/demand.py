@@ -60,20 +60,21 @@ class Demand:
 
     def held_pages(self, names: Iterable[str]) -> int:
         """Pages of these weights when each is held whole."""
-        return -(-sum(map(self._held_bytes.__getitem__, names)) // self.page_bytes)
+        return -(-sum(map(self.held_bytes.__getitem__, names)) // self.page_bytes)
 
     def held_pages_without(self, names: Iterable[str]) -> int:
         """Pages of all weights but these when each is held whole."""
-        return -(-(self._all_held_bytes - sum(map(self._held_bytes.__getitem__, names))) // self.page_bytes)
+        return -(-(self._all_held_bytes - sum(map(self.held_bytes.__getitem__, names))) // self.page_bytes)
 
     @cached_property
-    def _held_bytes(self) -> dict[str, int]:
+    def held_bytes(self) -> dict[str, int]:
+        """What each weight takes when it is held whole, rounded up to where the next one may begin."""
         unit_bytes = RESIDENT_ALIGNMENT_BYTES if self.packs else self.page_bytes
         return {name: -(-size // unit_bytes) * unit_bytes for name, size in self.nbytes.items()}
 
     @cached_property
     def _all_held_bytes(self) -> int:
-        return sum(self._held_bytes.values())
+        return sum(self.held_bytes.values())
 
     @cached_property
     def full_pages(self) -> int:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from penstock.plan.calibration import Calibration
-from penstock.plan.demand import small_copy_bytes
+from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default, stand_ins, with_direct
 from penstock.plan.plan import Plan
-from penstock.plan.planner import FloorPlan, Planner
+from penstock.plan.planner import FloorPlan, Planner, predicted_s
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
-# What does not fit is: copied; read in place; or read in place where only rows of it are read, and copied otherwise.
+# What does not fit is: copied; read in place; or read in place where only rows of it are read, or where it was measured
+# to be faster, and copied otherwise.
 MODES = ("auto", "streamed", "direct")
+
+# Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
+# those that make a ring long.
+SIZES_TRIED = 6
 
 
 class ModePlanner:
@@ -31,57 +36,50 @@ class ModePlanner:
         self._weights = weights
         self._page_bytes = page_bytes
         self._mode = mode
-        self._planners: dict[frozenset[str], Planner] = {}
 
     @property
     def floor_bytes(self) -> int:
         """The smallest budget that `plan` accepts."""
-        return self._planner(frozenset()).floor_bytes
+        return self._usual.floor_bytes
 
-    @cached_property
+    @property
     def full_bytes(self) -> int:
         """Device bytes of the plan that holds everything. A larger budget buys nothing."""
-        return self._planner(frozenset(self._shelf)).full_bytes
+        return self._usual.full_bytes
 
     def floor(self) -> FloorPlan:
-        found = self._planner(frozenset()).floor()
-        return replace(found, plan=self._whole(found.plan, frozenset()))
+        return self._usual.floor()
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
         """The plan that takes the least time within the budget, or without a calibration the one that moves the least.
 
         Raises BelowFloorError where no plan is safe and still overlaps.
         """
-        held = self._held(budget_bytes)
-        return self._whole(self._planner(held).plan(budget_bytes, calibration), held)
+        plans = [self._usual.plan(budget_bytes, calibration)]
+        if self._mode != "auto" or calibration is None or not calibration.direct_step_s:
+            return plans[0]
+        plans += [choice.plan(budget_bytes, calibration) for choice in self._with_more_in_place]
+        return min(plans, key=lambda plan: self.predicted_s(plan, calibration))
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        """One warm run of every method that was calibrated, back to back with others of its own."""
-        return self._planner(frozenset()).predicted_s(plan, calibration)
-
-    def _held(self, budget_bytes: int) -> frozenset[str]:
-        """Of the weights that need no device memory, those that get some: when there is more than the rest can use."""
-        held: frozenset[str] = frozenset()
-        if not self._shelf or budget_bytes < self._planner(held).full_bytes:
-            return held
-        if budget_bytes >= self.full_bytes:
-            return frozenset(self._shelf)
-        for name in self._shelf:
-            if self._planner(held | {name}).full_bytes <= budget_bytes:
-                held |= {name}
-        return held
+        return predicted_s(plan, self._schedules, calibration)
 
     @cached_property
-    def _shelf(self) -> list[str]:
-        """Weights that all accesses may read directly, those first that gain the most by being held.
+    def _usual(self) -> DirectChoice:
+        return self._choice(self._may_be_direct)
 
-        A kernel that reads all of a weight gains more than one that gathers; and twice read is twice gained.
-        """
-        accesses = [access for schedule in self._schedules for access in schedule.accesses]
-        kept = {access.weight for access in accesses if not self._may_be_direct(access)}
-        gathered = {access.weight: access.gathered for access in accesses if access.weight not in kept}
-        times = Counter(access.weight for access in accesses)
-        return sorted(gathered, key=lambda name: (gathered[name], -times[name], -self._weights[name].nbytes))
+    @cached_property
+    def _with_more_in_place(self) -> list[DirectChoice]:
+        """Weights from some size on are read in place as well; from the smallest size on, all of them are."""
+        sizes = sorted({weight.nbytes for weight in self._weights.values() if weight.nbytes}, reverse=True)
+        return [self._choice(self._in_place_from(size)) for size in dict.fromkeys([*sizes[:SIZES_TRIED], *sizes[-1:]])]
+
+    def _in_place_from(self, nbytes: int) -> IsDirect:
+        def is_direct(access: Access) -> bool:
+            large = self._weights[access.weight].nbytes >= nbytes
+            return self._may_be_direct(access) or (large and not access.pinned)
+
+        return is_direct
 
     def _may_be_direct(self, access: Access) -> bool:
         nbytes = self._weights[access.weight].nbytes
@@ -91,7 +89,73 @@ class ModePlanner:
         is_worth_it = nbytes >= max(small_copy_bytes(self._page_bytes), 1)
         return self._mode == "auto" and is_worth_it and read_directly_by_default(access)
 
-    def _is_direct(self, held: frozenset[str]) -> IsDirect:
+    def _choice(self, may_be_direct: IsDirect) -> DirectChoice:
+        return DirectChoice(self._schedules, self._weights, self._page_bytes, may_be_direct)
+
+
+class DirectChoice:
+    """The plans where given accesses are read in place, unless there is memory to spare for their weights."""
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        weights: Mapping[str, Weight],
+        page_bytes: int,
+        may_be_direct: Callable[[Access], bool],
+    ) -> None:
+        self._schedules = schedules
+        self._weights = weights
+        self._page_bytes = page_bytes
+        self._may_be_direct = may_be_direct
+        self._planners: dict[frozenset[str], Planner] = {}
+
+    @property
+    def floor_bytes(self) -> int:
+        return self._planner(frozenset()).floor_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        return self._demand.full_pages * self._page_bytes
+
+    def floor(self) -> FloorPlan:
+        found = self._planner(frozenset()).floor()
+        return replace(found, plan=self._whole(found.plan, frozenset()))
+
+    def plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
+        held = self._held(budget_bytes)
+        return self._whole(self._planner(held).plan(budget_bytes, calibration), held)
+
+    def _held(self, budget_bytes: int) -> frozenset[str]:
+        """Of the weights that need no device memory, those that get some: when there is more than the rest can use."""
+        demand = self._demand
+        room_bytes = budget_bytes // self._page_bytes * self._page_bytes
+        room_bytes -= sum(demand.held_bytes[name] for name in demand.nbytes if name not in self._shelf)
+        held: list[str] = []
+        if room_bytes >= 0:
+            for name in self._shelf:
+                if demand.held_bytes[name] <= room_bytes:
+                    room_bytes -= demand.held_bytes[name]
+                    held.append(name)
+        return frozenset(held)
+
+    @cached_property
+    def _demand(self) -> Demand:
+        return Demand.of(self._schedules, self._weights, self._page_bytes)
+
+    @cached_property
+    def _shelf(self) -> dict[str, None]:
+        """Weights that all accesses may read directly, those first that gain the most by being held.
+
+        A kernel that reads all of a weight gains more than one that gathers; and twice read is twice gained.
+        """
+        accesses = [access for schedule in self._schedules for access in schedule.accesses]
+        kept = {access.weight for access in accesses if not self._may_be_direct(access)}
+        read_whole = {access.weight for access in accesses if not access.gathered}
+        times = Counter(access.weight for access in accesses if access.weight not in kept)
+        order = sorted(times, key=lambda name: (name not in read_whole, -times[name], -self._weights[name].nbytes))
+        return dict.fromkeys(order)
+
+    def _is_direct(self, held: Collection[str]) -> IsDirect:
         return lambda access: access.weight not in held and self._may_be_direct(access)
 
     def _planner(self, held: frozenset[str]) -> Planner:

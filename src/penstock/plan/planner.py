@@ -199,12 +199,22 @@ class Planner:
         return min([*plans, *(plan for _, plan, _ in timed[:1])], key=seconds)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        """One warm run of every method that was calibrated, back to back with others of its own."""
-        return sum(
-            simulate(method, schedule, step_s=calibration.step_s[method.method], link=calibration.link).run_s
-            for method, schedule in zip(plan.methods, self._demand.schedules, strict=True)
-            if method.method in calibration.step_s
-        )
+        return predicted_s(plan, self._demand.schedules, calibration)
+
+
+def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibration) -> float:
+    """One warm run of every method that was calibrated, back to back with others of its own."""
+    return sum(
+        simulate(
+            method,
+            schedule,
+            step_s=calibration.step_s[method.method],
+            direct_step_s=calibration.direct_step_s.get(method.method, ()),
+            link=calibration.link,
+        ).run_s
+        for method, schedule in zip(plan.methods, schedules, strict=True)
+        if method.method in calibration.step_s
+    )
 
 
 @contextmanager

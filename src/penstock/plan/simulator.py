@@ -61,6 +61,7 @@ def simulate(
     *,
     step_s: Sequence[float],
     link: Link,
+    direct_step_s: Sequence[float] = (),
     rest_s: float = 0.0,
     host_s_per_access: float = 0.0,
     boundary: Boundary = "ahead",
@@ -71,9 +72,23 @@ def simulate(
 
     `step_s` is the time from the end of one step to the end of the next with every weight in place, `rest_s` what
     comes after the last step. Copies and steps of all runs are added to `spans` if it is given.
+
+    A step that reads a weight in place takes its time of `direct_step_s`, and copies stand still as long as those bytes
+    would have taken them: both go over one link. What only gathers takes as long as with the weight in place.
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
-    streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, spans)
+    in_place_bytes = _in_place_bytes(method, schedule)
+    if any(in_place_bytes):
+        if len(direct_step_s) != len(step_s):
+            raise ValueError(
+                f"method {method.method!r} reads weights in place, and got the times of {len(direct_step_s)} such "
+                f"steps; it has {len(step_s)}"
+            )
+        times = zip(step_s, direct_step_s, in_place_bytes, strict=True)
+        step_s = [direct_s if nbytes else usual_s for usual_s, direct_s, nbytes in times]
+        _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
+    link_taken_s = [nbytes / link.bytes_per_s for nbytes in in_place_bytes]
+    streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, link_taken_s, spans)
     ends: list[_RunEnd] = []
     for _ in range(runs):
         end = streams.run(boundary)
@@ -155,9 +170,11 @@ class _Streams:
         link: Link,
         rest_s: float,
         host_s_per_access: float,
+        link_taken_s: Sequence[float],
         spans: list[Span] | None,
     ) -> None:
         self.step_s = tuple(step_s)
+        self.link_taken_s = tuple(link_taken_s)
         self.rest_s = rest_s
         self.host_s_per_access = host_s_per_access
         self.spans = spans
@@ -207,6 +224,8 @@ class _Streams:
                     begin_s = self.stays_ready_s[stay]
             self.stalled_s += begin_s - could_s
             compute_s = begin_s + took_s
+            if self.link_taken_s[step]:
+                self.copied_s = max(self.copied_s, begin_s) + self.link_taken_s[step]
             self.step_ends_s[step] = compute_s
             if self.spans is not None:
                 self.spans.append(Span("compute", self.runs, step, begin_s, compute_s))
@@ -237,6 +256,15 @@ class _Streams:
             if self.spans is not None:
                 self.spans.append(Span("copy", self.runs, index, begin_s, copied_s))
         self.copied_s = copied_s
+
+
+def _in_place_bytes(method: MethodPlan, schedule: Schedule) -> list[int]:
+    """By step: what it reads of whole weights in host memory."""
+    taken = [0] * len(schedule.steps)
+    for access, placement in zip(schedule.accesses, method.placements, strict=True):
+        if placement.is_direct and not access.gathered:
+            taken[schedule.first_step[access.number]] += placement.nbytes
+    return taken
 
 
 def _check(

@@ -24,6 +24,12 @@ def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: P
             "nothing was copied in the runs to calibrate by: either there was none, or every weight is resident and "
             "there is nothing to plan"
         )
+    return Calibration(_link(copies), step_times(spans, schedules, plan))
+
+
+def step_times(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> dict[str, tuple[float, ...]]:
+    """By method that was run: how long each step takes once its weights are there."""
+    copies = [span for span in spans if span.lane == "copy"]
     runs: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.lane == "compute":
@@ -37,11 +43,10 @@ def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: P
             by_method[method_index].append(_step_times(ordered, schedules[method_index], plan, ready_ns))
     if not by_method:
         raise PenstockError("no run was completed to calibrate by")
-    step_s = {
+    return {
         schedules[index].method: tuple(median(times) for times in zip(*measured, strict=True))
         for index, measured in by_method.items()
     }
-    return Calibration(_link(copies), step_s)
 
 
 def check_calibration(
@@ -60,7 +65,7 @@ def check_calibration(
     if not isinstance(calibration, Calibration):
         raise PenstockError(f'calibration is {calibration!r:.80}; it must be a Calibration, "first-runs" or None')
     steps = {schedule.method: len(schedule.steps) for schedule in schedules}
-    for method, times in calibration.step_s.items():
+    for method, times in (*calibration.step_s.items(), *calibration.direct_step_s.items()):
         if len(times) != steps.get(method):
             raise PenstockError(
                 f"the calibration has {len(times)} steps for method {method!r}; the program has "

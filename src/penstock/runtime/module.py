@@ -30,7 +30,7 @@ from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget
-from penstock.runtime.calibration import calibration_of, check_calibration
+from penstock.runtime.calibration import calibration_of, check_calibration, step_times
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
 from penstock.runtime.entrance import Entrance, Shortages
@@ -290,6 +290,33 @@ class Module:
         with self._idle():
             calibration = calibration_of(spans, self._schedules, plan)
             self._install(self._policy.arrange(self.budget_bytes, calibration))
+            self._calibration = calibration
+        self._say()
+
+    @contextmanager
+    def calibrate_direct(self) -> Iterator[None]:
+        """Measures the runs inside it with every weight read in place, then plans again by both measurements.
+
+        For few rows, where a product reads each weight once. Comes after calibrate() with the same calls.
+        """
+        with self._idle():
+            known, policy, before = self._calibration, self._policy, self._arrangement
+            if known is None or not isinstance(policy, PlannedPolicy):
+                raise PenstockError("calibrate_direct() compares with what calibrate() measures: use that first")
+            arrangement = policy.arrange_in_place()
+            assert arrangement.plan is not None
+            self._recorder.make_way()
+            self._install(arrangement)
+            self._recorder.start("calibrate_direct() is recording; leave it first")
+        try:
+            yield
+        finally:
+            with self._idle():
+                spans = self._recorder.stop()
+                self._install(before)
+        with self._idle():
+            calibration = replace(known, direct_step_s=step_times(spans, self._schedules, arrangement.plan))
+            self._install(policy.arrange(self.budget_bytes, calibration))
             self._calibration = calibration
         self._say()
 

@@ -96,6 +96,17 @@ class PlannedPolicy(Policy):
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
 
+    def arrange_in_place(self) -> Arrangement:
+        """Everything is read where it lies, whatever the budget: to see how long that takes."""
+        if self._mode != "auto":
+            raise PenstockError(
+                'reads in place are timed to choose between them and copies, which mode="auto" with host_memory='
+                f'"registered" does; this module plans as mode={self._mode!r}'
+            )
+        planner = ModePlanner(self._schedules, self._weights, page_bytes=self._page_bytes, mode="direct")
+        plan = planner.plan(planner.floor_bytes)
+        return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
+
 
 class LruPolicy(Policy):
     is_lru = True
