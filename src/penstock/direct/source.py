@@ -1,0 +1,36 @@
+"""The kernels' text, compiled at run time."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from penstock.direct.failures import KernelCompileError
+
+_FOLDER = Path(__file__).parent / "kernels"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One .cu file and the headers it may include, by name."""
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...]
+
+    @property
+    def digest(self) -> str:
+        state = hashlib.sha256()
+        for part in (self.name, self.text, *(part for header in self.headers for part in header)):
+            state.update(f"{len(part)}:{part}".encode())
+        return state.hexdigest()
+
+
+@lru_cache
+def read_source(name: str) -> Source:
+    if not (_FOLDER / name).is_file():
+        raise KernelCompileError(f"the kernel source {name} is not in {_FOLDER}: the installation is not whole")
+    headers = tuple((path.name, path.read_text()) for path in sorted(_FOLDER.glob("*.h")))
+    return Source(name, (_FOLDER / name).read_text(), headers)

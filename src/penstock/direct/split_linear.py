@@ -1,0 +1,237 @@
+"""y = x @ W^T + bias, the first rows of W in device memory and the others in registered host memory, in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.direct.driver_calls import (
+    BFLOAT16,
+    FLOAT16,
+    PROMOTE_256_BYTES,
+    PROMOTE_NOTHING,
+    DriverCalls,
+    launch_config,
+)
+from penstock.direct.failures import KernelInputError
+from penstock.direct.faults import WORDS, describe_fault
+from penstock.direct.kernel_build import PLAIN_THREADS, KernelBuilds
+from penstock.direct.launch_shape import LaunchShape, Limits, check_sizes, launch_shape
+from penstock.direct.params import SplitParams, aligned_params, fill_shape
+from penstock.direct.schedule import ELEMENT_BYTES, GRAIN
+from penstock.direct.tile_shape import PORTABLE_CLUSTER_CTAS, TOKEN_CTAS, TileShape, choose_tile
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to launch. The defaults are for use; the others show what they are good for, or help to find faults."""
+
+    # None: no congestion control, every cluster faces the host.
+    limits: Limits | None = Limits()  # noqa: RUF009 - frozen
+    # Off: each block of tokens reads the host's rows again.
+    multicast: bool = True
+    # One slot per ring, no clusters.
+    serial: bool = False
+    # One thread per result, no copy engine, no barriers, no tensor cores: another order of sums, so other bits.
+    plain: bool = False
+    # CTAs that share a tile of x; None: chosen by the number of tokens.
+    row_ctas: int | None = None
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What was checked: sizes, and addresses as the device sees them."""
+
+    tokens: int
+    rows: int
+    depth: int
+    head_rows: int
+    bf16: bool
+    head_address: int
+    tail_address: int
+
+
+class SplitLinear:
+    """The kernel on one device. `bounded_waits`: a wait that can only be a fault ends in an error; see `fault`."""
+
+    def __init__(self, device: torch.device | str, *, bounded_waits: bool = False, cache: Path | None = None) -> None:
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise KernelInputError(f"split linear got the device {self.device} and needs a CUDA device")
+        self._ordinal = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self._driver = DriverCalls()
+        self._builds = KernelBuilds(self._driver, self._ordinal, cache)
+        self._bounded_waits = bounded_waits
+        self._fault = torch.zeros(WORDS, dtype=torch.int32).pin_memory() if bounded_waits else None
+
+    @property
+    def fault(self) -> str | None:
+        """What the last bounded wait that ran out of time was waiting for; readable after the launch has failed."""
+        return None if self._fault is None else describe_fault(self._fault.tolist())
+
+    def close(self) -> None:
+        with self._driver.context(self._ordinal):
+            self._builds.unload()
+
+    def shape(
+        self, tokens: int, rows: int, depth: int, head_rows: int, dtype: torch.dtype, options: Options
+    ) -> LaunchShape:
+        """The launch that these sizes get. Compiles and loads a kernel that is new: not while a stream is captured."""
+        check_sizes(tokens, rows, depth, head_rows)
+        if options.plain:
+            # It knows no clusters; what is wrong with a build of the other kernel must not keep it from running.
+            return launch_shape(tokens, rows, depth, head_rows, self._tile(tokens, options), 1, options.limits)
+        bf16 = dtype == torch.bfloat16
+        with self._driver.context(self._ordinal):
+            tile = self._tile(tokens, options)
+            kernel = self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits)
+            if not kernel.most_clusters and tile.cluster_ctas > PORTABLE_CLUSTER_CTAS:
+                tile = self._tile(tokens, options, PORTABLE_CLUSTER_CTAS)
+                kernel = self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits)
+        return launch_shape(tokens, rows, depth, head_rows, tile, kernel.most_clusters, options.limits)
+
+    def _tile(self, tokens: int, options: Options, most_token_ctas: int = TOKEN_CTAS[-1]) -> TileShape:
+        return choose_tile(
+            tokens,
+            multicast=options.multicast,
+            serial=options.serial,
+            row_ctas=options.row_ctas,
+            most_token_ctas=most_token_ctas,
+            shared_limit_bytes=self._builds.limits.shared_limit_bytes,
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        head: torch.Tensor | None,
+        tail: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        options: Options = Options(),  # noqa: B008 - frozen
+        host_bytes: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """On the current stream. `host_bytes`, one int64 on the device, is added what was asked of the host."""
+        with self._driver.context(self._ordinal):
+            operands = self._check(x, head, tail, bias, out, host_bytes)
+            y = x.new_empty(operands.tokens, operands.rows) if out is None else out
+            shape = self.shape(operands.tokens, operands.rows, operands.depth, operands.head_rows, x.dtype, options)
+            params = self._params(operands, shape, x, head, tail, bias, y, host_bytes, options.plain)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            if options.plain:
+                function = self._builds.plain_kernel(bf16=operands.bf16)
+                blocks = min(-(-y.numel() // PLAIN_THREADS), 8 * self._builds.limits.sm_count)
+                config = launch_config(blocks, PLAIN_THREADS, 0, 1, stream)
+            else:
+                tile = shape.tile
+                function = self._builds.kernel(tile, bf16=operands.bf16, bounded_waits=self._bounded_waits).function
+                config = launch_config(shape.blocks, tile.threads, tile.shared_bytes, tile.cluster_ctas, stream)
+            self._driver.launch(function, config, params)
+        return y
+
+    def _params(
+        self,
+        operands: Operands,
+        shape: LaunchShape,
+        x: torch.Tensor,
+        head: torch.Tensor | None,
+        tail: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        y: torch.Tensor,
+        host_bytes: torch.Tensor | None,
+        plain: bool,
+    ) -> SplitParams:
+        params = aligned_params()
+        fill_shape(params, shape)
+        data_type = BFLOAT16 if operands.bf16 else FLOAT16
+        tokens, depth = operands.tokens, operands.depth
+
+        def encode(name: str, address: int, rows: int, stride: int, box_rows: int, promotion: int) -> None:
+            if plain:
+                return
+            target = getattr(params, name)
+            stride_bytes = stride * ELEMENT_BYTES
+            self._driver.encode_map(target, data_type, address, depth, rows, stride_bytes, box_rows, promotion)
+
+        encode("x", x.data_ptr(), tokens, _stride(x), shape.tile.x_box_rows, PROMOTE_256_BYTES)
+        sides = (
+            ("head", head, operands.head_address, PROMOTE_256_BYTES),
+            ("tail", tail, operands.tail_address, PROMOTE_NOTHING),
+        )
+        for name, tensor, address, promotion in sides:
+            # A side without rows has nothing to describe, and no tile asks for it.
+            if tensor is None or not tensor.shape[0]:
+                continue
+            rows, stride = tensor.shape[0], _stride(tensor)
+            encode(name, address, rows, stride, shape.tile.w_box_rows, promotion)
+            encode(f"{name}_16", address, rows, stride, GRAIN, promotion)
+            setattr(params, f"{name}_address", address)
+            setattr(params, f"{name}_stride", stride)
+        params.x_address, params.x_stride = x.data_ptr(), _stride(x)
+        params.y_address, params.y_stride = y.data_ptr(), _stride(y)
+        params.bias_address = 0 if bias is None else bias.data_ptr()
+        params.host_bytes_address = 0 if host_bytes is None else host_bytes.data_ptr()
+        params.fault_address = 0 if self._fault is None else self._driver.device_address(self._fault.data_ptr())
+        return params
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        head: torch.Tensor | None,
+        tail: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
+        host_bytes: torch.Tensor | None,
+    ) -> Operands:
+        if x.dtype not in DTYPES:
+            raise KernelInputError(f"x is {x.dtype}; split linear needs one of {', '.join(map(str, DTYPES))}")
+        if x.dim() != 2:
+            raise KernelInputError(f"x has the shape {tuple(x.shape)}; split linear needs (tokens, K)")
+        tokens, depth = x.shape
+        head_rows = 0 if head is None else head.shape[0]
+        rows = head_rows + (0 if tail is None else tail.shape[0])
+        check_sizes(tokens, rows, depth, head_rows)
+        addresses = {"head": 0, "tail": 0}
+        for name, tensor in (("x", x), ("head", head), ("tail", tail)):
+            if tensor is None or not tensor.shape[0]:
+                continue
+            _check_matrix(name, tensor, x.dtype, depth, aligned=True)
+            if name != "tail" and tensor.device != x.device:
+                raise KernelInputError(f"{name} is on {tensor.device} and x on {x.device}; they must be on one device")
+            if name in addresses:
+                addresses[name] = self._driver.device_address(tensor.data_ptr())
+        if bias is not None and (tuple(bias.shape) != (rows,) or bias.dtype != x.dtype or not bias.is_contiguous()):
+            raise KernelInputError(f"bias is {bias.dtype} {tuple(bias.shape)}; needs a contiguous {x.dtype} ({rows},)")
+        if out is not None:
+            _check_matrix("out", out, x.dtype, rows, aligned=False)
+            if out.shape[0] != tokens:
+                raise KernelInputError(f"out has {out.shape[0]} rows; {tokens} tokens need {tokens}")
+        if host_bytes is not None and (host_bytes.dtype != torch.int64 or host_bytes.device != x.device):
+            raise KernelInputError(
+                f"host_bytes is {host_bytes.dtype} on {host_bytes.device}; needs int64 on {x.device}"
+            )
+        bf16 = x.dtype == torch.bfloat16
+        return Operands(tokens, rows, depth, head_rows, bf16, addresses["head"], addresses["tail"])
+
+
+def _stride(matrix: torch.Tensor) -> int:
+    """Elements from row to row; torch calls the stride of a single row whatever it likes."""
+    return matrix.stride(0) if matrix.shape[0] > 1 else max(matrix.stride(0), matrix.shape[1])
+
+
+def _check_matrix(name: str, matrix: torch.Tensor, dtype: torch.dtype, columns: int, *, aligned: bool) -> None:
+    if matrix.dim() != 2 or matrix.shape[1] != columns or matrix.dtype != dtype:
+        raise KernelInputError(
+            f"{name} is {matrix.dtype} {tuple(matrix.shape)}; split linear needs {dtype} (rows, {columns})"
+        )
+    if (matrix.stride(1) != 1 and columns > 1) or _stride(matrix) < columns:
+        raise KernelInputError(f"{name} has the strides {matrix.stride()}; it needs rows one after the other")
+    if aligned and (matrix.data_ptr() % 16 or _stride(matrix) * ELEMENT_BYTES % 16):
+        raise KernelInputError(
+            f"{name} starts at {matrix.data_ptr():#x} with rows {_stride(matrix) * ELEMENT_BYTES} bytes apart; the "
+            "copy engine needs both to be multiples of 16"
+        )

@@ -1,0 +1,157 @@
+"""The kernel's own text over emulated instructions: every result, every host byte, no order of events that hangs it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.direct.launch_shape import Limits, launch_shape
+from penstock.direct.tile_shape import TileShape, choose_tile
+from tests.direct.emulation import AT_ONCE, AT_RANDOM, LATE, Emulated, Emulator, whole_numbers
+
+# Few slots, so that every slot is used many times. The third has a cluster in both directions at once.
+DECODE = replace(choose_tile(5), w_stages=3, x_stages=2)
+SHARED_X = replace(choose_tile(20), w_stages=3, x_stages=2)
+BOTH_SHARED = TileShape(16, 2, 2, 2, 1, 3, 2)
+SERIAL = choose_tile(10, serial=True)
+WIDE = replace(choose_tile(300), w_stages=2, x_stages=2)
+
+
+def run(
+    emulator: Emulator,
+    tokens: int,
+    rows: int,
+    depth: int,
+    head_rows: int,
+    *,
+    biased: bool = True,
+    y_stride: int | None = None,
+    copies_land: int = AT_RANDOM,
+    seed: int = 0,
+    limits: Limits | None = Limits(),  # noqa: B008 - frozen
+    most_clusters: int = 3,
+) -> Emulated:
+    """One run, compared with exact arithmetic: the results, what was not to be written, and the host's bytes."""
+    tile = replace(emulator.tile, token_blocks=-(-tokens // (emulator.tile.tile_tokens * emulator.tile.token_ctas)))
+    shape = launch_shape(tokens, rows, depth, head_rows, tile, most_clusters, limits)
+    x, weight = whole_numbers(tokens, depth, seed=seed), whole_numbers(rows, depth, seed=seed + 1)
+    bias = whole_numbers(rows, seed=seed + 2) if biased else None
+    left = emulator.run(shape, x, weight, bias, y_stride=y_stride, copies_land=copies_land, seed=seed)
+    assert left.failure == ""
+    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert torch.equal(left.y[:tokens, :rows], wanted.to(torch.bfloat16))
+    assert left.y[tokens:].isnan().all() and left.y[:, rows:].isnan().all()
+    assert left.host_bytes_counted == left.host_bytes_read == shape.host_bytes
+    assert left.host_bytes_read == (rows - head_rows) * depth * 2 * tile.token_blocks
+    return left
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("decode"), machine, DECODE)
+
+
+@pytest.fixture(scope="module")
+def shared_x(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("shared_x"), machine, SHARED_X)
+
+
+@pytest.fixture(scope="module")
+def both_shared(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("both_shared"), machine, BOTH_SHARED)
+
+
+@pytest.mark.parametrize("head_rows", [0, 16, 64, 112, 192, 203])
+def test_decode(decode: Emulator, head_rows: int) -> None:
+    """Ragged rows, columns and tokens; splits inside and between tiles; every way for copies to land."""
+    for copies_land, depth in itertools.product((AT_RANDOM, AT_ONCE, LATE), (8, 200)):
+        run(decode, 5, 203, depth, head_rows, copies_land=copies_land, seed=head_rows)
+
+
+def test_decode_writes_only_its_rows(decode: Emulator) -> None:
+    """Rows of y that are wider than N, 16-byte stores or not, and without a bias."""
+    for rows, y_stride in ((200, 208), (200, 201), (203, 208), (64, 64)):
+        run(decode, 8, rows, 72, 48, y_stride=y_stride, biased=False)
+
+
+def test_more_tokens_than_a_cluster_holds(decode: Emulator) -> None:
+    """Tokens in turns: right, and the host's bytes are counted as often as they cross."""
+    run(decode, 21, 130, 72, 64)
+
+
+@pytest.mark.parametrize("limits", [None, Limits(), Limits(host_ctas=1, host_inflight_bytes=1)])
+def test_x_is_shared(shared_x: Emulator, limits: Limits | None) -> None:
+    for head_rows, seed in itertools.product((0, 48, 144, 300), (1, 2)):
+        run(shared_x, 20, 300, 136, head_rows, limits=limits, seed=seed)
+
+
+@pytest.mark.parametrize("head_rows", [0, 80, 256, 272, 600])
+def test_both_are_shared(both_shared: Emulator, head_rows: int) -> None:
+    """Four CTAs: pairs share W, pairs share x. The second item of a cluster follows through the same rings."""
+    for copies_land in (AT_RANDOM, AT_ONCE, LATE):
+        run(both_shared, 29, 600, 136, head_rows, copies_land=copies_land, seed=head_rows, most_clusters=2)
+
+
+def test_one_slot(tmp_path: Path, machine: Path) -> None:
+    emulator = Emulator(tmp_path, machine, SERIAL)
+    assert (emulator.tile.w_stages, emulator.tile.x_stages) == (1, 1)
+    for head_rows in (0, 80, 100):
+        run(emulator, 10, 100, 136, head_rows)
+
+
+def test_wide_tiles(tmp_path: Path, machine: Path) -> None:
+    """The largest kind of tile, as chosen, two warpgroups of consumers and a cluster along the tokens."""
+    emulator = Emulator(tmp_path, machine, WIDE)
+    assert (WIDE.tile_tokens, WIDE.tile_warpgroups, WIDE.token_ctas) == (192, 2, 2)
+    run(emulator, 300, 130, 72, 48)
+
+
+def test_cluster_of_16(tmp_path: Path, machine: Path) -> None:
+    """Slices of 8 rows, half of the split's grain; as many peers as there are bits in a multicast mask."""
+    run(Emulator(tmp_path, machine, TileShape(8, 2, 16, 1, 1, 3, 2)), 121, 300, 136, 48)
+
+
+def test_plain_variant(decode: Emulator) -> None:
+    shape = launch_shape(5, 203, 200, 112, DECODE, 3, Limits())
+    x, weight, bias = whole_numbers(5, 200, seed=1), whole_numbers(203, 200, seed=2), whole_numbers(203, seed=3)
+    left = decode.run(shape, x, weight, bias, plain=True)
+    assert left.failure == ""
+    assert torch.equal(left.y[:5], (x.double() @ weight.double().T + bias.double()).to(torch.bfloat16))
+
+
+# Each is a fault that a kernel of this kind is known for; none may pass.
+FAULTS = {
+    "peers are not told that a slot is free": (
+        "if (lane < p.token_ctas) arrive_at(at.w_empty + 8 * w_slot, (u32)(at.row_rank * p.token_ctas + lane));",
+        "if (lane == 0) arrive_at(at.w_empty + 8 * w_slot, cluster_rank());",
+    ),
+    "the barrier counts only the own consumers": (
+        "init_barrier(at.w_empty + 8 * slot, p.token_ctas * kConsumerWarps);",
+        "init_barrier(at.w_empty + 8 * slot, kConsumerWarps);",
+    ),
+    "a slot is released while its product is at work": (
+        "await_products<1>();\n      if (column > 0) release(p, at, w_before, x_before);",
+        "if (column > 0) release(p, at, w_before, x_before);",
+    ),
+    "a product starts over with every chunk": ("column > 0 || k > 0", "k > 0"),
+    "the parity of a slot is never turned": ("slot = 0, parity ^= 1", "slot = 0"),
+    "a straddling tile reads the host's rows by their number in the whole": (
+        "host ? row + part - split_row : row + part",
+        "row + part",
+    ),
+    "the last CTA does not wait for its peers": ("// A CTA that ends early", "return;\n  //"),
+    "bytes of the own slice only": ("arrive_expecting(full, kXSlotBytes);", "arrive_expecting(full, kXSlotBytes / 2);"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_noticed(tmp_path: Path, machine: Path, fault: str) -> None:
+    """The emulator would be no evidence if it let these through."""
+    emulator = Emulator(tmp_path, machine, BOTH_SHARED, (FAULTS[fault],))
+    with pytest.raises(AssertionError, match="assert"):
+        for copies_land, seed in itertools.product((AT_RANDOM, AT_ONCE, LATE), (1, 2)):
+            run(emulator, 29, 600, 200, 272, copies_land=copies_land, seed=seed, most_clusters=2)

@@ -1,0 +1,200 @@
+"""Tiling and scheduling without a GPU: every result once, every host byte once, no more requests than allowed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.direct.failures import KernelInputError
+from penstock.direct.launch_shape import LaunchShape, Limits, check_sizes, launch_shape
+from penstock.direct.schedule import CHUNK, GRAIN, Item
+from penstock.direct.tile_shape import SHARED_LIMIT_BYTES, TILE_TOKENS, TOKEN_CTAS, choose_tile
+
+TOKENS = st.one_of(st.integers(1, 300), st.integers(1, 4096), st.sampled_from((1, 8, 64, 512, 2048, 4096)))
+LIMITS = st.one_of(
+    st.none(),
+    st.builds(
+        Limits,
+        host_ctas=st.integers(1, 16),
+        host_inflight_bytes=st.integers(1, 1 << 22),
+        link_bytes_per_s=st.floats(1e9, 1e12),
+        sm_flop_per_s=st.floats(1e11, 1e13),
+    ),
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> LaunchShape:
+    tokens, rows = draw(TOKENS), draw(st.integers(1, 3000))
+    depth = 8 * draw(st.integers(1, 40))
+    head_rows = draw(st.one_of(st.sampled_from((0, rows)), st.integers(0, rows // GRAIN).map(lambda n: n * GRAIN)))
+    tile = choose_tile(tokens, multicast=draw(st.booleans()), serial=draw(st.booleans()))
+    return launch_shape(tokens, rows, depth, head_rows, tile, draw(st.integers(1, 140)), draw(LIMITS))
+
+
+def all_items(shape: LaunchShape) -> list[tuple[int, Item]]:
+    return [(c, item) for c in range(shape.schedule.clusters) for item in shape.schedule.items(c)]
+
+
+@given(shapes())
+@settings(max_examples=300, deadline=None)
+def test_every_result_is_computed_once(shape: LaunchShape) -> None:
+    schedule, tile = shape.schedule, shape.tile
+    taken = Counter(item for _, item in all_items(shape))
+    assert taken == Counter(Item(b, t) for b in range(schedule.bands) for t in range(schedule.token_blocks))
+    # The bands and blocks of tokens, cut into CTAs, cover all rows and all tokens, each once.
+    assert schedule.bands * tile.cluster_rows >= schedule.rows > (schedule.bands - 1) * tile.cluster_rows
+    block_tokens = tile.tile_tokens * tile.token_ctas
+    assert schedule.token_blocks * block_tokens >= shape.tokens > (schedule.token_blocks - 1) * block_tokens
+    assert tile.tile_rows * tile.row_ctas == tile.cluster_rows
+    assert tile.w_box_rows * tile.token_ctas == tile.tile_rows and tile.w_box_rows % 8 == 0
+    assert tile.x_box_rows * tile.row_ctas == tile.tile_tokens and tile.x_box_rows % 8 == 0
+
+
+@given(shapes())
+@settings(max_examples=200, deadline=None)
+def test_host_bytes(shape: LaunchShape) -> None:
+    """Counted as the kernel counts, slice by slice; and by whoever is allowed to ask."""
+    schedule, tile = shape.schedule, shape.tile
+    head_rows = min(schedule.split_row, schedule.rows)
+    asked = 0
+    for cluster, item in all_items(shape):
+        of_item = sum(
+            schedule.host_bytes(shape.depth, item.band * tile.cluster_rows + row, tile.w_box_rows, column)
+            for row in range(0, tile.cluster_rows, tile.w_box_rows)
+            for column in range(0, shape.depth, CHUNK)
+        )
+        assert (of_item > 0) == (item.band >= schedule.hbm_bands)
+        assert not of_item or cluster < schedule.host_clusters
+        asked += of_item
+    assert asked == shape.host_bytes == (schedule.rows - head_rows) * shape.depth * 2 * schedule.token_blocks
+    if shape.tokens <= 4096 and tile.token_ctas > 1:
+        assert schedule.token_blocks == 1
+
+
+@given(shapes())
+@settings(max_examples=200, deadline=None)
+def test_a_box_never_leaves_its_side(shape: LaunchShape) -> None:
+    """A box reads one tensor: a slice wholly on a side, or 16 rows of a slice that straddles."""
+    schedule, tile = shape.schedule, shape.tile
+    for row in range(0, schedule.bands * tile.cluster_rows, tile.w_box_rows):
+        end = row + tile.w_box_rows
+        if end <= schedule.split_row or row >= schedule.split_row:
+            continue
+        assert tile.w_box_rows % GRAIN == 0 and schedule.split_row % GRAIN == 0 and row % GRAIN == 0
+
+
+@given(shapes())
+@settings(max_examples=200, deadline=None)
+def test_limits_hold(shape: LaunchShape) -> None:
+    schedule, tile = shape.schedule, shape.tile
+    assert tile.shared_bytes <= SHARED_LIMIT_BYTES
+    assert 1 <= shape.host_w_stages <= tile.w_stages
+    assert tile.serial or min(tile.w_stages, shape.host_w_stages, tile.x_stages) >= 2
+    assert 0 <= schedule.host_clusters <= schedule.clusters
+    assert schedule.clusters <= schedule.hbm_items + schedule.host_items
+    assert tile.cluster_ctas <= 16 and tile.token_ctas in TOKEN_CTAS and tile.tile_tokens in TILE_TOKENS
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512, 2048])
+def test_requests_in_flight_are_those_that_were_set(tokens: int) -> None:
+    """On a GPU of 132 SMs, at every ratio: enough to cover the link's latency, and not more."""
+    tile = choose_tile(tokens)
+    for head_rows in range(0, 7168, 112):
+        shape = launch_shape(tokens, 7168, 7168, head_rows, tile, 132 // tile.cluster_ctas, Limits())
+        # Consumers keep one slot while they wait for the next.
+        inflight = shape.schedule.host_clusters * tile.row_ctas * tile.w_slot_bytes * (shape.host_w_stages - 1)
+        assert inflight <= 256 << 10, (head_rows, shape)
+        # A single tile of the widest kind has no room for more than five slots.
+        assert inflight >= (128 << 10 if shape.schedule.host_items > 1 else 64 << 10), (head_rows, shape)
+        # The last round is nearly as full as the others.
+        idle = -shape.schedule.host_items % shape.schedule.host_clusters
+        assert idle <= max(1, shape.schedule.host_items // 6), (head_rows, shape)
+
+
+def test_some_clusters_are_left_to_hbm() -> None:
+    """However many may face the host; but a single cluster does both."""
+    greedy = Limits(host_ctas=1000)
+    for clusters in (1, 2, 50):
+        schedule = launch_shape(8, 7168, 7168, 3584, choose_tile(8), clusters, greedy).schedule
+        assert schedule.host_clusters == max(clusters - 1, 1)
+        assert (schedule.helped > 0) == (clusters == 1)
+
+
+def test_who_is_done_helps_where_it_pays() -> None:
+    """Much arithmetic, little on the host: with help the last cluster is done sooner than HBM's alone would be."""
+    tile = choose_tile(2048)
+    schedule = launch_shape(2048, 14336, 4096, 13904, tile, 16, Limits()).schedule
+    most = max(len(list(schedule.items(cluster))) for cluster in range(schedule.clusters))
+    assert schedule.helped > 0 and most < -(-schedule.hbm_items // (schedule.clusters - schedule.host_clusters))
+
+
+def test_no_congestion_control() -> None:
+    tile = choose_tile(8)
+    shape = launch_shape(8, 7168, 7168, 3584, tile, 132, None)
+    assert (shape.schedule.host_clusters, shape.host_w_stages) == (shape.schedule.clusters, tile.w_stages)
+
+
+def test_tiles_do_not_depend_on_the_split() -> None:
+    """choose_tile is not told; what is left is that the launch keeps it, and K is not cut."""
+    for tokens in (1, 100, 3000):
+        tile = choose_tile(tokens)
+        for head_rows in range(0, 513, 16):
+            assert launch_shape(tokens, 512, 72, head_rows, tile, 100, Limits()).tile == tile
+
+
+def test_variants_keep_the_tile() -> None:
+    """Without multicast and in serial the products have the same shape, so the bits are the same."""
+    for tokens in (1, 17, 100, 300, 600, 2048, 4096):
+        usual, alone, serial = (choose_tile(tokens, **o) for o in ({}, {"multicast": False}, {"serial": True}))
+        assert usual.tile_tokens == alone.tile_tokens == serial.tile_tokens
+        assert usual.tile_rows == alone.tile_rows == serial.tile_rows
+        assert (alone.cluster_ctas, serial.cluster_ctas, serial.w_stages, serial.x_stages) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile_tokens", "token_ctas"),
+    [
+        *((1, 8, 1), (9, 16, 1), (64, 64, 1), (65, 128, 1), (129, 192, 1), (256, 256, 1), (257, 192, 2), (512, 256, 2)),
+        *((600, 192, 4), (1024, 256, 4), (2048, 256, 8), (2049, 192, 16), (4096, 256, 16), (5000, 256, 16)),
+    ],
+)
+def test_tokens(tokens: int, tile_tokens: int, token_ctas: int) -> None:
+    tile = choose_tile(tokens)
+    assert (tile.tile_tokens, tile.token_ctas) == (tile_tokens, token_ctas)
+    assert tile.token_blocks == (1 if tokens <= 4096 else 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 64, 12, 0), "K=12.*multiple of 8"),
+        ((1, 64, 8, 8), "8 rows of 64.*multiple of 16"),
+        ((1, 64, 8, 80), "80 rows of 64"),
+        ((0, 64, 8, 0), "T=0"),
+        ((1, 0, 8, 0), "N=0"),
+    ],
+)
+def test_refused_sizes(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(KernelInputError, match=message):
+        check_sizes(*sizes)
+
+
+def test_smaller_clusters() -> None:
+    """Where a GPU has no room for 16 CTAs side by side, tokens are taken in turns and the host's bytes say so."""
+    tile = choose_tile(4096, most_token_ctas=8)
+    assert (tile.tile_tokens, tile.token_ctas, tile.token_blocks) == (256, 8, 2)
+    shape = launch_shape(4096, 512, 64, 256, tile, 16, Limits())
+    assert shape.host_bytes == 2 * 256 * 64 * 2
+
+
+def test_refused_launches() -> None:
+    with pytest.raises(KernelInputError, match="row_ctas is 3"):
+        choose_tile(64, row_ctas=3)
+    with pytest.raises(KernelInputError, match="50,000 bytes"):
+        choose_tile(256, shared_limit_bytes=50_000)
+    with pytest.raises(KernelInputError, match="0 clusters of 8 CTAs"):
+        launch_shape(2048, 64, 64, 0, choose_tile(2048), 0, Limits())

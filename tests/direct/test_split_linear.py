@@ -1,0 +1,138 @@
+"""The launching side, without a GPU: the real Python over a driver that runs the kernel's text in the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.direct import kernel_build, split_linear
+from penstock.direct.driver_calls import DriverCalls
+from penstock.direct.failures import KernelDeviceError, KernelInputError
+from penstock.direct.split_linear import Options, SplitLinear
+from penstock.direct.tile_shape import choose_tile
+from penstock.errors import DriverCallError
+from tests.direct.emulation import EMULATOR, Emulator, whole_numbers
+
+STREAM = 0x7F0000000099
+
+
+class Emulation(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("host_begin", "host_end")),
+        *((name, ctypes.c_int) for name in ("capability_major", "most_clusters", "contexts", "launches")),
+        ("stream", ctypes.c_uint64),
+        *((name, ctypes.c_uint) for name in ("shared_limit", "portable_only")),
+        ("host_bytes_read", ctypes.c_uint64),
+    ]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Path:
+    folder = tmp_path_factory.mktemp("driver")
+    Emulator(folder, machine, choose_tile(5), more=(EMULATOR / "driver.cpp",))
+    return folder / "libemulator.so"
+
+
+@pytest.fixture
+def emulation(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulation]:
+    class Stream:
+        cuda_stream = STREAM
+
+    monkeypatch.setattr(split_linear, "DriverCalls", lambda: DriverCalls(str(library)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(kernel_build, "load_nvrtc", lambda major: None)
+    monkeypatch.setattr(kernel_build, "cubin_of", lambda *arguments: b"a cubin\0")
+    state = Emulation.in_dll(ctypes.CDLL(str(library)), "emulation")
+    before = bytes(state)
+    yield state
+    assert state.contexts == 0
+    ctypes.memmove(ctypes.addressof(state), before, len(before))
+
+
+def on_host(state: Emulation, tail: torch.Tensor) -> torch.Tensor:
+    """Says which memory stands for the host's."""
+    state.host_begin, state.host_end = tail.data_ptr(), tail.data_ptr() + tail.numel() * 2
+    return tail
+
+
+@pytest.mark.parametrize("head_rows", [0, 48, 64, 203])
+@pytest.mark.parametrize("options", [Options(), Options(limits=None), Options(plain=True)])
+def test_launch(emulation: Emulation, head_rows: int, options: Options) -> None:
+    x, weight, bias = whole_numbers(5, 136, seed=1), whole_numbers(203, 136, seed=2), whole_numbers(203, seed=3)
+    counter = torch.zeros(1, dtype=torch.int64)
+    head, tail = weight[:head_rows].clone(), on_host(emulation, weight[head_rows:].clone())
+    kernel = SplitLinear("cuda:0")
+    y = kernel(x, head, tail, bias, options=options, host_bytes=counter)
+    assert torch.equal(y, (x.double() @ weight.double().T + bias.double()).to(torch.bfloat16))
+    asked = (203 - head_rows) * 136 * 2
+    # One thread per result reads its row of W itself.
+    assert counter.item() == (asked * 5 if options.plain else asked)
+    assert options.plain or emulation.host_bytes_read == asked
+    assert (emulation.launches, emulation.stream) == (1, STREAM)
+    kernel.close()
+
+
+def test_views(emulation: Emulation) -> None:
+    """Rows that are further apart than they are long, of x and of y; a missing side; a single token."""
+    x, weight = whole_numbers(5, 272, seed=1)[:, :136], whole_numbers(64, 136, seed=2)
+    buffer = torch.full((5, 72), torch.nan, dtype=torch.bfloat16)
+    kernel = SplitLinear("cuda:0")
+    kernel(x, weight, None, out=buffer[:, :64])
+    assert torch.equal(buffer[:, :64], (x.double() @ weight.double().T).to(torch.bfloat16))
+    assert buffer[:, 64:].isnan().all()
+    one = kernel(x[:1], None, on_host(emulation, weight))
+    assert torch.equal(one, buffer[:1, :64])
+
+
+def test_refusals(emulation: Emulation) -> None:
+    kernel = SplitLinear("cuda:0")
+    x, weight = whole_numbers(5, 136, seed=1), whole_numbers(64, 136, seed=2)
+    refused: list[tuple[str, tuple[torch.Tensor | None, ...]]] = [
+        ("x is torch.float32", (x.float(), weight, None)),
+        ("x has the shape", (x[0], weight, None)),
+        ("K=12", (x[:, :12], weight[:, :12], None)),
+        ("head of 8 rows of 64", (x, weight[:8], weight[8:])),
+        (r"head is torch.float16 \(64, 136\)", (x, weight.half(), None)),
+        (r"tail is torch.bfloat16 \(48, 128\)", (x, weight[:16], weight[16:, :128])),
+        (r"x has the strides \(1, 5\)", (x.T.contiguous().T, weight, None)),
+        (r"x has the strides \(0, 1\)", (x[:1].expand(5, 136), weight, None)),
+        ("x starts at .* multiples of 16", (x.flatten()[1:].view(-1)[: 4 * 136].view(4, 136), weight, None)),
+        ("head starts at .* 276 bytes apart", (x, whole_numbers(64, 138, seed=1)[:, :136], None)),
+        (r"bias is .* needs a contiguous torch.bfloat16 \(64,\)", (x, weight, None, weight[0])),
+        ("T=0", (x[:0], weight, None)),
+        ("N=0", (x, None, None)),
+    ]
+    for message, operands in refused:
+        with pytest.raises(KernelInputError, match=message):
+            kernel(*operands)  # type: ignore[arg-type]
+    with pytest.raises(KernelInputError, match="out has 4 rows"):
+        kernel(x, weight, None, out=x.new_empty(4, 64))
+    with pytest.raises(KernelInputError, match="host_bytes is torch.int32"):
+        kernel(x, weight, None, host_bytes=torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(KernelInputError, match="device cpu"):
+        SplitLinear("cpu")
+    assert emulation.launches == 0
+
+
+def test_driver_errors_are_named(emulation: Emulation) -> None:
+    x, weight = whole_numbers(5, 136, seed=1), whole_numbers(64, 136, seed=2)
+    kernel = SplitLinear("cuda:0")
+    # Tokens for which another tile is chosen than the emulator was built for.
+    with pytest.raises(DriverCallError, match="cuLaunchKernelEx failed"):
+        kernel(whole_numbers(300, 136, seed=1), weight, None)
+    emulation.most_clusters = 0
+    with pytest.raises(KernelInputError, match="holds 0 clusters"):
+        SplitLinear("cuda:0")(x, weight, None)
+    # Clusters of 16 did not fit, so those of 8 were tried.
+    with pytest.raises(KernelInputError, match="holds 0 clusters of 8 CTAs"):
+        SplitLinear("cuda:0").shape(4096, 64, 136, 0, torch.bfloat16, Options())
+
+
+def test_other_gpus(emulation: Emulation) -> None:
+    emulation.capability_major = 10
+    with pytest.raises(KernelDeviceError, match=r"this GPU has 10\.0: newer"):
+        SplitLinear("cuda:0")

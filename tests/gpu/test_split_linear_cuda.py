@@ -1,0 +1,245 @@
+"""The split linear kernel on a Hopper GPU: bits, errors, host bytes. Each group of cases in a child with a time limit.
+
+    python -m pytest tests/gpu/test_split_linear_cuda.py
+    python -m tests.gpu.test_split_linear_cuda tokens 64      # one group, in this process
+    compute-sanitizer --tool racecheck python -m tests.gpu.test_split_linear_cuda small
+
+A fault of a barrier hangs a GPU: waits are bounded, and say in the child's last lines which one ran out of time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.direct.launch_shape import Limits
+from penstock.direct.split_linear import Options, SplitLinear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TOKENS = (1, 8, 17, 64, 100, 512, 2048, 4096)
+CHILD_LIMIT_S = 150
+# Ragged in rows and columns; then sizes at which every slot of every ring comes round, and several items per cluster.
+SIZES = ((203, 8), (520, 264), (1000, 1096), (4096, 2048))
+# All of them give the same bits.
+ALIKE = {
+    "usual": Options(),
+    "no congestion control": Options(limits=None),
+    "one host CTA": Options(limits=Limits(host_ctas=1, host_inflight_bytes=1)),
+    "no multicast": Options(multicast=False),
+    "x not shared": Options(row_ctas=1),
+    "serial": Options(serial=True),
+}
+
+
+def run_child(*arguments: str, limit_s: int = CHILD_LIMIT_S) -> None:
+    command = [sys.executable, "-m", "tests.gpu.test_split_linear_cuda", *arguments]
+    with tempfile.TemporaryFile("w+") as told:
+        try:
+            ended = subprocess.run(command, stdout=told, stderr=subprocess.STDOUT, timeout=limit_s).returncode
+        except subprocess.TimeoutExpired:
+            ended = None
+        told.seek(0)
+        tail = "".join(told.readlines()[-25:])
+    assert ended is not None, f"no end within {limit_s} s; it was at:\n{tail}"
+    assert ended == 0, tail
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_tokens(tokens: int) -> None:
+    run_child("tokens", str(tokens))
+
+
+@pytest.mark.parametrize("group", ["plain", "registered", "graph", "again", "large"])
+def test_group(group: str) -> None:
+    run_child(group)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Fresh random operands; W as one tensor on the GPU and one in pinned host memory."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    host_weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def random(cls, tokens: int, rows: int, depth: int, dtype: torch.dtype, biased: bool) -> Case:
+        x = torch.randn(tokens, depth, device="cuda").to(dtype)
+        weight = (torch.randn(rows, depth, device="cuda") / depth**0.5).to(dtype)
+        bias = torch.randn(rows, device="cuda").to(dtype) if biased else None
+        return cls(x, weight, weight.cpu().pin_memory(), bias)
+
+    def run(self, kernel: SplitLinear, head_rows: int, options: Options) -> tuple[torch.Tensor, int]:
+        """The result, out of a larger buffer of NaN of which nothing else may be written; and the host's bytes."""
+        tokens, rows = self.x.shape[0], self.weight.shape[0]
+        buffer = torch.full(
+            (tokens + 1, rows + (head_rows // 16 % 3) * 4), torch.nan, dtype=self.x.dtype, device="cuda"
+        )
+        counter = torch.zeros(1, dtype=torch.int64, device="cuda")
+        # Copies: what lies behind a side's last row is not the other side.
+        head = self.weight[:head_rows].clone()
+        tail = self.host_weight[head_rows:]
+        out = buffer[:tokens, :rows]
+        kernel(self.x, head, tail, self.bias, out=out, options=options, host_bytes=counter)
+        torch.cuda.synchronize()
+        assert buffer[tokens:].isnan().all() and buffer[:, rows:].isnan().all(), "written outside of y"
+        return out.contiguous(), int(counter.item())
+
+    def errors(self, y: torch.Tensor) -> tuple[float, float]:
+        """Root mean square of the error against 64-bit sums: of y, and of torch's own product."""
+        exact = self.x.double() @ self.weight.double().T + (0 if self.bias is None else self.bias.double())
+        own = torch.nn.functional.linear(self.x, self.weight, self.bias)
+        return tuple(float((z.double() - exact).square().mean().sqrt()) for z in (y, own))  # type: ignore[return-value]
+
+
+def splits(rows: int) -> Iterator[int]:
+    """All of them where there are few; otherwise the ends, both sides of tile borders, and some inside."""
+    if rows <= 256:
+        yield from (*range(0, rows, 16), rows)
+        return
+    wanted = {0, 16, 48, 64, 112, 128, 144, 256, rows // 3, rows // 2, rows - 130, rows - 64, rows - 16}
+    yield from sorted({row // 16 * 16 for row in wanted if 0 <= row < rows} | {rows})
+
+
+def check_case(kernel: SplitLinear, case: Case, options: dict[str, Options], label: str) -> None:
+    rows, depth = case.weight.shape
+    tokens = case.x.shape[0]
+    whole, asked = case.run(kernel, rows, Options())
+    assert asked == 0
+    assert whole.isfinite().all(), f"{label}: results that were not written"
+    mine, own = case.errors(whole)
+    assert mine <= own * 1.02 + 1e-12, f"{label}: error {mine:.3e}, torch's own {own:.3e}"
+    for name, option in options.items():
+        for head_rows in splits(rows):
+            print(f"{label} H={head_rows} {name}", flush=True)
+            y, asked = case.run(kernel, head_rows, option)
+            assert torch.equal(y.view(torch.int16), whole.view(torch.int16)), "other bits"
+            shape = kernel.shape(tokens, rows, depth, head_rows, case.x.dtype, option)
+            assert asked == shape.host_bytes, f"asked {asked} bytes of the host, planned {shape.host_bytes}"
+            if option.multicast and not option.serial:
+                assert asked == (rows - head_rows) * depth * 2, "a host row crossed the link more than once"
+
+
+def group_tokens(kernel: SplitLinear, tokens: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        for number, (rows, depth) in enumerate(SIZES):
+            case = Case.random(tokens, rows, depth, dtype, biased=number % 2 == 0)
+            label = f"T={tokens} N={rows} K={depth} {dtype}"
+            check_case(kernel, case, ALIKE if number == 2 else {"usual": Options()}, label)
+
+
+def group_plain(kernel: SplitLinear) -> None:
+    """The plain variant against 64-bit sums, and equal to itself at every split."""
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case.random(17, 203, 264, dtype, biased=True)
+        whole, _ = case.run(kernel, 203, Options(plain=True))
+        mine, own = case.errors(whole)
+        assert mine <= own * 1.02 + 1e-12, (mine, own)
+        for head_rows in splits(203):
+            y, _ = case.run(kernel, head_rows, Options(plain=True))
+            assert torch.equal(y.view(torch.int16), whole.view(torch.int16)), head_rows
+
+
+def group_registered(kernel: SplitLinear) -> None:
+    """The tail in a mapped file that is registered read-only, at an odd page: what a weights file is."""
+    rows, depth, head_rows = 1000, 1096, 400
+    case = Case.random(8, rows, depth, torch.bfloat16, biased=True)
+    with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
+        file.write(b"\0" * 4096 + case.host_weight[head_rows:].contiguous().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        # Shared: registering a private mapping read-only does not return.
+        mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        portable_and_read_only = 1 | 8
+        assert int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), portable_and_read_only)) == 0
+        tail = flat[4096:].view(torch.bfloat16).view(rows - head_rows, depth)
+        wanted, _ = case.run(kernel, rows, Options())
+        y = kernel(case.x, case.weight[:head_rows].clone(), tail, case.bias)
+        torch.cuda.synchronize()
+        assert int(runtime.cudaHostUnregister(flat.data_ptr())) == 0
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+
+
+def group_graph(kernel: SplitLinear) -> None:
+    case = Case.random(8, 520, 264, torch.bfloat16, biased=True)
+    wanted, _ = case.run(kernel, 272, Options())
+    head, tail = case.weight[:272].clone(), case.host_weight[272:]
+    y = torch.empty_like(wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(case.x, head, tail, case.bias, out=y)
+    for _ in range(3):
+        y.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+
+
+def group_again(kernel: SplitLinear) -> None:
+    """Many launches one behind the other: the same bits each time, also when they overlap on two streams."""
+    for tokens in (1, 64, 512, 2048):
+        case = Case.random(tokens, 2000, 1096, torch.bfloat16, biased=True)
+        wanted, _ = case.run(kernel, 2000, Options())
+        head, tail = case.weight[:1008].clone(), case.host_weight[1008:]
+        outputs = [torch.full_like(wanted, torch.nan) for _ in range(40)]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        torch.cuda.synchronize()
+        for turn, out in enumerate(outputs):
+            with torch.cuda.stream(streams[turn % 2]):
+                kernel(case.x, head, tail, case.bias, out=out)
+        torch.cuda.synchronize()
+        print(f"again T={tokens}", flush=True)
+        assert all(torch.equal(y.view(torch.int16), wanted.view(torch.int16)) for y in outputs)
+
+
+def group_large(kernel: SplitLinear) -> None:
+    """The sizes of the benchmark, once each."""
+    for tokens, (rows, depth) in ((1, (14336, 4096)), (64, (7168, 7168)), (2048, (7168, 7168))):
+        case = Case.random(tokens, rows, depth, torch.bfloat16, biased=False)
+        whole, _ = case.run(kernel, rows, Options())
+        mine, own = case.errors(whole)
+        assert mine <= own * 1.02 + 1e-12, (tokens, mine, own)
+        for head_rows in (0, rows // 2 // 16 * 16 + 16, rows * 97 // 100 // 16 * 16):
+            print(f"large T={tokens} H={head_rows}", flush=True)
+            y, asked = case.run(kernel, head_rows, Options())
+            assert torch.equal(y.view(torch.int16), whole.view(torch.int16))
+            assert asked == (rows - head_rows) * depth * 2
+
+
+def group_small(kernel: SplitLinear) -> None:
+    """What compute-sanitizer watches: every kind of tile and of cluster, little work."""
+    for tokens in (1, 17, 64, 300, 600):
+        case = Case.random(tokens, 203, 136, torch.bfloat16, biased=True)
+        check_case(kernel, case, {"usual": Options()}, f"small T={tokens}")
+
+
+def main(arguments: list[str]) -> None:
+    torch.manual_seed(int.from_bytes(arguments[0].encode()[:4], "big"))
+    kernel = SplitLinear("cuda", bounded_waits=True)
+    try:
+        if arguments[0] == "tokens":
+            group_tokens(kernel, int(arguments[1]))
+        else:
+            globals()[f"group_{arguments[0]}"](kernel)
+    except BaseException:
+        print(f"fault: {kernel.fault}", flush=True)
+        raise
+    print("complete", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
