@@ -217,6 +217,11 @@ class Module:
         return self._policy.floor_bytes
 
     @property
+    def full_bytes(self) -> int:
+        """With this budget every weight is on the device; more buys nothing."""
+        return self._policy.full_bytes
+
+    @property
     def budget_bytes(self) -> int:
         return self._choice.budget_bytes
 
@@ -224,6 +229,10 @@ class Module:
     def plan(self) -> Plan | None:
         """None under policy="lru", which decides while running."""
         return self._arrangement.plan
+
+    def plan_at(self, budget_bytes: int) -> Plan | None:
+        """What would be planned for another budget; nothing changes. None under policy="lru"."""
+        return self._policy.arrange(budget_bytes, self._calibration).plan
 
     @property
     def last_run(self) -> Stats:

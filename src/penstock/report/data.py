@@ -1,0 +1,136 @@
+"""What a report says. Plain data: collect.py makes it from a module, page.py draws it. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# "split": a resident head and a streamed tail. "in place": kernels read it where it lies in host memory. "on demand":
+# under policy="lru" nothing is decided before a run.
+PlacementKind = Literal["resident", "split", "streamed", "in place", "on demand"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method in one budget. Times, bytes and copies are those of one run."""
+
+    program: str
+    device: str
+    torch: str
+    method: str
+    weight_bytes: int
+    state_bytes: int
+    floor_bytes: int
+    budget_bytes: int
+    peak_bytes: int
+    # None under policy="lru", which has no plan.
+    resident_bytes: int | None
+    ring_bytes: int | None
+    run_s: float
+    bytes_streamed: int
+    bytes_per_s: float
+    copies: int
+    # None where it was not timed: inside a CUDA graph.
+    stall_ns: int | None
+    # None where nothing is ever copied: there is no link to speak of.
+    link_bytes_per_s: float | None
+    link_part: float | None
+    bound_s: float
+    # The bound over the time: 1 is as fast as can be.
+    bound_part: float
+    # To the bit, with every weight resident. None: nobody compared.
+    identical: bool | None
+
+
+@dataclass(frozen=True)
+class WeightResidency:
+    """Where one weight lies. What is not resident goes through the ring, once or more often in a run."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    resident_bytes: int
+    # Copied in one run of the summary's method.
+    streamed_bytes: int
+    kind: PlacementKind
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    run: int
+    method: str
+    # Of its steps; copies for it may have begun before, and copies for the next run may end after.
+    begin_ns: int
+    end_ns: int
+    steps: int
+    copies: int
+    bytes_copied: int
+    copy_ns: int
+    stall_ns: int
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A step whose weights came after the step before it had ended, and the last copy that it waited for.
+
+    `stall_ns` is an upper bound: kernels that read no weight may have run meanwhile, and a trace does not show them.
+    """
+
+    run: int
+    method: str
+    step: int
+    kernel: str
+    begin_ns: int
+    stall_ns: int
+    weight: str
+    copy_bytes: int
+    copy_ns: int
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """The summary's method, measured in one budget. Bytes, time and stall are those of one run."""
+
+    budget_bytes: int
+    run_s: float
+    bytes_streamed: int
+    copies: int
+    peak_bytes: int
+    stall_ns: int | None
+    identical: bool | None
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """What one run is predicted to take in a budget, and what no plan gets below."""
+
+    budget_bytes: int
+    predicted_s: float
+    bound_s: float
+    streamed_bytes: int
+
+
+@dataclass(frozen=True)
+class ReportData:
+    title: str
+    # When it was collected, as in 2026-01-31 12:00 UTC.
+    made_at: str
+    summary: Summary
+    weights: tuple[WeightResidency, ...]
+    runs: tuple[TracedRun, ...]
+    # The longest first.
+    stalls: tuple[Stall, ...]
+    measured: tuple[MeasuredPoint, ...]
+    # Empty where there is nothing to predict from: no plan, or no copies in the trace.
+    curve: tuple[CurvePoint, ...]
+    # The trace's file as it is: the timeline is drawn from it, and it can be saved from the page.
+    trace_json: str
+
+
+def to_document(data: ReportData) -> dict[str, Any]:
+    """As the page embeds it. The trace is embedded beside it."""
+    document = dataclasses.asdict(data)
+    del document["trace_json"]
+    return document

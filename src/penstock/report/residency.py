@@ -1,0 +1,73 @@
+"""Where every weight lies: a bar and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.report.data import ReportData, WeightResidency
+from penstock.report.markup import Column, Figures, bytes_text, many, table, text
+
+_BY = " \N{MULTIPLICATION SIGN} "
+
+
+def residency(data: ReportData, show: Figures) -> str:
+    columns = [
+        Column("weight", numeric=False),
+        Column("resident and not", numeric=False),
+        Column("where", numeric=False),
+        *(Column(title) for title in ("size", "resident", "streamed a run")),
+        Column("dtype and shape", numeric=False),
+    ]
+    largest = max((weight.nbytes for weight in data.weights), default=0) or 1
+    rows = [
+        [
+            text(weight.name),
+            _bar(weight, largest),
+            weight.kind,
+            show(f"weights.{k}.nbytes", bytes_text),
+            show(f"weights.{k}.resident_bytes", bytes_text),
+            show(f"weights.{k}.streamed_bytes", bytes_text),
+            text(f"{weight.dtype} {_BY.join(map(str, weight.shape))}"),
+        ]
+        for k, weight in enumerate(data.weights)
+    ]
+    return (
+        f"<p>{_residency_said(data)}</p>\n"
+        '<ul class="legend" aria-label="Key to the bars">'
+        '<li><span class="swatch resident" aria-hidden="true"></span>resident</li>'
+        '<li><span class="swatch tail" aria-hidden="true"></span>not resident: streamed, or read in place</li></ul>\n'
+        + table("Weights in the order of first access", columns, rows, kind="tall")
+    )
+
+
+def _residency_said(data: ReportData) -> str:
+    kinds = [(kind, [each for each in data.weights if each.kind == kind]) for kind in _KINDS]
+    parts = [f"{len(found)} {_KINDS[kind]} ({bytes_text(_size(found))})" for kind, found in kinds if found]
+    ring = data.summary.ring_bytes
+    ring_said = "" if ring is None else f" What streams goes through a ring of {bytes_text(ring)}."
+    return text(f"{many(len(data.weights), 'weight')}: {', '.join(parts)}.{ring_said}")
+
+
+_KINDS = {
+    "resident": "resident",
+    "split": "with a resident head and a streamed tail",
+    "streamed": "streamed whole",
+    "in place": "read in place in host memory",
+    "on demand": "copied on demand, least recently used out first",
+}
+
+
+def _size(weights: Sequence[WeightResidency]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+def _bar(weight: WeightResidency, largest_bytes: int) -> str:
+    # Heads that accesses have apart from each other may be more than the weight together.
+    head = min(weight.resident_bytes, weight.nbytes)
+    parts = (("resident", head), ("tail", weight.nbytes - head))
+    spans = "".join(
+        f'<span class="{kind}" style="width:{100 * count / largest_bytes:.4f}%"></span>'
+        for kind, count in parts
+        if count
+    )
+    return f'<span class="bar" aria-hidden="true">{spans}</span>'
