@@ -71,7 +71,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset[str]) -> WeightlessProgram:
     """Rewrite one method for `device`. `states` names what is state in any method of the model."""
-    _refuse_unsupported(ep)
+    _refuse_unsupported(ep, device)
     graph = Graph()
     mapped: dict[Node, Node] = {}
     output = graph.graph_copy(ep.graph, mapped)
@@ -170,10 +170,15 @@ def _dump(what: str, spec: Any) -> str:
         raise UnsupportedProgramError(f"the structure of the {what} cannot be written to a file: {error}") from error
 
 
-def _refuse_unsupported(ep: ExportedProgram) -> None:
+def _refuse_unsupported(ep: ExportedProgram, device: torch.device) -> None:
     for node in ep.graph.nodes:
         if node.op != "call_function":
             continue
+        if device.type == "cuda" and (op_name(node.target) or "").startswith("penstock::kv_"):
+            raise UnsupportedProgramError(
+                f"{node.target} at {node.name!r}: a program compiled for CUDA has all of its state on the GPU, and the "
+                "host side of a KV cache must stay where it is; run this model eagerly"
+            )
         if writes(node.target):
             raise UnsupportedProgramError(
                 f"{node.target} at {node.name!r} writes in place, and what it writes may be state: the program was "

@@ -1,0 +1,80 @@
+"""What the ops compute, in plain torch: the implementation on the CPU, and what the kernels are compared with.
+
+Both sides are attended to apart and merged by their log-sum-exps, as the kernels do it. All arithmetic is in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.kv.failures import KVCacheFullError
+
+
+def append(device_kv: Tensor, host_kv: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
+    near = device_kv.shape[3]
+    extents = _extents(starts, counts, near + host_kv.shape[3])
+    for sequence, (start, count) in enumerate(extents):
+        split = min(max(near - start, 0), count)
+        for index, new in enumerate((k, v)):
+            rows = new[sequence, :, :count]
+            device_kv[index, sequence, :, start : start + split] = rows[:, :split]
+            begin = start + split - near
+            if split < count:
+                host_kv[index, sequence, :, begin : begin + count - split] = rows[:, split:]
+
+
+def attend(
+    q: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Tensor, counts: Tensor, scale: float, host_programs: int
+) -> Tensor:
+    """As the kernels' in all but `host_programs`: without a link there is none to be congested."""
+    near = device_kv.shape[3]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for sequence, (start, count) in enumerate(_extents(starts, counts, near + host_kv.shape[3])):
+        length = start + count
+        if not count:
+            continue
+        query = _by_kv_head(q[sequence, :, :count].float() * scale, device_kv.shape[2])
+        reach = torch.arange(start, length, device=q.device).repeat(query.shape[1] // count)
+        # Sliced to the length before any arithmetic: what lies beyond it may be anything, NaN included.
+        parts = [
+            _part(query, kv[:, sequence, :, :used].float(), reach, first)
+            for kv, first, used in ((device_kv, 0, min(length, near)), (host_kv, near, length - near))
+            if used > 0
+        ]
+        out[sequence, :, :count] = _merge(parts).view(q.shape[1], count, q.shape[3]).to(q.dtype)
+    return out
+
+
+def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
+    """Heads of one group one after the other, so that each key is used for all of them at once."""
+    heads, count, head_dim = query.shape
+    return query.reshape(kv_heads, heads // kv_heads * count, head_dim)
+
+
+def _part(query: Tensor, kv: Tensor, reach: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Attention over one side: its output, and the logarithm of what it was divided by (-inf: nothing was visible)."""
+    keys, values = kv
+    positions = torch.arange(first, first + keys.shape[1], device=keys.device)
+    scores = torch.matmul(query, keys.transpose(1, 2)).masked_fill(positions > reach[:, None], -torch.inf)
+    sums = torch.logsumexp(scores, dim=-1, keepdim=True)
+    shares = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0.0))
+    return torch.matmul(shares, values), sums
+
+
+def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    shares = torch.softmax(torch.stack([sums for _, sums in parts]), dim=0)
+    return (shares * torch.stack([out for out, _ in parts])).sum(dim=0)
+
+
+def _extents(starts: Tensor, counts: Tensor, capacity: int) -> list[tuple[int, int]]:
+    extents = list(zip(starts.tolist(), counts.tolist(), strict=True))
+    for sequence, (start, count) in enumerate(extents):
+        if start + count > capacity:
+            raise KVCacheFullError(
+                f"sequence {sequence} of the KV cache would be {start + count} positions long; it holds {capacity}",
+                sequence=sequence,
+                length=start + count,
+                capacity=capacity,
+            )
+    return extents

@@ -1,0 +1,66 @@
+"""A decoder with the split cache generates what it does with the plain one, at every split."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from examples import decoder
+
+import penstock
+from penstock.errors import UnsupportedProgramError
+from penstock.export.weightless import make_weightless
+from penstock.kv import ops
+from tests.kv.decoder import SplitDecoder, cache_of, generate, generate_plain
+
+CFG = dataclasses.replace(decoder.TINY, max_len=22)
+PROMPTS = [[3, 77, 120, 5, 9, 31, 200, 14, 15], [250, 1], [60, 61, 62, 63, 9]]
+AMOUNT = 10
+
+
+@pytest.fixture(scope="module")
+def plain() -> decoder.CachedDecoder:
+    return decoder.build(CFG, cached=True, seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: decoder.CachedDecoder) -> list[list[int]]:
+    tokens = [generate_plain(plain, prompt, AMOUNT) for prompt in PROMPTS]
+    assert len({tuple(t) for t in tokens}) == len(PROMPTS), "sequences that are alike show little"
+    return tokens
+
+
+@pytest.mark.parametrize("near", range(CFG.max_len + 1))
+def test_the_same_tokens_at_every_split(plain: decoder.CachedDecoder, expected: list[list[int]], near: int) -> None:
+    model = SplitDecoder(plain, cache_of(CFG, len(PROMPTS), near))
+    found = generate(model, PROMPTS, AMOUNT, chunk=4 if near % 2 else 9)
+    assert [tokens[:AMOUNT] for tokens in found] == expected
+
+
+def test_an_exported_decoder_generates_the_same(plain: decoder.CachedDecoder, expected: list[list[int]]) -> None:
+    """One program for prefill and decode; the cache's buffers are its state."""
+    model = SplitDecoder(plain, cache_of(CFG, len(PROMPTS), 7))
+    batch = len(PROMPTS)
+    example = (torch.zeros(batch, 4, dtype=torch.long), torch.zeros(batch, dtype=torch.int32), torch.ones(batch).int())
+    seq = torch.export.Dim("seq", min=1, max=CFG.max_len)
+    with torch.no_grad():
+        program = torch.export.export(model, example, dynamic_shapes=({1: seq}, None, None))
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called.count(ops.APPEND) == called.count(ops.ATTEND) == CFG.layers
+    found = generate(model, PROMPTS, AMOUNT, 4, run=program.module())
+    assert [tokens[:AMOUNT] for tokens in found] == expected
+    assert model.cache.host_kv_0.any(), "the program's state is the cache's own memory, which may be registered"
+    # And functionalized, as compilers want it, both sides are state that the program mutates.
+    with torch.no_grad():
+        mutated = set(program.run_decompositions({}).graph_signature.buffers_to_mutate.values())
+    assert mutated == {f"cache.{side}_kv_{layer}" for side in ("device", "host") for layer in range(CFG.layers)}
+
+
+def test_compiling_it_for_a_gpu_is_refused(plain: decoder.CachedDecoder) -> None:
+    """Its host side would go there with the rest of the state, past the cap."""
+    model = SplitDecoder(plain, cache_of(CFG, 1, 7)).requires_grad_(False)
+    example = (torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, dtype=torch.int32), torch.ones(1).int())
+    program = penstock.apply_weight_offload(torch.export.export(model, example))
+    with pytest.raises(UnsupportedProgramError, match=r"penstock.kv_\w+.* the host side of a KV cache must stay"):
+        make_weightless(program, torch.device("cuda"), frozenset())

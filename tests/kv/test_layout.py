@@ -1,0 +1,64 @@
+"""What is launched: every position once, no more programs than allowed towards the host."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv.layout import MOST_ROWS, SLOTS, Layout, lay_out
+
+
+def llama(rows: int, device_positions: int, host_positions: int, host_programs: int = 4) -> Layout:
+    return lay_out(
+        batch=1,
+        kv_heads=8,
+        rows=rows,
+        position_bytes=4096,
+        device_positions=device_positions,
+        host_positions=host_positions,
+        host_programs=host_programs,
+        multiprocessors=132,
+    )
+
+
+def test_decoding_reads_the_host_in_place() -> None:
+    layout = llama(rows=4, device_positions=8192, host_positions=8192)
+    assert (layout.rows, layout.row_blocks) == (16, 1)
+    assert layout.device_splits == 33, "two programs for each multiprocessor"
+    assert layout.host_splits == 2, "four tasks for each of four programs"
+    assert layout.pieces == 0
+
+
+def test_a_chunk_is_staged_and_crosses_the_link_once() -> None:
+    layout = llama(rows=4 * 512, device_positions=8192, host_positions=20_000)
+    assert (layout.rows, layout.row_blocks) == (MOST_ROWS, 32)
+    assert (layout.host_splits, layout.staged_positions, layout.pieces) == (0, 8192, 3)
+
+
+@given(st.integers(1, 5000), st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 9), st.integers(1, 2**20))
+def test_all_of_both_sides_is_covered(rows: int, near: int, far: int, programs: int, staging: int) -> None:
+    layout = lay_out(
+        batch=2,
+        kv_heads=2,
+        rows=rows,
+        position_bytes=512,
+        device_positions=near,
+        host_positions=far,
+        host_programs=programs,
+        multiprocessors=8,
+        staging_bytes=staging,
+    )
+    assert layout.rows * layout.row_blocks >= rows > layout.rows * (layout.row_blocks - 1)
+    assert (layout.device_splits > 0) == (near > 0)
+    # The host side is read in place by one block of rows, or staged; never read again by a second block.
+    assert (layout.host_splits > 0) == (far > 0 and layout.row_blocks == 1)
+    assert (layout.pieces > 0) == (layout.staged_splits > 0) == (far > 0 and layout.row_blocks > 1)
+    if layout.pieces:
+        assert layout.pieces * layout.staged_positions >= far > (layout.pieces - 1) * layout.staged_positions
+        assert layout.staged_positions * 512 <= max(staging, SLOTS * 512)
+
+
+def test_no_program_towards_the_host_is_refused() -> None:
+    with pytest.raises(ValueError, match="host_programs is 0"):
+        llama(1, 1, 1, host_programs=0)

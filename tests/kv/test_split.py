@@ -1,0 +1,86 @@
+"""The rule that divides positions between the sides, and what follows from it for the link."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv.failures import KVCacheCapError
+from penstock.kv.split import CacheShape, Side, Split, split_within, step_traffic
+
+SHAPE = CacheShape(layers=3, batch=2, kv_heads=4, head_dim=16, element_bytes=2)
+splits = st.builds(Split, st.integers(0, 40), st.integers(0, 40))
+
+
+@given(splits)
+def test_every_position_has_a_slot_of_its_own(split: Split) -> None:
+    places = [split.place(position) for position in range(split.capacity)]
+    assert len(set(places)) == split.capacity
+    room = {Side.DEVICE: split.device_positions, Side.HOST: split.host_positions}
+    assert all(0 <= slot < room[side] for side, slot in places)
+
+
+@given(splits, st.data())
+def test_lengths_count_the_places(split: Split, data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, split.capacity))
+    sides = [split.place(position)[0] for position in range(length)]
+    assert split.device_length(length) == sides.count(Side.DEVICE)
+    assert split.host_length(length) == sides.count(Side.HOST)
+
+
+@given(splits)
+def test_slots_of_a_side_are_filled_in_order(split: Split) -> None:
+    """A prefix of a sequence is a prefix of each side: the kernels read one range of each."""
+    for side in Side:
+        slots = [slot for where, slot in map(split.place, range(split.capacity)) if where is side]
+        assert slots == list(range(len(slots)))
+
+
+@given(splits, st.data())
+def test_nothing_is_far_while_there_is_room_near(split: Split, data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, split.capacity))
+    assert split.host_length(length) == 0 or split.device_length(length) == split.device_positions
+
+
+@given(st.integers(0, 200_000), st.integers(1, 80))
+def test_the_cap_is_kept_and_used(cap: int, max_length: int) -> None:
+    split = split_within(SHAPE, max_length=max_length, device_cap_bytes=cap)
+    column = SHAPE.batch * SHAPE.position_bytes
+    assert split.capacity == max_length
+    assert split.device_positions * column <= cap
+    assert split.host_positions == 0 or (split.device_positions + 1) * column > cap
+
+
+def test_one_byte_less_is_one_position_less() -> None:
+    column = SHAPE.batch * SHAPE.position_bytes
+    assert SHAPE.position_bytes == 3 * 2 * 4 * 16 * 2
+    assert split_within(SHAPE, max_length=9, device_cap_bytes=5 * column) == Split(5, 4)
+    assert split_within(SHAPE, max_length=9, device_cap_bytes=5 * column - 1) == Split(4, 5)
+
+
+def test_traffic_of_a_step_across_the_boundary() -> None:
+    """Six positions near. One sequence stays near, one crosses over."""
+    traffic = step_traffic(SHAPE, Split(6, 10), starts=[2, 5], counts=[3, 4])
+    assert traffic.link_read_bytes == 3 * SHAPE.position_bytes
+    assert traffic.link_written_bytes == 3 * SHAPE.position_bytes
+    assert traffic.device_read_bytes == (5 + 6) * SHAPE.position_bytes
+
+
+def test_an_idle_sequence_is_not_read() -> None:
+    traffic = step_traffic(SHAPE, Split(6, 10), starts=[12, 12], counts=[0, 1])
+    assert traffic.link_read_bytes == 7 * SHAPE.position_bytes
+    assert traffic.link_written_bytes == SHAPE.position_bytes
+
+
+def test_refusals_name_what_they_got() -> None:
+    with pytest.raises(KVCacheCapError, match="device_cap_bytes is -1"):
+        split_within(SHAPE, max_length=8, device_cap_bytes=-1)
+    with pytest.raises(ValueError, match="max_length is 0"):
+        split_within(SHAPE, max_length=0, device_cap_bytes=0)
+    with pytest.raises(ValueError, match="position 9 is not in a cache of 9"):
+        Split(4, 5).place(9)
+    with pytest.raises(ValueError, match="kv_heads is 0"):
+        CacheShape(1, 1, 0, 1, 1)
+    with pytest.raises(ValueError, match="-1 positions on the device"):
+        Split(-1, 2)
