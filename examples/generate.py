@@ -1,0 +1,181 @@
+"""Text generation inside a budget: prefill and decode methods, a KV cache, and a sampling loop to copy.
+
+    python -m examples.generate --budget 64MiB --tokens 24 --temperature 0.8 --top-k 40
+    python -m examples.generate --checkpoint FOLDER --prompt "Once upon a time" --budget 8GiB
+
+Without a checkpoint the model is a small decoder with random weights, and the prompt is numbers. A checkpoint is a
+folder with config.json and safetensors files of a Llama; transformers builds it without values, and its weights go from
+the files into the .ptd. With a tokenizer.json in the folder the prompt is text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+import penstock
+from examples.decoder import DecoderConfig, export, methods
+from penstock.budget import format_bytes
+
+# About 52 MB.
+CONFIG = DecoderConfig(hidden=512, ff=1376, layers=4, heads=8, kv_heads=4, vocab=1024)
+
+
+def sample(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int) -> int:
+    """The next token of logits [vocab]. A temperature of 0 takes the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, indices = logits.float().topk(min(top_k, logits.numel()))
+    # On the CPU, so that a seed gives the same tokens on every device.
+    probabilities = torch.softmax(values / temperature, dim=-1).cpu()
+    return int(indices[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+def generate(
+    module: penstock.Module,
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+    stop: frozenset[int] = frozenset(),
+) -> Iterator[int]:
+    """Yields tokens as they are made. The cache is the module's: a new prompt starts at its beginning."""
+    cache_len = module.program.states[0].shape[2]
+    if not prompt or len(prompt) + tokens - 1 > cache_len:
+        raise ValueError(f"{len(prompt)} tokens and {tokens} more; needs one at least, the cache has {cache_len}")
+    generator = torch.Generator().manual_seed(seed)
+    given, position = list(prompt), 0
+    for _ in range(tokens):
+        # prefill takes two tokens or more, decode exactly one.
+        method = "prefill" if len(given) > 1 else "decode"
+        ids = torch.tensor([given], device=module.device)
+        positions = torch.arange(position, position + len(given), device=module.device)
+        logits = module.run_method(method, ids, positions)
+        position += len(given)
+        token = sample(logits[0], generator, temperature=temperature, top_k=top_k)
+        yield token
+        if token in stop:
+            return
+        given = [token]
+
+
+def export_decoder(max_len: int) -> dict[str, ExportedProgram]:
+    return {name: export(case) for name, case in methods(dataclasses.replace(CONFIG, max_len=max_len)).items()}
+
+
+def export_llama(folder: Path, max_len: int) -> tuple[dict[str, ExportedProgram], list[Any]]:
+    """The two methods of a Llama without values, and where its weights come from."""
+    # Here, because the decoder above needs no transformers.
+    from transformers import AutoConfig, LlamaForCausalLM, StaticCache
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    class CachedLlama(LlamaForCausalLM):
+        """A Llama that owns its cache. A subclass, so that names are those of the checkpoint."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.cache = StaticCache(config=config, max_cache_len=max_len)
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            self.cache.early_initialization(1, config.num_key_value_heads, head_dim, self.dtype, self.device)
+            for index, layer in enumerate(self.cache.layers):
+                self.register_buffer(f"k_cache_{index}", layer.keys, persistent=False)
+                self.register_buffer(f"v_cache_{index}", layer.values, persistent=False)
+
+        def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+            for index, layer in enumerate(self.cache.layers):
+                layer.keys, layer.values = getattr(self, f"k_cache_{index}"), getattr(self, f"v_cache_{index}")
+                # The cache counts for itself how full it is; here the caller's positions say it.
+                layer.cumulative_length = positions[0].clone()
+            out = super().forward(input_ids=input_ids, position_ids=positions[None], past_key_values=self.cache)
+            return out.logits[:, -1]
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = CachedLlama._from_config(config, dtype=config.dtype or torch.float32).eval().requires_grad_(False)
+    seq = Dim("seq", min=2, max=max_len)
+    shapes = {"prefill": (8, ({1: seq}, {0: seq})), "decode": (1, None)}
+    programs = {}
+    for name, (count, dynamic) in shapes.items():
+        arguments = (torch.zeros(1, count, dtype=torch.int64), torch.arange(count))
+        arguments = tuple(argument.to("meta") for argument in arguments)
+        with torch.no_grad():
+            programs[name] = torch.export.export(model, arguments, dynamic_shapes=dynamic)
+    # Not in a checkpoint, because they follow from the configuration.
+    frequencies = {"model.rotary_emb.inv_freq": LlamaRotaryEmbedding(config).inv_freq}
+    return programs, [folder, frequencies]
+
+
+def compile_model(checkpoint: Path | None, max_len: int, path: Path, device: str) -> penstock.Compiled:
+    if checkpoint is None:
+        programs, weights = export_decoder(max_len), None
+    else:
+        programs, weights = export_llama(checkpoint, max_len)
+    offloaded = {name: penstock.apply_weight_offload(program) for name, program in programs.items()}
+    return penstock.compile(offloaded, path, device=device, weights=weights, overwrite=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="a folder with a Llama as safetensors")
+    parser.add_argument("--prompt", help="text if the checkpoint has a tokenizer.json, else numbers such as '1 2 3'")
+    parser.add_argument("--budget", help="device memory for weights, such as 64MiB (default: automatic)")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-len", type=int, default=256, help="slots of the KV cache")
+    parser.add_argument("--out", type=Path, default=Path("generate-out"), help="where to write the program")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    # Raised inside torch while it copies a program, and by compile: a cache on meta starts as zeros, which it should.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*starts as zeros", category=UserWarning)
+
+    tokenizer = None
+    if arguments.checkpoint is not None and (arguments.checkpoint / "tokenizer.json").exists():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    if tokenizer is None:
+        prompt = [int(number) for number in (arguments.prompt or "1 2 3 4").split()]
+    else:
+        prompt = tokenizer(arguments.prompt or "Once upon a time")["input_ids"]
+    stop = frozenset() if tokenizer is None or tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+
+    path = arguments.out / "model.pt2"
+    result = compile_model(arguments.checkpoint, arguments.max_len, path, arguments.device)
+    with penstock.Module(result.program_path, budget=arguments.budget) as module:
+        started = time.perf_counter()
+        made = list(
+            generate(
+                module,
+                prompt,
+                tokens=arguments.tokens,
+                temperature=arguments.temperature,
+                top_k=arguments.top_k,
+                seed=arguments.seed,
+                stop=stop,
+            )
+        )
+        seconds = time.perf_counter() - started
+        print(" ".join(map(str, made)) if tokenizer is None else tokenizer.decode([*prompt, *made]))
+        print(
+            f"{len(made) / seconds:.1f} tokens/s in {format_bytes(module.budget_bytes)} of "
+            f"{format_bytes(module.weight_bytes)}, {format_bytes(module.last_run.bytes_streamed)} streamed for the last"
+        )
+
+
+if __name__ == "__main__":
+    main()

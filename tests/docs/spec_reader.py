@@ -1,0 +1,151 @@
+"""A reader of both files, written from docs/format.md alone: nothing here is the library's.
+
+It trusts the file: what a careful reader refuses is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a key of a weights file names."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    kind: str
+    offset_bytes: int
+    data: bytes
+    checksum: str
+    scalar_type: int | None
+
+
+class Table:
+    def __init__(self, raw: bytes, at: int) -> None:
+        self.raw, self.at = raw, at
+        self.vtable = at - struct.unpack_from("<i", raw, at)[0]
+        self.vtable_bytes = struct.unpack_from("<H", raw, self.vtable)[0]
+
+    def place(self, slot: int) -> int | None:
+        if 4 + 2 * slot >= self.vtable_bytes:
+            return None
+        offset = struct.unpack_from("<H", self.raw, self.vtable + 4 + 2 * slot)[0]
+        return self.at + offset if offset else None
+
+    def number(self, slot: int, code: str) -> int:
+        place = self.place(slot)
+        value: int = 0 if place is None else struct.unpack_from("<" + code, self.raw, place)[0]
+        return value
+
+    def pointed(self, slot: int) -> int | None:
+        place = self.place(slot)
+        return None if place is None else place + struct.unpack_from("<I", self.raw, place)[0]
+
+    def vector(self, slot: int, code: str) -> tuple[int, ...]:
+        start = self.pointed(slot)
+        assert start is not None
+        count = struct.unpack_from("<I", self.raw, start)[0]
+        return struct.unpack_from(f"<{count}{code}", self.raw, start + 4)
+
+    def tables(self, slot: int) -> list[Table]:
+        start = self.pointed(slot)
+        assert start is not None
+        places = [start + 4 + 4 * index for index in range(struct.unpack_from("<I", self.raw, start)[0])]
+        return [Table(self.raw, place + struct.unpack_from("<I", self.raw, place)[0]) for place in places]
+
+
+def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
+    """The identity, and what every key names."""
+    raw = path.read_bytes()
+    assert raw[4:8] == b"FT01" and raw[8:12] == b"FH01"
+    length, offset, size, base, data_bytes = struct.unpack_from("<IQQQQ", raw, 12)
+    assert (length, offset) == (40, 48) and raw[48:56] == bytes(8)
+    assert base >= offset + size and base + data_bytes == len(raw)
+    root = Table(raw[: offset + size], struct.unpack_from("<I", raw)[0])
+    assert root.number(0, "I") == 0
+    segments = [(table.number(0, "Q"), table.number(1, "Q")) for table in root.tables(1)]
+    keys: dict[str, tuple[int, Table | None]] = {}
+    for table in root.tables(2):
+        name = bytes(table.vector(0, "B")).decode()
+        assert name not in keys
+        layout = table.pointed(2)
+        keys[name] = table.number(1, "I"), None if layout is None else Table(table.raw, layout)
+
+    def content(index: int) -> bytes:
+        begin = base + segments[index][0]
+        return raw[begin : begin + segments[index][1]]
+
+    document = json.loads(content(keys.pop("penstock.json")[0]))
+    assert document["format"] == 1
+    found: dict[str, Found] = {}
+    for entry in document["entries"]:
+        for name in (entry["name"], *entry["aliases"]):
+            index, layout_table = keys.pop(name)
+            shape, dim_order = tuple(entry["shape"]), tuple(entry["dim_order"])
+            if layout_table is not None:
+                assert (layout_table.vector(1, "i"), layout_table.vector(2, "B")) == (shape, dim_order)
+            found[name] = Found(
+                dtype=entry["dtype"],
+                shape=shape,
+                dim_order=dim_order,
+                kind=entry["kind"],
+                offset_bytes=base + segments[index][0],
+                data=content(index),
+                checksum=entry["xxh3_64"],
+                scalar_type=None if layout_table is None else layout_table.number(0, "b"),
+            )
+    assert not keys
+    gaps = bytearray(raw)
+    gaps[: offset + size] = bytes(offset + size)
+    for begin, count in segments:
+        gaps[base + begin : base + begin + count] = bytes(count)
+    assert not any(gaps), "bytes between segments must be zero"
+    return document["identity"], found
+
+
+def tensor_elements(found: Found, item_bytes: int) -> list[bytes]:
+    """The elements of the tensor in row-major order of its own shape."""
+    rank = len(found.shape)
+    stored_shape = [found.shape[d] for d in found.dim_order]
+    strides = [0] * rank
+    for position, dim in enumerate(found.dim_order):
+        strides[dim] = math.prod(stored_shape[position + 1 :])
+    elements = []
+    for number in range(math.prod(found.shape)):
+        at, rest = 0, number
+        for dim in reversed(range(rank)):
+            at += rest % found.shape[dim] * strides[dim]
+            rest //= found.shape[dim]
+        elements.append(found.data[at * item_bytes : (at + 1) * item_bytes])
+    return elements
+
+
+def read_program(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (member for member in archive.namelist() if member.endswith("/extra/penstock.json"))
+        assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+        document: dict[str, Any] = json.loads(archive.read(name))
+        code = {member.split("/")[3] for member in archive.namelist() if "/data/aotinductor/" in member}
+    assert document["format_version"] == 2
+    assert code == {method["name"] for method in document["methods"]}
+    return document
+
+
+def identity(program: dict[str, Any]) -> str:
+    document = {
+        "states": sorted([s["name"], s["dtype"], s["shape"], s["dim_order"]] for s in program["states"]),
+        "weights": sorted(
+            [w["name"], sorted(w["aliases"]), w["dtype"], w["shape"], w["dim_order"]] for w in program["weights"]
+        ),
+    }
+    text = json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,143 @@
+"""The loop that users copy: at the floor it gives the tokens that it gives with everything resident."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from examples import generate as example
+from examples.generate import generate, sample
+
+import penstock
+from tests.runtime.modules import DECODER
+
+PROMPT = [5, 17, 200, 3, 9]
+
+
+def _tokens(path: Path, budget: int | str, **options: Any) -> tuple[list[int], penstock.runtime.session.Stats]:
+    with penstock.Module(path, budget=budget, quiet=True) as module:
+        made = list(generate(module, PROMPT, tokens=16, **options))
+        # Once more with the same module: nothing of the last text is left.
+        assert list(generate(module, PROMPT, tokens=16, **options)) == made
+        return made, module.stats()
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.9, "top_k": 50, "seed": 3}], ids=["likeliest", "sampled"]
+)
+def test_tokens_at_the_floor_are_those_of_everything_resident(decoder: Path, options: dict[str, Any]) -> None:
+    with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
+        floor_bytes = module.floor_bytes
+    found, streaming = _tokens(decoder, floor_bytes, **options)
+    wanted, resident = _tokens(decoder, "1GiB", **options)
+    assert found == wanted
+    assert len(found) == 16 and len(set(found)) > 1
+    assert streaming.bytes_streamed > 0 and resident.bytes_streamed == 0
+    assert streaming.runs == resident.runs == 32
+
+
+def test_a_seed_decides_what_is_sampled(decoder: Path) -> None:
+    options = {"temperature": 2.0, "top_k": 100}
+    assert _tokens(decoder, "1GiB", seed=1, **options)[0] != _tokens(decoder, "1GiB", seed=2, **options)[0]
+
+
+def test_a_stop_token_ends_the_text(decoder: Path) -> None:
+    made = _tokens(decoder, "1GiB", temperature=0.0)[0]
+    stop = made[2]
+    short = _tokens(decoder, "1GiB", temperature=0.0, stop=frozenset([stop]))[0]
+    assert short == made[: made.index(stop) + 1]
+
+
+def test_more_than_the_cache_holds_is_refused(decoder: Path) -> None:
+    with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
+        fits = DECODER.max_len - len(PROMPT) + 1
+        assert len(list(generate(module, PROMPT, tokens=fits, temperature=0))) == fits
+        with pytest.raises(ValueError, match=f"5 tokens and {fits + 1} more.*the cache has {DECODER.max_len}"):
+            list(generate(module, PROMPT, tokens=fits + 1))
+        with pytest.raises(ValueError, match="needs one at least"):
+            list(generate(module, [], tokens=1))
+
+
+def test_sampling_keeps_to_the_likeliest_k_and_to_their_odds() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**options: Any) -> list[int]:
+        return [sample(logits, generator, **options) for _ in range(500)]
+
+    assert set(drawn(temperature=0, top_k=4)) == {1}
+    assert set(drawn(temperature=1.0, top_k=1)) == {1}
+    assert set(drawn(temperature=1.0, top_k=2)) == {1, 3}
+    # More of them than there are is all of them.
+    assert set(drawn(temperature=5.0, top_k=9)) == {0, 1, 2, 3}
+    odds = drawn(temperature=1.0, top_k=2).count(1) / 500
+    assert abs(odds - torch.sigmoid(torch.tensor(1.0)).item()) < 0.1
+    colder = drawn(temperature=0.25, top_k=2).count(1) / 500
+    assert colder > 0.95
+
+
+def test_the_default_model_without_compiling_it(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everything of the command but the compiler, whose part is that of the decoder compiled before."""
+    given: dict[str, Any] = {}
+
+    def compile(programs: Any, path: Path, **options: Any) -> Any:
+        given.update(programs=programs, path=path, **options)
+        return SimpleNamespace(program_path=decoder)
+
+    monkeypatch.setattr(penstock, "compile", compile)
+    monkeypatch.setattr(example, "CONFIG", dataclasses.replace(DECODER, layers=1))
+    out = tmp_path / "out"
+    example.main(["--out", str(out), "--device", "cpu", "--budget", "1GiB", "--tokens", "6", "--temperature", "0"])
+    assert set(given["programs"]) == {"prefill", "decode"}
+    assert (given["path"], given["device"], given["weights"]) == (out / "model.pt2", "cpu", None)
+    line = capsys.readouterr().out.splitlines()[0]
+    with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
+        assert [int(n) for n in line.split()] == list(generate(module, [1, 2, 3, 4], tokens=6, temperature=0))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as transformers writes it, random, with a tokenizer of words that are numbers."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    from tests.zoo.hf import LLAMA_SMALL
+
+    folder = tmp_path_factory.mktemp("llama")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**{**LLAMA_SMALL, "num_hidden_layers": 1})
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(config.vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_a_llama_from_its_checkpoint(llama: Path, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    text = io.StringIO()
+    words = ["--prompt", "w7 w21 w3", "--tokens", "8", "--temperature", "0", "--max-len", "32", "--budget", "1GiB"]
+    with redirect_stdout(text):
+        example.main(["--checkpoint", str(llama), "--out", str(tmp_path), "--device", "cpu", *words])
+    model = LlamaForCausalLM.from_pretrained(llama).eval()
+    with torch.no_grad():
+        wanted = model.generate(torch.tensor([[7, 21, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
+    assert " ".join(f"w{token}" for token in wanted) in text.getvalue().splitlines()
+    with penstock.Module(tmp_path / "model.pt2", budget="1GiB", quiet=True) as module:
+        floor_bytes = module.floor_bytes
+        assert {state.shape[2] for state in module.program.states} == {32}
+    with penstock.Module(tmp_path / "model.pt2", budget=floor_bytes, quiet=True) as module:
+        assert list(generate(module, [7, 21, 3], tokens=8, temperature=0)) == wanted[3:]
+        assert module.stats().bytes_streamed > 0
