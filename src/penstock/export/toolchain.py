@@ -7,6 +7,7 @@ then ends in std::bad_cast, and the process dies while the package loads. Found 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -196,13 +197,19 @@ def _run(command: Sequence[str], **env: str) -> _Outcome:
         try:
             stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process.pid)
             stdout, stderr = process.communicate()
             return _Outcome(tuple(command), None, stdout, stderr)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process.pid)
             raise
     return _Outcome(tuple(command), process.returncode, stdout, stderr)
+
+
+def _kill_group(pid: int) -> None:
+    # An interrupt at the terminal may have ended it already.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _failure(compiler: str, what: str, outcome: _Outcome) -> ToolchainError:

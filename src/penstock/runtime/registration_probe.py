@@ -6,6 +6,7 @@ can. `python -m penstock.runtime.registration_probe <path> <device index>` is th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -92,7 +93,9 @@ def _ask(command: list[str], timeout_s: float) -> str | None:
 
 
 def _kill(child: subprocess.Popen[str]) -> str:
-    os.killpg(child.pid, signal.SIGKILL)
+    # An interrupt at the terminal may have ended it already.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
     try:
         child.communicate(timeout=_KILL_GRACE_S)
     except subprocess.TimeoutExpired:

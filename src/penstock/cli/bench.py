@@ -1,0 +1,80 @@
+"""`penstock bench`: the benchmark suite, where the source tree is at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from penstock.cli.exit_codes import FAILED, OK, USAGE
+from penstock.cli.output import json_option
+
+
+@click.command(short_help="Run the benchmark suite.", context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@json_option
+def bench(arguments: tuple[str, ...], as_json: bool) -> int:
+    """Run the benchmark suite (python -m bench.suite) with ARGUMENTS as they are.
+
+    Needs the source tree: an installed wheel has no bench/. --json prints the suite's result.json. Its own help:
+    penstock bench -- --help
+
+    \b
+    penstock bench --out results --device cpu --small
+    penstock bench --out results --layers 16 --json
+    """
+    from penstock.errors import PenstockError
+
+    root = source_root()
+    if root is None:
+        raise PenstockError(
+            f"the benchmark suite is not part of an installation ({Path(__file__).parents[1]}); get the source tree, "
+            "and run `pip install -e .` in it"
+        )
+    result = _result_path(arguments)
+    if as_json and result is None:
+        raise click.UsageError("--json prints the suite's result.json, which needs --out FOLDER")
+    path = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Started in the tree: its processes look for their modules where they are, and first.
+    code = subprocess.run(
+        [sys.executable, "-m", "bench.suite", *_from_here(arguments)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=sys.stderr.fileno() if as_json else None,
+        check=False,
+    ).returncode
+    if code == 0 and as_json and result is not None:
+        print(result.read_text().strip())
+    return code if code in (OK, USAGE) else FAILED
+
+
+def source_root() -> Path | None:
+    root = Path(__file__).resolve().parents[3]
+    return root if (root / "bench/suite/__main__.py").is_file() else None
+
+
+def _from_here(arguments: tuple[str, ...]) -> list[str]:
+    """The folder of --out as it is meant here, whichever way it is written; all else as it is."""
+    made: list[str] = []
+    for argument in arguments:
+        if made and made[-1] == "--out":
+            made.append(str(Path(argument).absolute()))
+        elif argument.startswith("--out="):
+            made.append(f"--out={Path(argument.removeprefix('--out=')).absolute()}")
+        else:
+            made.append(argument)
+    return made
+
+
+def _result_path(arguments: tuple[str, ...]) -> Path | None:
+    """Where the suite will put result.json."""
+    given = _from_here(arguments)
+    for argument, following in zip(given, [*given[1:], ""], strict=True):
+        if argument == "--out" and following:
+            return Path(following) / "result.json"
+        if argument.startswith("--out="):
+            return Path(argument.removeprefix("--out=")) / "result.json"
+    return None

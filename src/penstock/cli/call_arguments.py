@@ -1,0 +1,125 @@
+"""From what a file of inputs holds to the arguments of a call; and made-up inputs where there is no file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from penstock.errors import InputError, PackageError
+from penstock.layout import overlaps
+from penstock.program import ConstantSpec, Method, Signature, TensorSpec
+from penstock.runtime.size_expression import size_expression
+from penstock.torch_private.pytree import unflatten
+
+# numpy names arrays without a name so; plain numbers mean the same.
+_POSITION = re.compile(r"(?:arr_)?([0-9]{1,6})")
+# A dynamic size where nobody says which: small, and larger than the sizes that export treats apart.
+_USUAL_SIZE = 4
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def call_arguments(held: Any, signature: Signature | None, where: str) -> Arguments:
+    """`held` is what a file of inputs holds. Without a signature (a .pte) only positions are known, no names."""
+    if isinstance(held, torch.Tensor):
+        return (held,), {}
+    if isinstance(held, (tuple, list)):
+        return tuple(held), {}
+    if not isinstance(held, Mapping):
+        raise InputError(f"{where} holds a {type(held).__name__}; needs a tensor, a tuple of arguments, or names")
+    if held.keys() <= {"args", "kwargs"} and held:
+        return tuple(held.get("args", ())), dict(held.get("kwargs", {}))
+    numbers = {name: _POSITION.fullmatch(str(name)) for name in held}
+    if all(numbers.values()):
+        ordered = sorted((int(match.group(1)), held[name]) for name, match in numbers.items() if match is not None)
+        if [number for number, _ in ordered] != list(range(len(ordered))):
+            raise InputError(f"{where} has the positions {sorted(map(str, held))}; needs 0 to {len(ordered) - 1}")
+        return _positional([tensor for _, tensor in ordered], signature, where)
+    if signature is None:
+        raise InputError(f"{where} names its tensors {', '.join(map(str, held))}; a .pte needs positions: arr_0, arr_1")
+    return _named(held, signature, where)
+
+
+def _positional(tensors: list[Any], signature: Signature | None, where: str) -> Arguments:
+    if signature is None:
+        return tuple(tensors), {}
+    names = [spec.name for spec in signature.inputs if isinstance(spec, TensorSpec)]
+    if len(names) != len(tensors):
+        raise InputError(f"{where} has {len(tensors)} tensors, the program takes {len(names)}: {', '.join(names)}")
+    return _named(dict(zip(names, tensors, strict=True)), signature, where)
+
+
+def _named(held: Mapping[str, Any], signature: Signature, where: str) -> Arguments:
+    names = [spec.name for spec in signature.inputs if isinstance(spec, TensorSpec)]
+    missing, surplus = [n for n in names if n not in held], [n for n in held if n not in names]
+    if missing or surplus:
+        raise InputError(
+            f"{where} has the tensors {', '.join(held)}; the program takes {', '.join(names)}"
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+            + (f"; unknown: {', '.join(surplus)}" if surplus else "")
+        )
+    return _nested({name: held[name] for name in names}, signature)
+
+
+def _nested(tensors: Mapping[str, Any], signature: Signature) -> Arguments:
+    leaves = [spec.value if isinstance(spec, ConstantSpec) else tensors[spec.name] for spec in signature.inputs]
+    arguments, keywords = unflatten(leaves, signature.in_spec)
+    return arguments, keywords
+
+
+def made_arguments(method: Method, seed: int) -> Arguments:
+    """Inputs of the recorded shapes. Numbers at random; whole numbers count up from 0, so that they suit as positions,
+    and as indices of any table that is not smaller."""
+    symbols = {name: _size_within(low, high) for name, (low, high) in method.signature.symbols.items()}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        spec.name: _made(spec, symbols, generator) for spec in method.signature.inputs if isinstance(spec, TensorSpec)
+    }
+    return _nested(tensors, method.signature)
+
+
+def _size_within(low: int, high: int | None) -> int:
+    return max(low, _USUAL_SIZE if high is None else min(high, _USUAL_SIZE))
+
+
+def _made(spec: TensorSpec, symbols: Mapping[str, int], generator: torch.Generator) -> torch.Tensor:
+    shape, strides = [_number(n, symbols) for n in spec.shape], [_number(n, symbols) for n in spec.strides]
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PackageError(f"input {spec.name!r} has dtype {spec.dtype!r}, which this torch does not have")
+    span = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    # Laid out as the program reads it, so that nothing is copied on the way, and expanded inputs are expanded.
+    memory = torch.randn(span, generator=generator) if dtype.is_floating_point else torch.zeros(span)
+    tensor = memory.to(dtype).as_strided(shape, strides)
+    if not dtype.is_floating_point and not dtype.is_complex and shape and not overlaps(shape, strides):
+        counting = torch.arange(shape[-1]) % (2 if dtype is torch.bool else 128)
+        tensor.copy_(counting.expand(shape))
+    return tensor
+
+
+def _number(size: int | str, symbols: Mapping[str, int]) -> int:
+    return size if isinstance(size, int) else size_expression(size).value(symbols)
+
+
+def copied(arguments: Arguments, device: torch.device) -> Arguments:
+    """In memory of their own, since a program may write into its inputs. None writes into what is expanded."""
+    from torch.utils._pytree import tree_map_only
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, copy=not overlaps(tensor.shape, tensor.stride()))
+
+    return tree_map_only(torch.Tensor, copy, arguments)  # type: ignore[no-any-return]
+
+
+def named_leaves(result: Any, signature: Signature | None) -> dict[str, torch.Tensor]:
+    """The tensors of a result by the program's own names of its outputs; by number where those do not tell."""
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    names = [] if signature is None else [spec.name for spec in signature.outputs if isinstance(spec, TensorSpec)]
+    if len(set(names)) != len(tensors):
+        names = [str(number) for number in range(len(tensors))]
+    return dict(zip(names, tensors, strict=True))

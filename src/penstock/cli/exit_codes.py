@@ -1,0 +1,56 @@
+"""What a command's exit code says: one for every family of errors. docs/cli.md has the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock import errors
+
+OK = 0
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Family:
+    code: int
+    classes: tuple[type[errors.PenstockError], ...]
+    meaning: str
+
+
+# The first family that an error belongs to gives its code, so bases come after what derives from them.
+FAMILIES: tuple[Family, ...] = (
+    Family(3, (errors.ProgramError,), "the model or its exported program cannot be offloaded"),
+    Family(4, (errors.CompileError,), "compiling failed, the C++ compiler included"),
+    Family(5, (errors.DeviceError,), "there is no such device, or it cannot be compiled for here"),
+    Family(6, (errors.CheckpointError,), "a checkpoint does not fit the program, or cannot be read"),
+    Family(7, (errors.WeightsFileError,), "a weights file is damaged, incomplete, or of another program"),
+    Family(8, (errors.PackageError,), "a program file is none, or is damaged"),
+    Family(
+        9,
+        (errors.OutputExistsError, errors.OutputPathError, errors.DiskFullError),
+        "what was to be written exists already, or cannot be written",
+    ),
+    Family(10, (errors.BudgetError,), "a budget is malformed, or below the floor"),
+    Family(11, (errors.RuntimeFailure,), "loading or running failed"),
+    Family(12, (errors.InputError,), "the inputs do not fit the program"),
+    Family(FAILED, (errors.PenstockError,), "a check failed, the program failed, or anything that has no code below"),
+)
+
+MEANINGS: dict[int, str] = {
+    OK: "everything asked for was done, and every check passed",
+    FAILED: FAMILIES[-1].meaning,
+    USAGE: "the command line was not understood",
+    **{family.code: family.meaning for family in FAMILIES[:-1]},
+    INTERRUPTED: "interrupted (Ctrl-C); nothing is left behind",
+}
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    for family in FAMILIES:
+        if isinstance(error, family.classes):
+            return family.code
+    return FAILED

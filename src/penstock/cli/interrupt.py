@@ -1,0 +1,116 @@
+"""Ctrl-C leaves no process behind, whoever started it.
+
+A compiler's driver starts the compiler proper, and killing the first leaves the second at work. So orphans of this
+process come to it and not to init, the signal is passed on to all of them, and what is still there at the end
+is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_PR_SET_CHILD_SUBREAPER = 36
+# What was interrupted removes its temporary files; after this it is killed.
+_GRACE_S = 1.0
+_POLL_S = 0.02
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """KeyboardInterrupt on SIGINT, in this process and its children; when it leaves the block, no child is left."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("signals reach the main thread only: call this there")
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    came = threading.Event()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        came.set()
+        _signal_all(signal.SIGINT)
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGINT, pass_on)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # Libraries make other exceptions of an interrupt, and cleaning up after one may fail over what it has ended.
+        if came.is_set():
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if came.is_set():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            end_children()
+        signal.signal(signal.SIGINT, earlier)
+
+
+def end_children() -> None:
+    """Waits a little for every descendant, then kills what is left."""
+    deadline_s = time.monotonic() + _GRACE_S
+    while _reap() and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    while _reap():
+        _signal_all(signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def descendants(pid: int) -> list[int]:
+    """Parents before their children."""
+    found: list[int] = []
+    for child in _children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    # A process that ends while it is looked at has no children.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _signal_all(number: signal.Signals) -> None:
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _reap() -> bool:
+    """Whether there is any child left that has not ended."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+
+
+@contextmanager
+def private_temporary_files() -> Iterator[None]:
+    """Children put their temporary files into a folder that is removed, also when they were killed over them."""
+    tempfile.gettempdir()  # this process, and the compiler's cache, stay where they were
+    earlier = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="penstock-cli-") as folder:
+        os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            if earlier is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = earlier

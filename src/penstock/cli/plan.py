@@ -1,0 +1,255 @@
+"""`penstock plan`: what a budget buys, also on a GPU that is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli.output import console, emit, json_option
+from penstock.cli.units import bytes_option, rate_option, short_rate
+
+if TYPE_CHECKING:
+    from penstock.cli.plan_report import GpuRow, PlanReport, StepTimes
+    from penstock.cli.subject import Subject
+    from penstock.plan.link import Link
+    from penstock.program import Program
+
+_LINK_SHARE_ONLY = (
+    "no step times were given: predicted times are the link's share only, as if computing took no time; give "
+    "--step-times or --compute-bandwidth"
+)
+_NO_LINK = "no link was given, so no time is predicted; give --link (penstock doctor measures it), as in --link 25GB/s"
+
+
+@click.command(short_help="Show what a budget buys, on any GPU.")
+@click.argument("program", type=click.Path(path_type=Path))
+@bytes_option("--budget", help="Device memory for weights: 8GiB. Default: the baked one.")
+@bytes_option("--gpu-memory", help="A GPU of this size, here or not: the budget is what it leaves.")
+@rate_option("--link", "link_rate", help="Host to device: 25GB/s.")
+@click.option(
+    "--copy-latency-us", type=click.FloatRange(min=0), help="What each copy costs beside its bytes. Default: 0."
+)
+@click.option(
+    "--step-times", type=click.Path(path_type=Path), help="Measured times: what run --write-step-times wrote."
+)
+@rate_option(
+    "--compute-bandwidth", help="Estimate each step as reading its weights from device memory at this rate: 3.3TB/s."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", "streamed"]),
+    default="auto",
+    show_default=True,
+    help="As penstock.Module has it: auto reads in place, in host memory, what only rows are read of.",
+)
+@click.option("--method", help="This method alone. Default: one run of each.")
+@click.option("--curve", type=click.Path(path_type=Path), help="Time and throughput against budget: .png or .html.")
+@click.option("--points", type=click.IntRange(min=2, max=500), default=21, show_default=True, help="Of the curve.")
+@json_option
+def plan(
+    program: Path,
+    budget: int | None,
+    gpu_memory: int | None,
+    link_rate: float | None,
+    copy_latency_us: float | None,
+    step_times: Path | None,
+    compute_bandwidth: float | None,
+    mode: str,
+    method: str | None,
+    curve: Path | None,
+    points: int,
+    as_json: bool,
+) -> None:
+    """Where the weights of PROGRAM (.pt2 or .pte) lie within a budget, what streams, and how long a run takes.
+
+    Nothing is loaded or run, and no GPU is needed. Without step times the predicted time is the link's share only.
+
+    \b
+    penstock plan model.pt2 --budget 8GiB --link 25GB/s
+    penstock plan model.pt2 --gpu-memory 24GiB --link 25GB/s --compute-bandwidth 1TB/s
+    penstock plan model.pt2 --budget 8GiB --step-times times.json --curve curve.html
+    """
+    from penstock.cli.curve_picture import SUFFIXES, check_curve_path, write_curve
+    from penstock.cli.plan_report import PlanReport, Predictor, placements
+    from penstock.cli.plan_view import show_plan
+    from penstock.cli.subject import CUDA_PAGE_BYTES, read_subject
+
+    if program.suffix not in (".pt2", ".pte"):
+        raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
+    if step_times is not None and compute_bandwidth is not None:
+        raise click.UsageError("--step-times and --compute-bandwidth say the same thing twice; give one")
+    if curve is not None and curve.suffix not in SUFFIXES:
+        raise click.BadParameter(f"{curve} must end in {' or '.join(SUFFIXES)}", param_hint="--curve")
+    subject = read_subject(program)
+    read = subject.program
+    names = [row.name for row in read.methods]
+    if method is not None and method not in names:
+        raise click.BadParameter(f"there is no method {method!r}, only {', '.join(names)}", param_hint="--method")
+    link, times, source = _times(subject, link_rate, copy_latency_us, step_times, compute_bandwidth)
+    if curve is not None:
+        if link is None:
+            raise click.UsageError("--curve shows times, which need a link: give --link, as in --link 25GB/s")
+        check_curve_path(curve)
+    predictor = Predictor(
+        subject,
+        page_bytes=subject.page_bytes if gpu_memory is None else CUDA_PAGE_BYTES,
+        mode=mode,
+        link=link,
+        step_s=times,
+        step_times=source,
+        methods=names if method is None else [method],
+    )
+    floor_bytes = predictor.planner.floor_bytes
+    gpu, left_bytes = (None, None) if gpu_memory is None else _gpu(read, gpu_memory, floor_bytes, budget)
+    budget_bytes, budget_source = _budget(budget, read.budget_bytes, left_bytes, curve is not None, floor_bytes)
+    # A module takes no more than all weights need, and says so.
+    asked_bytes, budget_bytes = budget_bytes, min(budget_bytes, predictor.top_bytes)
+    made = predictor.plan(budget_bytes)
+    report = PlanReport(
+        path=program,
+        device=read.device,
+        mode=mode,
+        page_bytes=made.page_bytes,
+        weight_bytes=read.weight_bytes,
+        floor_bytes=floor_bytes,
+        full_bytes=predictor.planner.full_bytes,
+        budget_bytes=budget_bytes,
+        asked_bytes=asked_bytes,
+        budget_source=budget_source,
+        device_bytes=made.device_bytes,
+        resident_bytes=made.resident_bytes,
+        ring_bytes=made.ring_bytes,
+        link_bytes_per_s=None if link is None else link.bytes_per_s,
+        copy_latency_s=0.0 if link is None else link.copy_latency_s,
+        step_times=source,
+        gpu=gpu,
+        methods=predictor.predictions(made, budget_bytes),
+        placements=placements(made, subject),
+        curve=() if curve is None else predictor.curve(points),
+        notes=tuple(_notes(read, link, source, [name for name in names if name not in times], gpu)),
+    )
+    if curve is not None:
+        write_curve(curve, report.curve, _title(report, method))
+        console(stderr=True).print(f"wrote {curve}")
+    emit(report, as_json, show_plan)
+
+
+def _times(
+    subject: Subject,
+    link_rate: float | None,
+    copy_latency_us: float | None,
+    step_times: Path | None,
+    compute_bandwidth: float | None,
+) -> tuple[Link | None, Mapping[str, Sequence[float]], StepTimes]:
+    """What is given on the command line about the link holds; then what was measured."""
+    from penstock.cli.plan_report import estimated_step_s
+    from penstock.cli.step_times_file import read_step_times
+    from penstock.plan.link import Link
+
+    if copy_latency_us is not None and link_rate is None:
+        raise click.UsageError("--copy-latency-us belongs to --link, which is not given")
+    link = None if link_rate is None else Link(link_rate, (copy_latency_us or 0.0) * 1e-6)
+    if step_times is not None:
+        from penstock.errors import PenstockError
+
+        measured = read_step_times(step_times)
+        methods = subject.program.methods
+        for method in methods:
+            found = len(measured.step_s.get(method.name, ()))
+            if method.name in measured.step_s and found != len(method.schedule.steps):
+                raise PenstockError(
+                    f"{step_times} has {found} steps for method {method.name!r}, the program has "
+                    f"{len(method.schedule.steps)}: it was measured on another program"
+                )
+        if not measured.step_s.keys() & {method.name for method in methods}:
+            raise PenstockError(f"{step_times} has times of {', '.join(measured.step_s)}, no method of this program")
+        return link or measured.link, measured.step_s, "measured"
+    if compute_bandwidth is not None:
+        return link, estimated_step_s(subject, compute_bandwidth), "estimated"
+    return link, {}, "unknown"
+
+
+def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | None) -> tuple[GpuRow, int]:
+    """As an automatic budget is worked out at load, on a GPU with nothing else on it."""
+    import torch
+
+    from penstock.cli.plan_report import GpuRow
+    from penstock.runtime.automatic_budget import (
+        AutomaticTerms,
+        activation_bound_bytes,
+        automatic_budget,
+        reserve_bytes,
+    )
+
+    bounded = all(method.activation_bound_bytes is not None for method in program.methods)
+    if budget is not None and not bounded:
+        activation_bytes = max(method.activation_example_bytes for method in program.methods)
+    else:
+        activation_bytes = activation_bound_bytes(program)
+    terms = AutomaticTerms(
+        free_bytes=memory_bytes,
+        allocator_unused_bytes=0,
+        activation_bytes=activation_bytes,
+        state_bytes=program.state_bytes,
+        reserve_bytes=reserve_bytes(torch.device("cuda"), memory_bytes),
+    )
+    left_bytes = terms.budget_bytes if budget is not None else automatic_budget(terms, floor_bytes)
+    row = GpuRow(
+        memory_bytes=memory_bytes,
+        activation_bytes=activation_bytes,
+        state_bytes=program.state_bytes,
+        reserve_bytes=terms.reserve_bytes,
+        left_bytes=left_bytes,
+        enough=left_bytes >= (floor_bytes if budget is None else budget),
+    )
+    return row, left_bytes
+
+
+def _budget(
+    given: int | None, baked: int | None, left_bytes: int | None, with_curve: bool, floor_bytes: int
+) -> tuple[int, str]:
+    if given is not None:
+        return given, "given"
+    if left_bytes is not None:
+        return left_bytes, "gpu memory"
+    if baked is not None:
+        return baked, "baked"
+    if with_curve:
+        return floor_bytes, "floor"
+    raise click.UsageError("no budget is baked into the program: give --budget or --gpu-memory")
+
+
+def _notes(
+    program: Program, link: Link | None, source: StepTimes, untimed: Sequence[str], gpu: GpuRow | None
+) -> list[str]:
+    notes: list[str] = []
+    if link is None:
+        notes.append(_NO_LINK)
+    elif source == "unknown":
+        notes.append(_LINK_SHARE_ONLY)
+    elif source == "estimated":
+        notes.append(
+            "step times are estimated: what reading each step's weights from device memory takes. That is about right "
+            "for one token at a time, and too little where a run computes more"
+        )
+    elif untimed:
+        notes.append(f"the step times have none of {', '.join(untimed)}: there, times are the link's share only")
+    if gpu is not None:
+        notes.append("the GPU is taken to be empty: what the CUDA context and others hold there is not counted")
+        if any(method.activation_bound_bytes is None for method in program.methods):
+            notes.append(
+                "activations have no bound: they are counted for the inputs that the program was exported with"
+            )
+        if program.device != "cuda":
+            notes.append(f"the program is compiled for {program.device}; compiled for CUDA its steps may be others")
+    return notes
+
+
+def _title(report: PlanReport, method: str | None) -> str:
+    rate = short_rate(report.link_bytes_per_s or 0.0)
+    what = "one run of each method" if method is None else method
+    only = " (link only)" if report.step_times == "unknown" else ""
+    return f"{report.path.name}: {what}, link {rate}{only}"

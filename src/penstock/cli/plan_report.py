@@ -1,0 +1,237 @@
+"""What `penstock plan` says: placements, bytes and predicted times at one budget, or along a curve of them. No torch.
+
+Times come from the simulator. What a step takes was measured, or is estimated from the bandwidth of the device's
+memory, or is not known: then only the link's share is predicted, and that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from penstock.cli.subject import Subject
+from penstock.plan.bound import lower_bound_s
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link
+from penstock.plan.plan import MethodPlan, Plan
+from penstock.plan.simulator import simulate
+from penstock.schedule import Schedule, Step
+
+StepTimes = Literal["measured", "estimated", "unknown"]
+# "in place": read where it lies in host memory, because only rows of it are read.
+Placing = Literal["resident", "head+tail", "streamed", "in place"]
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    weight: str
+    nbytes: int
+    placing: Placing
+    # Of the weight: what stays on the device, and what comes anew.
+    resident_bytes: int
+    streamed_bytes: int
+
+
+@dataclass(frozen=True)
+class MethodPrediction:
+    """One run of a method that follows another run of it. Times are None where the link is not known."""
+
+    method: str
+    weight_bytes: int
+    # Of them, those of which only rows are read, in host memory: in no time here, and not in the bound.
+    in_place_bytes: int
+    bytes_streamed: int
+    copies: int
+    bytes_hit: int
+    predicted_s: float | None
+    cold_s: float | None
+    stall_s: float | None
+    # With every weight in place; 0 where the times of steps are not known.
+    resident_s: float
+    bound_s: float | None
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """A GPU of so much memory: what is left for weights beside the rest that a run needs."""
+
+    memory_bytes: int
+    activation_bytes: int
+    state_bytes: int
+    reserve_bytes: int
+    left_bytes: int
+    enough: bool
+
+
+@dataclass(frozen=True)
+class CurveRow:
+    """One run of every method that is asked for, at one budget."""
+
+    budget_bytes: int
+    predicted_s: float
+    bound_s: float
+    streamed_bytes: int
+    # None: no time at all is predicted, because everything is resident and the times of steps are not known.
+    runs_per_s: float | None
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    path: Path
+    device: str
+    mode: str
+    page_bytes: int
+    weight_bytes: int
+    floor_bytes: int
+    full_bytes: int
+    # What is used of what was asked for: never more than all weights take.
+    budget_bytes: int
+    asked_bytes: int
+    # Where the budget came from: "given", "gpu memory", "baked"; "floor" for a curve alone.
+    budget_source: str
+    device_bytes: int
+    resident_bytes: int
+    ring_bytes: int
+    link_bytes_per_s: float | None
+    copy_latency_s: float
+    step_times: StepTimes
+    gpu: GpuRow | None
+    methods: tuple[MethodPrediction, ...]
+    placements: tuple[PlacementRow, ...]
+    curve: tuple[CurveRow, ...]
+    notes: tuple[str, ...]
+
+
+class Predictor:
+    """The plans of one program, and how long they take over one link."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        *,
+        page_bytes: int,
+        mode: str,
+        link: Link | None,
+        step_s: Mapping[str, Sequence[float]],
+        step_times: StepTimes,
+        methods: Sequence[str],
+    ) -> None:
+        self.subject = subject
+        self.link = link
+        self._page_bytes = page_bytes
+        self.step_times = step_times
+        self._methods = methods
+        self._schedules: dict[str, Schedule] = {schedule.method: schedule for schedule in subject.schedules}
+        self._step_s = {
+            name: tuple(step_s.get(name, (0.0,) * len(schedule.steps))) for name, schedule in self._schedules.items()
+        }
+        self._timed = [name for name in self._schedules if name in step_s]
+        self.planner = subject.planner(mode, page_bytes)
+
+    @cached_property
+    def _calibration(self) -> Calibration | None:
+        # A plan is made for times only where they were measured, as a module does.
+        if self.link is None or self.step_times != "measured":
+            return None
+        return Calibration(self.link, {name: self._step_s[name] for name in self._timed})
+
+    @property
+    def top_bytes(self) -> int:
+        """Pages are whole: the floor of a small program may exceed what its weights take."""
+        return max(self.planner.floor_bytes, self.planner.full_bytes)
+
+    def plan(self, budget_bytes: int) -> Plan:
+        return self.planner.plan(budget_bytes, self._calibration)
+
+    def predictions(self, plan: Plan, budget_bytes: int) -> tuple[MethodPrediction, ...]:
+        return tuple(
+            self._prediction(method, budget_bytes) for method in plan.methods if method.method in self._methods
+        )
+
+    def _prediction(self, method: MethodPlan, budget_bytes: int) -> MethodPrediction:
+        schedule, step_s = self._schedules[method.method], self._step_s[method.method]
+        read_bytes = sum(self.subject.weights[name].nbytes for name in schedule.weight_names)
+        in_place = {placement.weight: placement.nbytes for placement in method.placements if placement.is_direct}
+        in_place_bytes = sum(in_place.values())
+        resident_s = sum(step_s)
+        timing = None if self.link is None else simulate(method, schedule, step_s=step_s, link=self.link)
+        bound_s = None
+        if self.link is not None:
+            bound_s = lower_bound_s(
+                weight_bytes=read_bytes - in_place_bytes,
+                budget_bytes=budget_bytes,
+                resident_s=resident_s,
+                link_bytes_per_s=self.link.bytes_per_s,
+            )
+        return MethodPrediction(
+            method=method.method,
+            weight_bytes=read_bytes,
+            in_place_bytes=in_place_bytes,
+            bytes_streamed=method.warm.bytes_streamed,
+            copies=method.warm.copies,
+            bytes_hit=method.warm.bytes_hit,
+            predicted_s=None if timing is None else timing.run_s,
+            cold_s=None if timing is None else timing.cold_run_s,
+            stall_s=None if timing is None else timing.stall_s,
+            resident_s=resident_s,
+            bound_s=bound_s,
+        )
+
+    def curve(self, points: int) -> tuple[CurveRow, ...]:
+        """From the floor to everything resident, in equal steps of whole pages; both ends included."""
+        floor_bytes = self.planner.floor_bytes
+        pages = (self.top_bytes - floor_bytes) // self._page_bytes
+        budgets = {floor_bytes + pages * step // (points - 1) * self._page_bytes for step in range(points)}
+        return tuple(self._curve_row(budget) for budget in sorted({*budgets, self.top_bytes}))
+
+    def _curve_row(self, budget_bytes: int) -> CurveRow:
+        found = self.predictions(self.plan(budget_bytes), budget_bytes)
+        predicted_s = sum(one.predicted_s or 0.0 for one in found)
+        return CurveRow(
+            budget_bytes=budget_bytes,
+            predicted_s=predicted_s,
+            bound_s=sum(one.bound_s or 0.0 for one in found),
+            streamed_bytes=sum(one.bytes_streamed for one in found),
+            runs_per_s=1 / predicted_s if predicted_s else None,
+        )
+
+
+def placements(plan: Plan, subject: Subject) -> tuple[PlacementRow, ...]:
+    """Of every weight that is read, in the order of the weights file."""
+    tails: dict[str, int] = {}
+    held: set[str] = set()
+    for method in plan.methods:
+        held.update(placement.weight for placement in method.placements if not placement.is_direct)
+        for stay in method.stays:
+            tails[stay.weight] = max(tails.get(stay.weight, 0), stay.nbytes)
+    rows: list[PlacementRow] = []
+    for weight in subject.program.weights:
+        tail = tails.get(weight.name, 0)
+        placing: Placing = "resident" if tail == 0 else "streamed" if tail == weight.nbytes else "head+tail"
+        if weight.name not in held:
+            rows.append(PlacementRow(weight.name, weight.nbytes, "in place", 0, 0))
+        else:
+            rows.append(PlacementRow(weight.name, weight.nbytes, placing, weight.nbytes - tail, tail))
+    return tuple(rows)
+
+
+def estimated_step_s(subject: Subject, bytes_per_s: float) -> dict[str, tuple[float, ...]]:
+    """As long as it takes to read the step's weights from device memory: the least for one token.
+
+    Of what is gathered from only rows are read, which is taken for nothing.
+    """
+    return {
+        schedule.method: tuple(
+            sum(subject.weights[name].nbytes for name in _read_whole(schedule, step)) / bytes_per_s
+            for step in schedule.steps
+        )
+        for schedule in subject.schedules
+    }
+
+
+def _read_whole(schedule: Schedule, step: Step) -> set[str]:
+    accesses = [schedule.access_by_number[number] for number in step.accesses]
+    return {access.weight for access in accesses if not access.gathered}

@@ -1,0 +1,236 @@
+"""`penstock run`: a program inside a budget, with the speed of the link beside its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli.output import emit, facts, json_option, only_json_on_stdout
+from penstock.cli.units import short_bytes, short_rate, short_time
+from penstock.cli.whole_file import refuse_folderless, whole_file, write_whole
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from penstock.program import Signature
+
+
+@dataclass(frozen=True)
+class RunReport:
+    path: Path
+    method: str
+    device: str
+    floor_bytes: int
+    budget_bytes: int
+    # Device memory for weights, at most since load.
+    peak_bytes: int
+    weight_bytes: int
+    runs: int
+    load_s: float
+    # The first run finds nothing in place but the residents; the others follow one another. None: there was one only.
+    first_run_s: float
+    run_s: float | None
+    # Of the last run.
+    bytes_streamed: int
+    copies: int
+    bytes_hit: int
+    # For which the device waited for copies.
+    stall_s: float | None
+    streamed_bytes_per_s: float
+    # As measured when the program was loaded; None: nothing is ever copied.
+    link_bytes_per_s: float | None
+    link_part: float | None
+    summary: str
+    trace: Path | None
+    outputs: Path | None
+    step_times: Path | None
+
+
+@click.command(short_help="Run a program inside a budget.")
+@click.argument("program", type=click.Path(path_type=Path))
+@click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: the baked one, else auto.")
+@click.option("--inputs", type=click.Path(path_type=Path), required=True, help=".pt, .npz or .safetensors.")
+@click.option("--method", help="Default: forward, or the only one.")
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", "streamed", "direct"]),
+    default="auto",
+    show_default=True,
+    help="How weights that do not fit are reached, as penstock.Module has it.",
+)
+@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Runs, back to back.")
+@click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a trace of all runs for Perfetto.")
+@click.option(
+    "--write-step-times", type=click.Path(path_type=Path), help="Write measured times, for plan --step-times."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the last run's outputs: .pt, .npz, .safetensors.")
+@json_option
+def run(
+    program: Path,
+    budget: str | None,
+    inputs: Path,
+    method: str | None,
+    mode: str,
+    repeat: int,
+    weights: Path | None,
+    trace: Path | None,
+    write_step_times: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Run PROGRAM (.pt2 or .pte) inside a budget, and say what it took.
+
+    Loading runs native code from the file: load only what you trust. State (a KV cache) carries on from run to run.
+
+    \b
+    penstock run model.pt2 --budget 8GiB --inputs inputs.pt
+    penstock run model.pt2 --budget 8GiB --inputs in.npz --method decode --repeat 100 --trace trace.json
+    penstock run model.pt2 --inputs in.safetensors --out out.safetensors --json
+    """
+    from penstock.cli.tensors_file import SUFFIXES
+
+    for name, path in (("--inputs", inputs), ("--out", out)):
+        if path is not None and path.suffix not in SUFFIXES:
+            raise click.BadParameter(f"{path} must end in {', '.join(SUFFIXES)}", param_hint=name)
+    if program.suffix not in (".pt2", ".pte"):
+        raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
+    if trace is not None and write_step_times is not None:
+        raise click.UsageError("--trace and --write-step-times record the same runs in different ways; give one")
+    refuse_folderless(trace, write_step_times, out)
+    with only_json_on_stdout(as_json):
+        report = _run(program, budget, inputs, method, mode, repeat, weights, trace, write_step_times, out, not as_json)
+    emit(report, as_json, _show)
+
+
+def _run(
+    path: Path,
+    budget: str | None,
+    inputs: Path,
+    method: str | None,
+    mode: str,
+    repeat: int,
+    weights: Path | None,
+    trace: Path | None,
+    write_step_times: Path | None,
+    out: Path | None,
+    live: bool,
+) -> RunReport:
+    import torch
+
+    import penstock
+    from penstock.cli.call_arguments import call_arguments, copied, named_leaves
+    from penstock.cli.speedometer import speedometer, time_runs
+    from penstock.cli.step_times_file import step_times_text
+    from penstock.cli.tensors_file import dump_tensors, load_tensors
+
+    held = load_tensors(inputs)
+    options: dict[str, Any] = {} if mode == "auto" else {"mode": mode}
+    began_s = time.perf_counter()
+    with penstock.Module(path, budget, weights=weights, quiet=True, **options) as module:
+        load_s = time.perf_counter() - began_s
+        name = method or _only_method(module.methods)
+        signature = _signature(module, name)
+        arguments = copied(call_arguments(held, signature, str(inputs)), _tensor_device(module))
+        with torch.no_grad(), _recording(module, trace, write_step_times), speedometer(module, live) as tick:
+            first_run_s, run_s, result = time_runs(module, name, arguments, repeat, tick)
+            stats = module.last_run
+        if write_step_times is not None and module.calibration is not None:
+            write_whole(write_step_times, step_times_text(module.calibration).encode())
+        if out is not None:
+            write_whole(out, dump_tensors(out, result, named_leaves(result, signature)))
+        link = module.link_bytes_per_s
+        once_s = run_s or first_run_s
+        rate = stats.bytes_streamed / once_s if once_s else 0.0
+        return RunReport(
+            path=path,
+            method=name,
+            device=str(module.device),
+            floor_bytes=module.floor_bytes,
+            budget_bytes=module.budget_bytes,
+            peak_bytes=module.device_memory()[1],
+            weight_bytes=module.weight_bytes,
+            runs=repeat,
+            load_s=load_s,
+            first_run_s=first_run_s,
+            run_s=run_s,
+            bytes_streamed=stats.bytes_streamed,
+            copies=stats.copies,
+            bytes_hit=stats.bytes_hit,
+            stall_s=None if stats.stall_ns is None else stats.stall_ns * 1e-9,
+            streamed_bytes_per_s=rate,
+            link_bytes_per_s=link,
+            link_part=rate / link if link else None,
+            summary=module.summary,
+            trace=trace,
+            outputs=out,
+            step_times=write_step_times,
+        )
+
+
+def _only_method(methods: tuple[str, ...]) -> str:
+    if "forward" in methods or len(methods) == 1:
+        return "forward" if "forward" in methods else methods[0]
+    raise click.UsageError(f"the program has no method 'forward': give --method, one of {', '.join(methods)}")
+
+
+def _signature(module: Any, method: str) -> Signature | None:
+    """Of a .pt2. The caller's of a .pte is known inside its module only."""
+    if module.path.suffix == ".pte":
+        return None
+    signature: Signature = module.program.method(method).signature
+    return signature
+
+
+def _tensor_device(module: Any) -> torch.device:
+    """Where inputs must be. ExecuTorch takes and gives tensors in main memory."""
+    import torch
+
+    device: torch.device = torch.device("cpu") if module.path.suffix == ".pte" else module.device
+    return device
+
+
+@contextmanager
+def _recording(module: Any, trace: Path | None, step_times: Path | None) -> Iterator[None]:
+    if trace is not None:
+        with whole_file(trace) as partial, module.trace(partial):
+            yield
+    elif step_times is not None:
+        with module.calibrate():
+            yield
+    else:
+        yield
+
+
+def _show(to: Console, report: RunReport) -> None:
+    part = "" if report.link_part is None else f", {report.link_part:.0%} of the link's"
+    link = "" if report.link_bytes_per_s is None else f" {short_rate(report.link_bytes_per_s)}"
+    later = [] if report.run_s is None else [("each run after", short_time(report.run_s))]
+    written = [("trace", report.trace), ("outputs", report.outputs), ("step times", report.step_times)]
+    facts(
+        to,
+        f"{report.path}, {report.method} on {report.device}",
+        [
+            ("budget", f"{report.budget_bytes} bytes ({short_bytes(report.budget_bytes)})"),
+            ("peak", f"{report.peak_bytes} bytes ({short_bytes(report.peak_bytes)}) of device memory for weights"),
+            ("floor", f"{report.floor_bytes} bytes"),
+            ("streamed", f"{report.bytes_streamed} bytes in {report.copies} copies per run"),
+            ("rate", f"{short_rate(report.streamed_bytes_per_s)}{part}{link}"),
+            ("loaded in", short_time(report.load_s)),
+            ("first run", short_time(report.first_run_s)),
+            *later,
+            *(
+                []
+                if report.stall_s is None
+                else [("waited for copies", f"{short_time(report.stall_s)} of the last run")]
+            ),
+            *((name, path) for name, path in written if path is not None),
+        ],
+    )

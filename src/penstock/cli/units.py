@@ -1,0 +1,59 @@
+"""Amounts as the command line takes and shows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from penstock.budget import format_bytes, parse_bytes
+from penstock.errors import BudgetError
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def short_bytes(nbytes: int) -> str:
+    """'2.07 GiB': for tables, which have no room for the exact number; the JSON has it."""
+    return format_bytes(nbytes).split(" (", maxsplit=1)[0]
+
+
+def short_time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return "0" if seconds == 0 else f"{seconds / 1e-9:.0f} ns"
+
+
+def short_rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def bytes_option(*names: str, help: str) -> Callable[[Decorated], Decorated]:
+    """An option that takes 8589934592, 8GiB or 1.5 GB."""
+    return click.option(*names, callback=_parse_amount, metavar="BYTES", help=help)
+
+
+def rate_option(*names: str, help: str) -> Callable[[Decorated], Decorated]:
+    """An option that takes 25GB/s."""
+    return click.option(*names, callback=_parse_rate, metavar="BYTES/s", help=help)
+
+
+def _parse_amount(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_bytes(value)
+    except BudgetError as error:
+        raise click.BadParameter(str(error), context, param) from error
+
+
+def _parse_rate(context: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    if value is None:
+        return None
+    match = re.fullmatch(r"(.*\S)\s*/\s*s", value.strip())
+    if match is None:
+        raise click.BadParameter(f"{value!r} is not bytes per second, as in 25GB/s", context, param)
+    rate = _parse_amount(context, param, match.group(1))
+    if not rate:
+        raise click.BadParameter(f"{value!r} is no rate: nothing would ever arrive", context, param)
+    return float(rate)

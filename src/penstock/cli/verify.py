@@ -1,0 +1,76 @@
+"""`penstock verify`: whether the files are what was written, and the program does what it recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli.exit_codes import FAILED, OK
+from penstock.cli.output import console, emit, json_option, only_json_on_stdout, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.cli.verify_checks import Check
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    path: Path
+    weights_path: Path
+    # Where the inputs of the runs came from: a file, or made from the recorded shapes with a seed.
+    inputs: str
+    checks: tuple[Check, ...]
+    ok: bool
+
+
+@click.command(short_help="Check a program and its weights.")
+@click.argument("program", type=click.Path(path_type=Path))
+@click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
+@click.option("--inputs", type=click.Path(path_type=Path), help=".pt, .npz or .safetensors, for --method.")
+@click.option("--method", help="Of --inputs: the only method that is run then.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of inputs that are made up.")
+@click.option("--no-run", is_flag=True, help="Leave out what loads and runs the program.")
+@json_option
+def verify(
+    program: Path,
+    weights: Path | None,
+    inputs: Path | None,
+    method: str | None,
+    seed: int,
+    no_run: bool,
+    as_json: bool,
+) -> int:
+    """Check PROGRAM (.pt2): checksums, schedule against the generated code, floor, and poisoned runs at the floor.
+
+    The runs are compared to the bit with runs in which every weight is resident. Without --inputs, inputs are made
+    from the recorded shapes: random numbers from a seed, whole numbers counting up from 0. Fails (exit code 1) if any
+    check does.
+
+    \b
+    penstock verify model.pt2
+    penstock verify model.pt2 --inputs inputs.pt
+    penstock verify model.pt2 --no-run --json
+    """
+    from penstock.cli.verify_checks import Verifier
+
+    if program.suffix != ".pt2":
+        raise click.BadParameter(f"{program} must end in .pt2", param_hint="PROGRAM")
+    if method is not None and inputs is None:
+        raise click.UsageError("--method says what --inputs are for, which is not given")
+    weights_path = program.with_suffix(".ptd") if weights is None else weights
+    with only_json_on_stdout(as_json), console(stderr=True).status("verifying"):
+        verifier = Verifier(program, weights_path, inputs, method, seed)
+        checks = tuple(verifier.checks(run=not no_run))
+    ok = all(check.status != "fail" for check in checks)
+    report = VerifyReport(program, weights_path, verifier.inputs_text, checks, ok)
+    emit(report, as_json, _show)
+    return OK if ok else FAILED
+
+
+def _show(to: Console, report: VerifyReport) -> None:
+    table(to, str(report.path), ("", "", ""), [(check.status, check.name, check.finding) for check in report.checks])
+    to.print(f"inputs: {report.inputs}")

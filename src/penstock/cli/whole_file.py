@@ -1,0 +1,39 @@
+"""A file that is whole or absent, also after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.errors import OutputPathError, PenstockError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives the path to write to; what was written there takes its place when the block ends well."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    except OSError as error:
+        if isinstance(error, PenstockError):
+            raise  # says more already
+        raise OutputPathError(f"{path} cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    with whole_file(path) as partial:
+        partial.write_bytes(content)
+
+
+def refuse_folderless(*paths: Path | None) -> None:
+    """Before anything is done: what would fail only at the end."""
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise OutputPathError(f"{path} cannot be written: the folder {path.parent} does not exist")
+        if path is not None and path.is_dir():
+            raise OutputPathError(f"{path} cannot be written: it is a folder")

@@ -1,0 +1,94 @@
+"""What export takes and refuses. The program of the other tests is exported by the command as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli.export import _exported, _function
+from penstock.program import read_program
+from tests.cli import models
+from tests.cli.conftest import Cli
+
+HERE = "tests.cli.models"
+
+
+def test_the_files(program: Path) -> None:
+    read = read_program(program)
+    assert [method.name for method in read.methods] == ["forward"] and read.device == "cpu"
+    stored = {weight.name: weight.nbytes for weight in read.weights}
+    model, _, _ = models.small()
+    assert stored == {name: value.nbytes for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["pair", "small", "exported"])
+def test_what_a_function_may_return(kind: str) -> None:
+    found = _exported(_function(f"{HERE}:{kind}")(), kind)
+    assert isinstance(found, torch.export.ExportedProgram)
+
+
+def test_a_model_is_exported_for_inference() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).train()
+    x = torch.ones(2, 4)
+    ran = _exported((model, (x,)), "it").module()
+    assert torch.equal(ran(x), ran(x)) and torch.equal(ran(x), model[0](x)), "nothing is dropped"
+
+
+def test_junk_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
+    told = cli("export", f"{HERE}:junk", "-o", tmp_path / "m.pt2", "--device", "cpu", "--json")
+    assert told.code == 3 and told.document["error"]["class"] == "NotAProgramError"
+    assert "(Linear, Tensor)" in told.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_mistake_in_the_users_code_shows_its_traceback(cli: Cli, tmp_path: Path) -> None:
+    told = cli("export", f"{HERE}:broken", "-o", tmp_path / "m.pt2", "--device", "cpu", "--json")
+    assert told.code == 1 and told.document["error"]["message"] == "the user's own mistake"
+    assert "models.py" in told.stderr and "in broken" in told.stderr
+
+
+def test_existing_files_stay(cli: Cli, program: Path) -> None:
+    before = program.read_bytes()
+    told = cli("export", f"{HERE}:broken", "-o", program, "--device", "cpu")
+    assert told.code == 9 and "ZeroDivisionError" not in told.stderr, "refused before anything is run"
+    assert program.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (("no_such_module:f",), 2),
+        ((f"{HERE}:no_such_function",), 2),
+        (("no-colon",), 2),
+        ((), 2),
+        (("--method", "decode"), 2),
+        ((f"{HERE}:pair", "--method", f"forward={HERE}:pair"), 2),
+        ((f"{HERE}:pair", "--budget", "much"), 2),
+        ((f"{HERE}:pair", "--device", "tpu"), 5),
+    ],
+    ids=str,
+)
+def test_refusals(cli: Cli, tmp_path: Path, options: tuple[str, ...], code: int) -> None:
+    device = () if "--device" in options else ("--device", "cpu")
+    assert cli("export", *options, *device, "-o", tmp_path / "m.pt2").code == code
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("output", "code"), [("m.onnx", 2), ("no/such/folder/m.pt2", 9)])
+def test_outputs(cli: Cli, tmp_path: Path, output: str, code: int) -> None:
+    assert cli("export", f"{HERE}:pair", "--device", "cpu", "-o", tmp_path / output).code == code
+
+
+def test_a_pte_takes_no_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pte", "--weights", "ckpt")
+    assert told.code == 2 and "--weights" in told.stderr
+
+
+def test_a_module_that_lacks_something_is_no_usage_error(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lacking_model.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    told = cli("export", "lacking_model:f", "-o", tmp_path / "m.pt2", "--device", "cpu")
+    assert told.code == 1 and "no_such_package" in told.stderr

@@ -1,0 +1,198 @@
+"""The plan that is shown is the planner's, and its times the simulator's; what is not known is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.curve_picture import MissingPackageError
+from penstock.cli.step_times_file import step_times_text
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link
+from penstock.plan.modes import ModePlanner
+from penstock.plan.simulator import simulate
+from penstock.program import read_program
+from tests.cli.conftest import Cli, write_metadata
+from tests.cli.test_inspect import PAGE, two_methods
+
+LINK = 1e9
+
+
+def planner(path: Path, mode: str = "auto") -> ModePlanner:
+    """As a module makes it."""
+    read = read_program(path)
+    schedules, weights = [m.schedule for m in read.methods], {w.name: w for w in read.weights}
+    return ModePlanner(schedules, weights, page_bytes=PAGE, mode=mode)
+
+
+@pytest.fixture
+def budget(program: Path) -> int:
+    ours = planner(program)
+    return (ours.floor_bytes + ours.full_bytes) // 2
+
+
+@pytest.fixture
+def times(program: Path, tmp_path: Path) -> Path:
+    steps = len(read_program(program).methods[0].schedule.steps)
+    calibration = Calibration(Link(2e9, 1e-6), {"forward": tuple(1e-7 * (k + 1) for k in range(steps))})
+    (tmp_path / "times.json").write_text(step_times_text(calibration))
+    return tmp_path / "times.json"
+
+
+@pytest.mark.parametrize(
+    ("part", "placings"), [(0, {"streamed"}), (50, {"head+tail"}), (80, {"resident", "head+tail"})]
+)
+def test_placements_and_bytes_are_the_planners(cli: Cli, program: Path, part: int, placings: set[str]) -> None:
+    ours = planner(program)
+    budget = ours.floor_bytes + (ours.full_bytes - ours.floor_bytes) * part // 100
+    told = cli("plan", program, "--budget", budget, "--json").document
+    plan = planner(program).plan(budget)
+    assert told["device_bytes"] == plan.device_bytes <= budget
+    assert told["methods"][0]["bytes_streamed"] == plan.methods[0].warm.bytes_streamed > 0
+    assert told["methods"][0]["copies"] == plan.methods[0].warm.copies
+    held: dict[str, int] = {}
+    for piece in plan.fills:
+        held[piece.weight] = held.get(piece.weight, 0) + piece.nbytes
+    rows: list[dict[str, Any]] = [row for row in told["placements"] if row["placing"] != "in place"]
+    assert {row["weight"] for row in told["placements"]} - {row["weight"] for row in rows} == set(plan.direct_weights)
+    assert {row["weight"]: row["resident_bytes"] for row in rows if row["resident_bytes"]} == held
+    for row in rows:
+        assert row["resident_bytes"] + row["streamed_bytes"] == row["nbytes"]
+        placing = {(True, False): "resident", (True, True): "head+tail", (False, True): "streamed"}
+        assert row["placing"] == placing[row["resident_bytes"] > 0, row["streamed_bytes"] > 0]
+    assert plan.direct_weights == ("table.weight",) and {row["placing"] for row in rows} >= placings
+
+
+def test_time_and_bound(cli: Cli, program: Path, budget: int, times: Path) -> None:
+    (method,) = cli("plan", program, "--budget", budget, "--step-times", times, "--json").document["methods"]
+    read = read_program(program)
+    measured = json.loads(times.read_text())
+    link, step_s = Link(**measured["link"]), measured["step_s"]["forward"]
+    plan = planner(program).plan(budget, Calibration(link, {"forward": tuple(step_s)}))
+    timing = simulate(plan.methods[0], read.methods[0].schedule, step_s=step_s, link=link)
+    assert (method["predicted_s"], method["cold_s"]) == (timing.run_s, timing.cold_run_s)
+    assert method["resident_s"] == sum(step_s)
+    table_bytes = read.weights[0].nbytes  # read in place, so it need not cross the link
+    assert method["in_place_bytes"] == table_bytes
+    assert method["bound_s"] > sum(step_s), "it is the link that bounds"
+    assert method["bound_s"] == max(sum(step_s), (read.weight_bytes - table_bytes - budget) / link.bytes_per_s)
+
+
+def test_without_step_times_only_the_links_share_is_told(cli: Cli, program: Path, budget: int) -> None:
+    told = cli("plan", program, "--budget", budget, "--link", "1GB/s", "--json").document
+    (method,) = told["methods"]
+    assert told["step_times"] == "unknown" and method["resident_s"] == 0
+    assert method["predicted_s"] >= method["bytes_streamed"] / LINK * (1 - 1e-9)
+    assert "link's share only" in "".join(told["notes"])
+    shown = cli("plan", program, "--budget", budget, "--link", "1GB/s").stdout
+    assert "link's share only" in " ".join(shown.split())
+
+
+def test_without_a_link_no_time_is_told(cli: Cli, program: Path, budget: int) -> None:
+    told = cli("plan", program, "--budget", budget, "--json").document
+    assert told["methods"][0]["predicted_s"] is None and told["methods"][0]["bound_s"] is None
+    assert "--link" in "".join(told["notes"])
+
+
+def test_estimated_step_times(cli: Cli, program: Path, budget: int) -> None:
+    options = ("--budget", budget, "--link", "1GB/s", "--compute-bandwidth", "2GB/s", "--json")
+    told = cli("plan", program, *options).document
+    assert told["step_times"] == "estimated" and "estimated" in "".join(told["notes"])
+    table, *layers = read_program(program).weights
+    assert table.name == "table.weight", "only rows of it are read, which is taken for nothing"
+    assert told["methods"][0]["resident_s"] == pytest.approx(sum(weight.nbytes for weight in layers) / 2e9)
+
+
+def test_a_gpu_that_is_not_here(cli: Cli, program: Path) -> None:
+    read = read_program(program)
+    told = cli("plan", program, "--gpu-memory", "24GiB", "--link", "25GB/s", "--json").document
+    gpu = told["gpu"]
+    total = 24 << 30
+    activations = read.methods[0].activation_bound_bytes
+    assert gpu["left_bytes"] == total - activations - read.state_bytes - total // 50
+    assert told["asked_bytes"] == gpu["left_bytes"] > told["budget_bytes"] == told["full_bytes"]
+    assert told["page_bytes"] == 2 << 20 and gpu["enough"] is True
+    # Too small a GPU for what is asked, and too small a GPU for anything.
+    small = cli("plan", program, "--gpu-memory", "300MiB", "--budget", "100MiB", "--json").document
+    assert small["gpu"]["enough"] is False
+    refused = cli("plan", program, "--gpu-memory", "257MiB", "--json")
+    assert refused.code == 10 and refused.document["error"]["class"] == "BelowFloorError"
+
+
+def test_below_the_floor(cli: Cli, program: Path) -> None:
+    floor = planner(program).floor_bytes
+    assert cli("plan", program, "--budget", floor).code == 0
+    assert cli("plan", program, "--budget", floor - 1).code == 10
+    streamed = planner(program, "streamed").floor_bytes
+    assert streamed > floor
+    assert cli("plan", program, "--budget", streamed, "--mode", "streamed").code == 0
+    assert cli("plan", program, "--budget", streamed - 1, "--mode", "streamed").code == 10
+
+
+def test_the_curve(cli: Cli, program: Path, times: Path, tmp_path: Path) -> None:
+    out = tmp_path / "curve.html"
+    told = cli("plan", program, "--step-times", times, "--curve", out, "--points", 5, "--json").document
+    rows, ours = told["curve"], planner(program)
+    assert [rows[0]["budget_bytes"], rows[-1]["budget_bytes"]] == [ours.floor_bytes, ours.full_bytes]
+    assert len(rows) == 5 and sorted(row["budget_bytes"] for row in rows) == [row["budget_bytes"] for row in rows]
+    assert rows[-1]["streamed_bytes"] == 0 and rows[0]["streamed_bytes"] > 0
+    for row in rows:
+        assert row["predicted_s"] >= row["bound_s"] and row["runs_per_s"] == 1 / row["predicted_s"]
+    alone = cli("plan", program, "--step-times", times, "--budget", rows[2]["budget_bytes"], "--json").document
+    assert alone["methods"][0]["predicted_s"] == rows[2]["predicted_s"]
+    page = out.read_text()
+    assert all(str(row["budget_bytes"]) in page for row in rows) and not list(tmp_path.glob(".*"))
+
+
+def test_a_png_without_matplotlib_names_the_extra(
+    cli: Cli, program: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    refused = cli("plan", program, "--link", "1GB/s", "--curve", tmp_path / "c.png", "--json")
+    assert refused.document["error"]["class"] == MissingPackageError.__name__
+    assert "penstock[plot]" in refused.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_png(cli: Cli, program: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli("plan", program, "--link", "1GB/s", "--curve", tmp_path / "c.png", "--points", 3).code == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_methods(cli: Cli, tmp_path: Path) -> None:
+    path = write_metadata(tmp_path / "hand.pt2", two_methods())
+    options = ("--link", "1GB/s", "--curve", tmp_path / "c.html", "--points", 3, "--json")
+    both, one = cli("plan", path, *options).document, cli("plan", path, "--method", "decode", *options).document
+    assert [m["method"] for m in both["methods"]] == ["prefill", "decode"]
+    assert [m["method"] for m in one["methods"]] == ["decode"]
+    assert both["budget_source"] == "floor" and both["curve"][0]["streamed_bytes"] > one["curve"][0]["streamed_bytes"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--budget", "8 parsecs"),
+        ("--budget", "1GB", "--link", "25GB"),
+        ("--budget", "1GB", "--link", "0GB/s"),
+        ("--budget", "1GB", "--copy-latency-us", "3"),
+        ("--budget", "1GB", "--method", "nope"),
+        ("--budget", "1GB", "--step-times", "a", "--compute-bandwidth", "1GB/s"),
+        ("--curve", "c.gif"),
+        ("--curve", "c.html"),
+        (),
+    ],
+    ids=str,
+)
+def test_usage(cli: Cli, program: Path, options: tuple[str, ...]) -> None:
+    assert cli("plan", program, *options).code == 2
+
+
+def test_step_times_of_another_program(cli: Cli, program: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    for content in ('{"link": {"bytes_per_s": 1, "copy_latency_s": 0}, "step_s": {"forward": [1]}}', "{}", "no json"):
+        other.write_text(content)
+        told = cli("plan", program, "--budget", "1GB", "--step-times", other)
+        assert told.code == 1 and "other.json" in told.stderr and "Traceback" not in told.stderr
