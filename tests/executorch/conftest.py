@@ -14,7 +14,7 @@ import penstock
 from penstock.executorch.build import build
 from penstock.executorch.library import LIBRARY
 from penstock.native import library_path as core_path
-from tests.executorch.programs import PROGRAMS, lower
+from tests.executorch.programs import decoder, lower
 from tests.harness import compiled
 
 
@@ -61,17 +61,13 @@ def lowered(shared: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def packaged(shared: Path) -> Callable[[str], Path]:
-    """The .pt2 of the same program. The folder of the decoder is that of tests/runtime, which compiles the same."""
-
-    def path(name: str) -> Path:
-        folder = shared / "compiled" / (name if name == "decoder" else f"executorch-{name}")
-        with _only_one(folder):
-            if not (folder / "model.pt2").exists():
-                compiled(folder, PROGRAMS[name]())
-        return folder / "model.pt2"
-
-    return path
+def packaged(shared: Path) -> Path:
+    """The .pt2 of the decoder, in the folder of tests/runtime, which compiles the same."""
+    folder = shared / "compiled" / "decoder"
+    with _only_one(folder):
+        if not (folder / "model.pt2").exists():
+            compiled(folder, decoder())
+    return folder / "model.pt2"
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-// option_probe model.pte model.ptd MODE [TYPE KEY VALUE]...
-// Loads `forward` with options of any kind (int, text, bool) and runs it on ones(3, 96) in two threads; prints the
+// option_probe model.pte model.ptd MODE ROWS [TYPE KEY VALUE]...
+// Loads `forward` with options of any kind (int, text, bool) and runs it on ones(ROWS, 96) in two threads; prints the
 // error's number, 0 when all went well.
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
@@ -17,7 +17,7 @@ using executorch::runtime::Error;
 
 int main(int count, char** words) {
   std::vector<BackendOption> options;
-  for (int i = 4; i + 2 < count; i += 3) {
+  for (int i = 5; i + 2 < count; i += 3) {
     BackendOption option;
     std::strncpy(option.key, words[i + 1], sizeof option.key - 1);
     std::string type = words[i];
@@ -32,6 +32,7 @@ int main(int count, char** words) {
   }
   executorch::runtime::LoadBackendOptionsMap map;
   Error error = map.set_options("PenstockBackend", {options.data(), options.size()});
+  int rows = std::stoi(words[4]);
   auto mode = std::string(words[3]) == "file" ? Module::LoadMode::File : Module::LoadMode::Mmap;
   std::vector<std::unique_ptr<Module>> modules;
   for (int i = 0; i < 2 && error == Error::Ok; ++i) {
@@ -46,8 +47,8 @@ int main(int count, char** words) {
     for (size_t i = 0; i < modules.size(); ++i)
       threads.emplace_back([&, i] {
         for (int run = 0; run < 50 && found[i] == Error::Ok; ++run) {
-          std::vector<float> ones(3 * 96, 1.0f);
-          auto result = modules[i]->forward(executorch::extension::from_blob(ones.data(), {3, 96}));
+          std::vector<float> ones((size_t)rows * 96, 1.0f);
+          auto result = modules[i]->forward(executorch::extension::from_blob(ones.data(), {rows, 96}));
           found[i] = result.error();
           if (!result.ok()) break;
           auto output = result->at(0).toTensor();

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from examples.decoder import methods
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir._serialize._named_data_store import NamedDataStore
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -21,11 +27,16 @@ from tests.runtime.modules import DECODER, PROMPT, Chain
 
 WIDTH = 96
 ROWS = 32
+FIRST_CALLS = 5.0
+# ExecuTorch's own Python bindings are compiled against this torch; its C++ runtime, which ours stand on, knows none.
+STOCK_PYTHON = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="executorch 1.5's bindings are for torch 2.13"
+)
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Split(nn.Module):
-    """A weight that is read on both sides of an op that is left out."""
+    """A weight that is read on both sides of an op that is left out, and state that does not start as zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,24 +44,47 @@ class Split(nn.Module):
         self.middle = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
+        self.register_buffer("calls", torch.full((2,), FIRST_CALLS))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.softmax(self.middle(self.first(x)), -1)
-        return self.last(h)
+        self.calls.add_(1)
+        return self.last(h), self.calls.clone()
 
 
-def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+class Hazards(nn.Module):
+    """What compiled code might do to a weight that it is only lent: write into it, give it away. And constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (48, 64, 64, 64, 64, 48)
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+        self.table = nn.Parameter(torch.randn(48, 48))
+        self.register_buffer("offset", torch.full((), 0.25))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.layers(x * 3 + 1.5) + self.offset
+        rows = torch.arange(4)
+        written = self.table.clone().index_put_((rows,), y)
+        return y, written.sum(0), self.table, self.table.t(), x @ self.table
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
 
 def chain() -> dict[str, ExportedProgram]:
     rows = Dim("rows", max=ROWS)  # with a highest value: ExecuTorch plans memory for it
-    return {"forward": offloaded(_seeded(lambda: Chain(WIDTH)), (torch.ones(3, WIDTH),), ({0: rows},))}
+    return {"forward": offloaded(seeded(lambda: Chain(WIDTH)), (torch.ones(3, WIDTH),), ({0: rows},))}
 
 
 def split() -> dict[str, ExportedProgram]:
-    return {"forward": offloaded(_seeded(Split), (torch.ones(2, WIDTH),))}
+    return {"forward": offloaded(seeded(Split), (torch.ones(2, WIDTH),))}
+
+
+def hazards() -> dict[str, ExportedProgram]:
+    return {"forward": offloaded(seeded(Hazards), (torch.ones(4, 48),))}
 
 
 def decoder() -> dict[str, ExportedProgram]:
@@ -58,14 +92,51 @@ def decoder() -> dict[str, ExportedProgram]:
     return {name: offloaded(case.module, case.args, case.dynamic_shapes) for name, case in cases.items()}
 
 
-PROGRAMS: Mapping[str, Callable[[], dict[str, ExportedProgram]]] = {"chain": chain, "split": split, "decoder": decoder}
-OPTIONS: Mapping[str, dict[str, Any]] = {"split": {"leave": ["aten::softmax"]}}
+PROGRAMS: Mapping[str, Callable[[], dict[str, ExportedProgram]]] = {
+    "chain": chain,
+    "split": split,
+    "decoder": decoder,
+    "hazards": hazards,
+}
 
 
 def lower(name: str, folder: Path) -> None:
-    penstock.executorch.export(
-        PROGRAMS[name](), folder / "model.pte", device="cpu", inductor_configs=FAST, **OPTIONS.get(name, {})
-    )
+    """model.pte and model.ptd, by our own export or, for one of them, by ExecuTorch's tools and our partitioner."""
+    if name == "hazards":
+        lower_with_stock_tools(PROGRAMS[name]()["forward"], folder)
+        return
+    with recorded_data(folder / "data.json"):
+        penstock.executorch.export(
+            PROGRAMS[name](),
+            folder / "model.pte",
+            device="cpu",
+            inductor_configs=FAST,
+            leave=["aten::softmax"] if name == "split" else (),
+        )
+
+
+def lower_with_stock_tools(program: ExportedProgram, folder: Path) -> None:
+    ours = penstock.executorch.CudaPartitioner(device="cpu", weight_offload_budget="1MiB", inductor_configs=FAST)
+    lowered = to_edge_transform_and_lower(program, partitioner=[ours])
+    stored = lowered.to_executorch(ExecutorchBackendConfig(segment_alignment=4096))
+    stored.write_tensor_data_to_file(str(folder))
+    (folder / "weights.ptd").rename(folder / "model.ptd")
+    stored.save(str(folder / "model.pte"))
+
+
+@contextmanager
+def recorded_data(path: Path) -> Iterator[None]:
+    """Which data a lowering keeps in memory, and what of it lies in files."""
+    rows: list[tuple[str, str]] = []
+    add = NamedDataStore.add_named_data
+
+    def adding(store: NamedDataStore, key: str, data: Any, *arguments: Any, **keywords: Any) -> Any:
+        rows.append((key, type(data).__name__))
+        return add(store, key, data, *arguments, **keywords)
+
+    with mock.patch.object(NamedDataStore, "add_named_data", adding):
+        yield
+    path.write_text(json.dumps(rows))
 
 
 def random_rows(rows: int, seed: int = 0) -> Tensor:
@@ -81,7 +152,7 @@ def child(script: str, *arguments: object) -> tuple[Any, str]:
         text=True,
         errors="replace",  # ExecuTorch logs damaged names as they are
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"},
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"},
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("answer:")]

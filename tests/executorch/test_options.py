@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +28,24 @@ def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytes
         *("-lexecutorch_kernels_optimized", f"-Wl,-rpath,{root / 'lib'}", f"-Wl,-rpath-link,{root / 'lib'}"),
     ]
     subprocess.run(command, check=True, capture_output=True)
-    path = lowered("chain")
 
-    def run(*options: tuple[str, str, str], mode: str = "mmap") -> tuple[int, str]:
-        words = [str(program), str(path), str(path.with_suffix(".ptd")), mode, *(w for o in options for w in o)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    def run(
+        *options: tuple[str, str, str],
+        mode: str = "mmap",
+        path: Path | None = None,
+        data: Path | None = None,
+        rows: int = 3,
+        environment: dict[str, str] | None = None,
+    ) -> tuple[int, str]:
+        model = path or lowered("chain")
+        words = [program, model, data or model.with_suffix(".ptd"), mode, rows, *(w for o in options for w in o)]
+        done = subprocess.run(
+            [str(word) for word in words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **(environment or {})},
+        )
         assert done.returncode == 0, done.stderr
         return int(done.stdout), done.stderr
 
@@ -50,6 +64,10 @@ def test_options_that_there_are(probe: Probe) -> None:
         assert (status, log.count("(given at load)")) == (0, 2)
     status, log = probe(("text", "weight_offload_budget", "auto"), ("bool", "weight_offload_quiet", "true"))
     assert (status, "penstock:" in log) == (0, False)
+    status, log = probe(
+        ("text", "weight_offload_budget", "200000"), ("text", "weight_offload_host_memory_cap", "65536")
+    )
+    assert (status, log.count(", staged")) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +88,45 @@ def test_options_that_there_are(probe: Probe) -> None:
         ),
         ([("int", "weight_offload_group", "1")], "weight_offload_group is no string"),
         ([("text", "weight_offload_quiet", "yes")], "weight_offload_quiet is no bool"),
+        ([("text", "weight_offload_budget:forward", "-1")], "is no number of bytes"),
+        ([("text", "weight_offload_budget:backward", "1")], "names no delegate; the program has forward"),
+        ([("int", "weight_offload_device", "-1")], "weight_offload_device is no int of 0 or more"),
+        ([("int", "weight_offload_device", "1")], "compiled for cpu, which has no number"),
+        ([("text", "weight_offload_host_memory_cap", "100")], "staging needs at least 16384"),
     ],
 )
 def test_options_that_are_refused(probe: Probe, options: list[tuple[str, str, str]], said: str) -> None:
     status, log = probe(*options)
     assert status == INVALID_ARGUMENT
     assert said in log
+
+
+def test_a_delegate_with_a_budget_of_its_own(probe: Probe, lowered: Callable[[str], Path]) -> None:
+    path = lowered("split")
+    own = [("text", f"weight_offload_budget:forward__{number}", "1048576") for number in range(2)]
+    status, log = probe(*own, path=path, rows=2)
+    assert (status, log.count("(given at load)"), log.count("(automatic)")) == (0, 4, 0)
+    # One alone; the other one has the program's.
+    status, log = probe(own[0], path=path, rows=2)
+    assert (status, log.count("(given at load)"), log.count("(automatic)")) == (0, 2, 2)
+    status, log = probe(("text", "weight_offload_budget:forward__1", "4096"), path=path, rows=2)
+    assert status == INVALID_ARGUMENT
+    assert "is below the floor" in log
+
+
+def test_the_plan_taken_is_the_largest_that_fits(probe: Probe) -> None:
+    """A process without Python plans nothing: it takes one of the plans in the file."""
+    _, log = probe(("text", "weight_offload_budget", "0"))
+    floor_bytes = int(re.search(r"needs at least (\d+) bytes", log).group(1))  # type: ignore[union-attr]
+    taken = []
+    for budget_bytes in (floor_bytes, floor_bytes + 30_000, floor_bytes + 60_000, 1 << 20):
+        status, log = probe(("text", "weight_offload_budget", str(budget_bytes)))
+        assert status == 0
+        number, count, held = re.search(r"plan (\d+) of (\d+) takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
+        assert int(held) * 1024 <= budget_bytes
+        taken.append(int(number))
+    assert taken == sorted(set(taken))
+    assert taken[-1] == int(count)
 
 
 def test_a_file_that_is_read_instead_of_mapped_is_refused(probe: Probe) -> None:

@@ -13,7 +13,7 @@ from penstock.executorch import library
 from penstock.executorch.dialect import plain_op
 from penstock.executorch.lowering import export
 from penstock.executorch.payload import WEIGHT_SHIFT, Rung, fnv64, pack_payload, read_description
-from penstock.executorch.rungs import BETWEEN, budgets_between, make_rungs
+from penstock.executorch.rungs import BETWEEN, BETWEEN_ALONE, budgets_between, make_ladders
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
@@ -48,17 +48,30 @@ def test_budgets_reach_from_the_floor_to_everything() -> None:
 
 def test_plans_name_weights_by_number() -> None:
     weights = [Weight(f"w{k}", "uint8", (3 * PAGE,), (0,)) for k in range(12)]
-    accesses = tuple(Access(k, weight.name) for k, weight in enumerate(weights))
-    schedule = Schedule("forward", accesses, tuple(Step("kernel", (k,)) for k in range(12)))
-    floor_bytes, full_bytes, rungs = make_rungs([schedule], weights, page_bytes=PAGE)
-    planner = Planner([schedule], {weight.name: weight for weight in weights}, page_bytes=PAGE)
-    assert (floor_bytes, full_bytes) == (planner.floor_bytes, 36 * PAGE)
-    assert [rung.device_bytes for rung in rungs] == sorted({rung.device_bytes for rung in rungs})
-    assert rungs[0].device_bytes <= floor_bytes
-    assert rungs[-1].device_bytes == full_bytes
-    numbers = struct.unpack(f"<{len(rungs[-1].numbers) // 8}q", rungs[-1].numbers)
-    # All other numbers of a plan this small are far below, or -1.
-    assert {number >> WEIGHT_SHIFT for number in numbers if number >= 0} == set(range(12))
+
+    def schedule(name: str, used: range) -> Schedule:
+        accesses = tuple(Access(number, weights[k].name) for number, k in enumerate(used))
+        return Schedule(name, accesses, tuple(Step("kernel", (number,)) for number in range(len(used))))
+
+    schedules = [schedule("forward", range(12)), schedule("short", range(6, 12))]
+    whole, first, second = make_ladders(schedules, weights, page_bytes=PAGE)
+    planner = Planner(schedules, {weight.name: weight for weight in weights}, page_bytes=PAGE)
+    assert (whole.floor_bytes, whole.full_bytes) == (planner.floor_bytes, 36 * PAGE)
+    assert [ladder.methods for ladder in (whole, first, second)] == [(0, 1), (0,), (1,)]
+    # By itself a method has a floor and weights of its own.
+    assert second.full_bytes == 18 * PAGE
+    assert len(second.rungs) <= BETWEEN_ALONE + 2 < len(whole.rungs)
+    for ladder in (whole, first, second):
+        held = [rung.device_bytes for rung in ladder.rungs]
+        assert held == sorted(set(held))
+        assert held[0] <= ladder.floor_bytes
+        assert held[-1] == ladder.full_bytes
+    # All other numbers of a plan this small are far below, or -1; and weights keep their numbers in every ladder.
+    for ladder, used in ((whole, range(12)), (second, range(6, 12))):
+        raw = ladder.rungs[-1].numbers
+        numbers = struct.unpack(f"<{len(raw) // 8}q", raw)
+        named = {number >> WEIGHT_SHIFT for number in numbers if number >> WEIGHT_SHIFT > 0}
+        assert named == set(used) - {0}
 
 
 @pytest.mark.parametrize(
@@ -80,9 +93,9 @@ def test_views_that_were_made_copies_are_views_again(copying: object, plain: obj
 
 
 def test_where_files_cannot_go(tmp_path: Path) -> None:
-    from tests.executorch.programs import split
+    from tests.executorch.programs import hazards
 
-    program = split()
+    program = hazards()
     with pytest.raises(OutputPathError, match="must end in .pte"):
         export(program, tmp_path / "model.pt2", device="cpu")
     with pytest.raises(OutputPathError, match="does not exist"):

@@ -2,6 +2,7 @@
 
 penstock.executorch.export(ep, "model.pte")       # writes model.pte and model.ptd
 penstock.executorch.Module("model.pte", weight_offload_budget_mb=512)(*args)
+penstock.executorch.merge_weights(["a.ptd", "b.ptd"], "model.ptd")
 penstock.executorch.load_library()                # for ExecuTorch's own Runtime, which then knows the delegate
 """
 
@@ -13,13 +14,23 @@ from typing import TYPE_CHECKING
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
+    from penstock.executorch.data_files import merge_weights
     from penstock.executorch.dialect import erase_fetches
     from penstock.executorch.library import library_path, load_library
     from penstock.executorch.lowering import Exported, export
     from penstock.executorch.module import Module
     from penstock.executorch.partitioner import CudaPartitioner
 
-__all__ = ["CudaPartitioner", "Exported", "Module", "erase_fetches", "export", "library_path", "load_library"]
+__all__ = [
+    "CudaPartitioner",
+    "Exported",
+    "Module",
+    "erase_fetches",
+    "export",
+    "library_path",
+    "load_library",
+    "merge_weights",
+]
 
 _HOMES = {
     "CudaPartitioner": "partitioner",
@@ -29,6 +40,7 @@ _HOMES = {
     "export": "lowering",
     "library_path": "library",
     "load_library": "library",
+    "merge_weights": "data_files",
 }
 
 

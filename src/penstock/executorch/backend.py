@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramError
 from penstock.executorch.dialect import aten_program
 from penstock.executorch.payload import pack_payload, pack_ticket
-from penstock.executorch.rungs import make_rungs
+from penstock.executorch.rungs import make_ladders
 from penstock.executorch.segments import Segment, tensor_layout
 from penstock.export.compile import Compiled
 from penstock.export.compile import compile as compile_programs
@@ -72,6 +72,7 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
             programs,
             Path(folder.name) / "program.pt2",
             device=options["device"],
+            weight_offload_budget=options["budget_bytes"],
             inductor_configs=options["inductor_configs"],
         )
         key, store = _store(compiled, programs, options, folder)
@@ -114,24 +115,23 @@ def _store(
             f"state {program.states[0].name!r} would belong to a delegate; state must stay outside of it"
         )
     page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
+    all_names = {tied[0]: tied for tied in options["tied"]}
     schedules = [method.schedule for method in program.methods]
-    floor_bytes, full_bytes, rungs = make_rungs(schedules, program.weights, page_bytes=page_bytes)
+    ladders = make_ladders(schedules, program.weights, page_bytes=page_bytes)
     code = compiled.program_path.read_bytes()
     bounds = [method.activation_bound_bytes for method in program.methods]
     description: dict[str, Any] = {
         "program": hashlib.blake2b(code, digest_size=16).hexdigest(),
-        "identity": program.identity,
         "device": program.device,
         "page_bytes": page_bytes,
-        "floor_bytes": floor_bytes,
-        "full_bytes": full_bytes,
-        "budget_bytes": options["budget_bytes"],
+        "ladders": [ladder.row() for ladder in ladders],
+        "budget_bytes": program.budget_bytes,
         "activation_bytes": None if None in bounds else max(bound for bound in bounds if bound is not None),
         "built_with": program.built_with,
         "weights": [
             {
-                "name": weight.name,
-                "dtype": weight.dtype,
+                # Of a tied one, all: a file that ExecuTorch wrote has any of them, and no other.
+                "names": all_names.get(weight.name, [weight.name]),
                 "scalar_type": tensor_layout(weight).scalar_type.value,
                 "shape": weight.shape,
                 "dim_order": weight.dim_order,
@@ -141,12 +141,11 @@ def _store(
         ],
         "methods": [_method(method, programs[method.name]) for method in program.methods],
     }
-    payload = pack_payload(description, rungs, code)
+    payload = pack_payload(description, [rung for ladder in ladders for rung in ladder.rungs], code)
     key = f"penstock.program.{description['program']}"
     store = NamedDataStore()
     store.add_named_data(key, payload, 64)
     index = read_index(compiled.weights_path)
-    all_names = {tied[0]: tied for tied in options["tied"]}
     for weight in program.weights:
         entry = index[weight.name]
         segment = Segment(index.path, entry.offset_bytes, entry.length_bytes, folder)
@@ -158,8 +157,7 @@ def _store(
 def _method(method: Method, ep: ExportedProgram) -> dict[str, Any]:
     return {
         "name": method.name,
-        "accesses": [[access.number, access.weight, access.pinned] for access in method.schedule.accesses],
-        "steps": [list(step.accesses) for step in method.schedule.steps],
+        "accesses": [access.weight for access in method.schedule.accesses],
         "inputs": [_tensor(method.name, spec, ep) for spec in method.signature.inputs],
         "outputs": sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),
     }

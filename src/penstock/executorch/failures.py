@@ -19,6 +19,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     9: errors.InputError,
     11: errors.RuntimeFailure,
     12: errors.RuntimeFailure,
+    13: errors.DeviceError,
 }
 # ExecuTorch's own, by number: runtime/core/error.h. What is not here is no fault of the file's or the caller's.
 _NAMES = {

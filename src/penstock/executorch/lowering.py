@@ -88,15 +88,16 @@ def export(
         description = _description(edge, methods)
         for name in methods:
             erase_fetches(edge.exported_program(name).graph_module)
-        order = {row["name"]: [weight for _, weight, _ in row["accesses"]] for row in description["methods"]}
+        order = {row["name"]: row["accesses"] for row in description["methods"]}
+        whole = description["ladders"][0]
         constants = {
-            FLOOR_METHOD: description["floor_bytes"],
+            FLOOR_METHOD: whole["floor_bytes"],
             ORDER_METHOD: json.dumps(order),
             SIGNATURES_METHOD: signatures_to_json(signatures),
         }
         program = _with_constants(edge, methods, constants, config).to_executorch(_configuration(methods))
     _write(program, program_path, weights_path)
-    return Exported(program_path, weights_path, description["floor_bytes"], description["full_bytes"], order)
+    return Exported(program_path, weights_path, whole["floor_bytes"], whole["full_bytes"], order)
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -168,6 +169,8 @@ def _configuration(methods: Mapping[str, ExportedProgram]) -> Any:
         segment_alignment=SEGMENT_ALIGNMENT_BYTES,
         passes=[InitializedMutableBufferPass(_initialized(methods, states))],
         memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=bool(states) and len(methods) > 1),
+        # By which Module finds state in ExecuTorch's memory.
+        emit_mutable_buffer_names=True,
     )
 
 

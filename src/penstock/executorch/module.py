@@ -6,67 +6,45 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
 
-from penstock.budget import format_bytes, mb_to_bytes, parse_bytes
 from penstock.errors import (
-    BelowFloorError,
-    BudgetError,
     ClosedError,
     ConcurrentRunError,
     ForkedError,
     InputError,
     PackageError,
-    PenstockError,
 )
-from penstock.executorch.native import NativeModule, SessionFacts
+from penstock.executorch.data_files import data_files
+from penstock.executorch.delegates import Delegates, refuse_options
+from penstock.executorch.entrance import Entrance
+from penstock.executorch.native import NativeModule
+from penstock.executorch.sessions import Sessions
 from penstock.executorch.signatures import OWN_METHODS, SIGNATURES_METHOD, methods_from_json
-from penstock.native import core
-from penstock.program import ConstantSpec, Method
-from penstock.runtime.budget_choice import AUTOMATIC
-from penstock.runtime.inputs import InputBinding
-from penstock.runtime.outputs import OutputBinding
-from penstock.runtime.session import LinkSample, Session, Stats, link_text
-from penstock.runtime.weights_source import read_weights_index
-
-_CPU = torch.device("cpu")
-
-
-class _BorrowedSession(Session):
-    """The delegates' own: counted and measured here, made and closed there."""
-
-    def __init__(self, handle: int) -> None:
-        self._core = core()
-        self._handle = handle
-
-
-class _Entrance:
-    """One method: nested arguments in, nested results out."""
-
-    def __init__(self, method: Method) -> None:
-        self._specs = method.signature.inputs
-        # ExecuTorch takes and gives tensors in main memory, wherever the delegate computes.
-        self._inputs = InputBinding(method, _CPU, written=())
-        self._outputs = OutputBinding(method)
-
-    def flat(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
-        tensors = iter(self._inputs.flat(arguments, keywords))
-        return [spec.value if isinstance(spec, ConstantSpec) else next(tensors) for spec in self._specs]
-
-    def nested(self, outputs: Sequence[Any]) -> Any:
-        return self._outputs.built([value for value in outputs if isinstance(value, torch.Tensor)])
+from penstock.executorch.state import StateMemory
+from penstock.plan.calibration import Calibration
+from penstock.plan.plan import Plan
+from penstock.program import Method, Program
+from penstock.runtime.session import LinkSample, Stats
+from penstock.runtime.trace import Trace
 
 
 class Module:
     """Loads `path` (a .pte with delegates of ours) and its data files, and runs it within a budget of device bytes.
 
-    The surface of penstock.Module for a .pt2. Loading runs native code from the file: load only what you trust.
+    The surface of penstock.Module for a .pt2, and its options: `device`, `policy`, `host_memory`, `host_memory_cap`,
+    `calibration`, `verify`, `progress` and what else there is. What a .pte cannot have is refused by name.
+
+    weights           one .ptd or several; the one beside the program by default
+    delegate_budgets  delegates that are to have a budget and a session of their own, by name; the others share `budget`
+
+    Loading runs native code from the file: load only what you trust.
     """
 
     def __init__(
@@ -76,30 +54,34 @@ class Module:
         *,
         weight_offload_budget_mb: int | None = None,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        delegate_budgets: Mapping[str, int | str] | None = None,
         quiet: bool = False,
+        **options: Any,
     ) -> None:
         self._open = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.path = Path(path)
-        self._quiet = quiet
-        given = _budget_text(budget, weight_offload_budget_mb)
         if not self.path.is_file():
             raise PackageError(f"{self.path} does not exist")
-        files = _data_files(self.path, weights)
-        for file in files:
-            read_weights_index(file)  # ExecuTorch itself looks at no more than the header
-        self._native = NativeModule(str(self.path), [str(file) for file in files], given, uuid.uuid4().hex)
+        refuse_options(self.path, options)
+        if weight_offload_budget_mb is not None:
+            options["weight_offload_budget_mb"] = weight_offload_budget_mb
+        files = data_files(self.path, weights)
+        self._native = NativeModule(str(self.path), [str(index.path) for index in files], None, uuid.uuid4().hex)
+        self._sessions = Sessions(self.path, self._native, self._lock)
         try:
-            self._load(given)
+            self._sessions.make(files, budget, dict(delegate_budgets or {}), {**options, "quiet": quiet})
+            self._load_methods()
         except BaseException:
             self._native.close()
+            self._sessions.close()
             raise
         self._open = True
         if not quiet:
             print(self.summary, file=sys.stderr)
 
-    def _load(self, given: str | None) -> None:
+    def _load_methods(self) -> None:
         names = self._native.method_names()
         self.methods: tuple[str, ...] = tuple(name for name in names if name not in OWN_METHODS)
         if not self.methods:
@@ -109,22 +91,9 @@ class Module:
             signatures = methods_from_json(str(self._native.execute(SIGNATURES_METHOD, ())[0]))
         # All of them, and before any runs: a refusal belongs to the load, and loading one writes first values of state.
         for name in self.methods:
-            try:
-                self._native.load_method(name)
-            except BelowFloorError as error:
-                asked = int(given) if given is not None and given != AUTOMATIC else -1
-                raise BelowFloorError(str(error), budget_bytes=asked, floor_bytes=error.floor_bytes) from None
-        self._entrances = {name: _Entrance(signatures[name]) for name in self.methods if name in signatures}
-        found = self._native.session()
-        if found is None:
-            if given is not None:
-                raise BudgetError(
-                    f"the budget {given} was given for {self.path}, which has no delegate of ours: its weights are not "
-                    "offloaded"
-                )
-            raise PackageError(f"{self.path} has no delegate of ours; ExecuTorch's own runtime runs it")
-        handle, self._facts = found
-        self._session = _BorrowedSession(handle)
+            self._native.load_method(name)
+        self._entrances = {name: Entrance(signatures[name]) for name in self.methods if name in signatures}
+        self._state = StateMemory(self._native, self.methods)
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -146,61 +115,142 @@ class Module:
             )
         try:
             self._require_usable()
+            self._state.require_valid(method)
             entrance = self._entrances.get(method)
             if entrance is not None:
-                return entrance.nested(self._native.execute(method, entrance.flat(arguments, keywords)))
+                return entrance.nested(self._execute(method, entrance.flat(arguments, keywords)))
             if keywords:
                 raise InputError(f"method {method!r} has no record of its arguments' names; pass them by position")
-            return self._native.execute(method, arguments)
+            return self._execute(method, arguments)
         finally:
             self._lock.release()
+
+    def _execute(self, method: str, inputs: Sequence[Any]) -> list[Any]:
+        try:
+            return self._native.execute(method, inputs)
+        except InputError:
+            raise  # nothing has run
+        except BaseException as error:
+            self._state.mark_invalid(method, error)
+            raise
 
     # ------------------------------------------------------------------------------------------------- what is there
 
     @property
+    def delegates(self) -> Mapping[str, Delegates]:
+        """Those with a budget of their own: each has the surface of this module, but for running."""
+        return MappingProxyType(self._sessions.own)
+
+    @property
+    def program(self) -> Program:
+        """The delegates that share the budget, as methods, and the weights they read."""
+        return self._sharing.program
+
+    @property
+    def device(self) -> torch.device:
+        return self._sessions.all[0].device
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._sessions.weight_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """In main memory, wherever the delegates compute."""
+        return self._state.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self._sessions.host_bytes
+
+    @property
     def floor_bytes(self) -> int:
-        return self._facts.floor_bytes
+        """The smallest budget for the delegates that share it."""
+        return self._sharing.floor_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        """With this budget every weight is on the device; more buys nothing."""
+        return self._sharing.full_bytes
 
     @property
     def budget_bytes(self) -> int:
-        return self._facts.budget_bytes
+        return self._sharing.budget_bytes
 
     @property
-    def choice(self) -> SessionFacts:
-        """The budget, where it came from, and which of the plans in the file holds."""
-        return self._facts
+    def plan(self) -> Plan | None:
+        """None under policy="lru", which decides while running."""
+        return self._sharing.plan
+
+    def plan_at(self, budget_bytes: int) -> Plan | None:
+        """What would be planned for another budget; nothing changes. None under policy="lru"."""
+        return self._sharing.plan_at(budget_bytes)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self._sharing.calibration
 
     @property
     def last_run(self) -> Stats:
-        """Of the delegate that ran last. Waits for the device."""
-        with self._idle():
-            return self._session.stats()[0]
+        """Of the delegate that ran last of those that share the budget. Waits for the device."""
+        return self._sharing.last_run
 
     def stats(self) -> Stats:
         """Totals since load, over all delegates of the program. Waits for the device."""
-        with self._idle():
-            return self._session.stats()[1]
+        return self._sessions.stats()
 
     def device_memory(self) -> tuple[int, int]:
         """Bytes of device memory held for weights: now, and at most since load."""
-        with self._idle():
-            return self._session.memory()
+        return self._sessions.device_memory()
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        return self._sharing.link_bytes_per_s
 
     @property
     def link(self) -> tuple[LinkSample, ...]:
-        with self._idle():
-            return tuple(self._session.link())
+        return self._sharing.link
 
     @property
     def summary(self) -> str:
-        facts = self._facts
-        origins = {"load": "given at load", "baked": "baked at export", "automatic": "automatic"}
-        return (
-            f"penstock: {self.path.name}: floor {format_bytes(facts.floor_bytes)}, budget "
-            f"{format_bytes(facts.budget_bytes)} of {format_bytes(facts.full_bytes)} ({origins[facts.source]}), plan "
-            f"{facts.rung + 1} of {facts.rung_count} takes {format_bytes(facts.rung_bytes)}, "
-            f"{link_text(self._session.link())}"
-        )
+        """What was loaded: a line for each session."""
+        return self._sessions.summary
+
+    # ------------------------------------------------------------------------------------------------------- changing
+
+    def set_budget(self, budget: int | str) -> None:
+        """Plans again, between runs, for the delegates that share a budget; delegates[name] has it for one alone."""
+        self._sharing.set_budget(budget)
+
+    @contextmanager
+    def calibrate(self) -> Iterator[None]:
+        """Measures the runs inside it, then plans again for the times that their steps and copies took."""
+        with self._sharing.calibrate():
+            yield
+
+    @contextmanager
+    def calibrate_direct(self) -> Iterator[None]:
+        """After calibrate(): measures the runs inside it with every weight read in place, then plans by both."""
+        with self._sharing.calibrate_direct():
+            yield
+
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
+        return self._sharing.trace(path)
+
+    def read_state(self, name: str) -> torch.Tensor:
+        """A copy of the present value."""
+        with self._idle():
+            return self._state.read(name)
+
+    def write_state(self, name: str, value: torch.Tensor) -> None:
+        with self._idle():
+            self._state.write(name, value)
+
+    def reset_state(self) -> None:
+        """Puts the first values back; also after a failed run, which leaves state unusable."""
+        with self._idle():
+            self._state.reset()
 
     # -------------------------------------------------------------------------------------------------------- closing
 
@@ -211,10 +261,10 @@ class Module:
         self._open = False
         if os.getpid() != self._pid:
             self._native.forget()  # the driver and its threads are the parent's
-            return
-        with self._lock:
-            self._session.forget()
-            self._native.close()
+        else:
+            with self._lock:
+                self._native.close()
+        self._sessions.close()
 
     def __enter__(self) -> Module:
         return self
@@ -229,6 +279,11 @@ class Module:
             self.close()
 
     # ------------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _sharing(self) -> Delegates:
+        self._require_usable()
+        return self._sessions.sharing
 
     def _default_method(self) -> str:
         if "forward" in self.methods:
@@ -251,24 +306,3 @@ class Module:
         with self._lock:
             self._require_usable()
             yield
-
-
-def _budget_text(budget: int | str | None, mb: int | None) -> str | None:
-    if budget is not None and mb is not None:
-        raise BudgetError(f"budget={budget!r} and weight_offload_budget_mb={mb!r} were both given; pass one")
-    if mb is not None:
-        return str(mb_to_bytes(mb))
-    if budget is None or budget == AUTOMATIC:
-        return None if budget is None else AUTOMATIC
-    return str(parse_bytes(budget))
-
-
-def _data_files(path: Path, weights: Any) -> list[Path]:
-    if weights is None:
-        return [path.with_suffix(".ptd")]
-    if isinstance(weights, (str, os.PathLike)):
-        return [Path(weights)]
-    files = [Path(file) for file in weights]
-    if not files:
-        raise PenstockError("weights is an empty list; leave it out for the .ptd beside the program")
-    return files

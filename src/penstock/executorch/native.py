@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ _NONE, _TENSOR, _INT, _FLOAT, _BOOL, _STRING = range(6)
 
 _VISIT_VALUE = ctypes.CFUNCTYPE(None, ctypes.POINTER(Value))
 _VISIT_TEXT = ctypes.CFUNCTYPE(None, _text)
+_VISIT_PAYLOAD = ctypes.CFUNCTYPE(None, _pointer, _i64, _pointer, _i64)
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_executorch_kind": (_i32, []),
@@ -48,6 +50,11 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_executorch_methods": (_i32, [_pointer, _VISIT_TEXT]),
     "penstock_executorch_load_method": (_i32, [_pointer, _text]),
     "penstock_executorch_execute": (_i32, [_pointer, _text, ctypes.POINTER(Value), _i64, _VISIT_VALUE]),
+    "penstock_executorch_states": (_i32, [_pointer, _text, _VISIT_TEXT]),
+    "penstock_executorch_state": (_i32, [_pointer, _text, _text, _VISIT_VALUE]),
+    "penstock_executorch_payloads": (_i32, [_pointer, _VISIT_PAYLOAD]),
+    "penstock_executorch_lend": (None, [_text, _pointer, _i32, ctypes.POINTER(_i64), _i64]),
+    "penstock_executorch_reclaim": (None, [_text]),
     "penstock_executorch_session": (_pointer, [_text, ctypes.POINTER(_i64)]),
 }
 
@@ -75,8 +82,26 @@ def _scalar_numbers() -> dict[torch.dtype, int]:
 
 
 @dataclass(frozen=True)
+class Payload:
+    """A program of ours inside a .pte."""
+
+    description: dict[str, Any]
+    # A .pt2 whose methods are the delegates.
+    code: bytes
+
+    @property
+    def weight_names(self) -> list[list[str]]:
+        """All names of each weight."""
+        return [row["names"] for row in self.description["weights"]]
+
+    @property
+    def delegates(self) -> list[str]:
+        return [row["name"] for row in self.description["methods"]]
+
+
+@dataclass(frozen=True)
 class SessionFacts:
-    """What the delegate chose; of the plans in the file it took number `rung`."""
+    """What delegates chose that were lent no session; of the plans in the file they took number `rung`."""
 
     floor_bytes: int
     full_bytes: int
@@ -120,17 +145,51 @@ class NativeModule:
         values = (Value * max(1, len(inputs)))()
         kept = [_fill(value, given) for value, given in zip(values, inputs, strict=False)]
         results: list[Any] = []
-        visit = _VISIT_VALUE(_collector(results))
+        visit = _VISIT_VALUE(_collector(results, _copied))
         status = self._library.penstock_executorch_execute(self._handle, method.encode(), values, len(inputs), visit)
         del kept
         self._check(f"running method {method!r}", status, is_call=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        return _raised(results)
+
+    def state_names(self, method: str) -> list[str]:
+        names: list[str] = []
+        visit = _VISIT_TEXT(lambda name: names.append(name.decode()))
+        status = self._library.penstock_executorch_states(self._handle, method.encode(), visit)
+        self._check(f"listing the state of {method!r}", status)
+        return names
+
+    def state(self, method: str, name: str) -> torch.Tensor:
+        """The memory itself, for as long as the method is loaded."""
+        views: list[Any] = []
+        visit = _VISIT_VALUE(_collector(views, _viewed))
+        self._check(
+            f"finding state {name!r}",
+            self._library.penstock_executorch_state(self._handle, method.encode(), name.encode(), visit),
+        )
+        (view,) = _raised(views)
+        assert isinstance(view, torch.Tensor)
+        return view
+
+    def payloads(self) -> list[Payload]:
+        """Checked against their seals. No method need be loaded."""
+        found: list[Payload] = []
+
+        def take(text: int, text_bytes: int, code: int, code_bytes: int) -> None:
+            description = json.loads(ctypes.string_at(text, text_bytes))
+            found.append(Payload(description, ctypes.string_at(code, code_bytes)))
+
+        self._check(
+            "reading the program", self._library.penstock_executorch_payloads(self._handle, _VISIT_PAYLOAD(take))
+        )
+        return found
+
+    def lend(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
+        """To methods loaded from now on: delegates, by number, run in this session of the core, which outlives them."""
+        numbers = (_i64 * len(delegates))(*delegates)
+        self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))
 
     def session(self) -> tuple[int, SessionFacts] | None:
-        """The core's session, and what was chosen for it; None for a program without a delegate of ours."""
+        """The session that the delegates made for themselves; None where there is none."""
         numbers = (_i64 * 8)()
         handle = self._library.penstock_executorch_session(self._group, numbers)
         if not handle:
@@ -141,6 +200,7 @@ class NativeModule:
     def close(self) -> None:
         if self._handle is not None:
             self._library.penstock_executorch_close(self._handle)
+            self._library.penstock_executorch_reclaim(self._group)
             self._handle = None
 
     def forget(self) -> None:
@@ -182,26 +242,39 @@ def _fill(value: Value, given: Any) -> Any:
     return None
 
 
-def _collector(results: list[Any]) -> Callable[[Any], None]:
+def _collector(results: list[Any], made: Callable[[Value], Any]) -> Callable[[Any], None]:
     def take(shown: Any) -> None:
         try:
-            results.append(_copied(shown.contents))
+            results.append(made(shown.contents))
         except Exception as error:  # it cannot pass through C; it is raised after the call
             results.append(error)
 
     return take
 
 
+def _raised(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def _viewed(value: Value) -> torch.Tensor:
+    """A tensor over ExecuTorch's memory."""
+    dtype = _scalar_types().get(value.scalar_type)
+    if dtype is None:
+        raise PackageError(f"a tensor has scalar type {value.scalar_type}, which torch does not have")
+    sizes, strides = value.sizes[: value.rank], value.strides[: value.rank]
+    if 0 in sizes:
+        return torch.empty_strided(sizes, strides, dtype=dtype)
+    items = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    memory = (ctypes.c_char * (items * dtype.itemsize)).from_address(value.data)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(sizes, strides)
+
+
 def _copied(value: Value) -> Any:
     if value.kind == _TENSOR:
-        dtype = _scalar_types().get(value.scalar_type)
-        if dtype is None:
-            raise PackageError(f"an output has scalar type {value.scalar_type}, which torch does not have")
-        sizes, strides = value.sizes[: value.rank], value.strides[: value.rank]
-        result = torch.empty_strided(sizes, strides, dtype=dtype)
-        if result.numel():
-            ctypes.memmove(result.data_ptr(), value.data, result.untyped_storage().nbytes())
-        return result
+        return _viewed(value).clone()
     if value.kind == _INT:
         return value.integer
     if value.kind == _FLOAT:

@@ -1,6 +1,6 @@
 """What a lowered program carries, in two layers of plain bytes. csrc/payload.cpp reads the same.
 
-The payload, once per program, lies in the .pte as named data: the description (JSON), the rungs, the compiled code.
+The payload, once per program, lies in the .pte as named data: the description (JSON), plans, the compiled code.
 The ticket, one per delegate, is the delegate's own blob: the name of the payload, and which of its methods it is.
 Both begin with a header that holds lengths and a hash of everything after it, so damage is found before anything runs.
 """
@@ -17,7 +17,7 @@ from penstock.errors import PackageError
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
 TICKET_MAGIC = b"PNSTKDLG"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # Magic, version, hash of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")
@@ -57,7 +57,9 @@ def read_description(payload: bytes) -> dict[str, Any]:
         raise PackageError(f"the payload has {len(payload)} bytes, its header needs {_HEAD.size + _LENGTHS.size}")
     magic, version, seal = _HEAD.unpack_from(payload)
     if magic != PAYLOAD_MAGIC or version != FORMAT_VERSION:
-        raise PackageError(f"the payload begins with {magic!r} of version {version}, needs {PAYLOAD_MAGIC!r} of 1")
+        raise PackageError(
+            f"the payload begins with {magic!r} of version {version}, needs {PAYLOAD_MAGIC!r} of {FORMAT_VERSION}"
+        )
     if seal != fnv64(payload[_HEAD.size :]):
         raise PackageError("the payload is damaged: its bytes do not have the hash that its header names")
     text_bytes = _LENGTHS.unpack_from(payload, _HEAD.size)[0]

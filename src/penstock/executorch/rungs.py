@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.errors import UnsupportedProgramError
 from penstock.executorch.payload import WEIGHT_SHIFT, Rung
-from penstock.plan.planner import Planner
+from penstock.plan.modes import ModePlanner
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
 BETWEEN = 24
+# Of a delegate that gets a budget of its own, which is rare.
+BETWEEN_ALONE = 8
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The plans of some of a program's methods over one ring, smallest first."""
+
+    methods: tuple[int, ...]
+    floor_bytes: int
+    # With everything resident.
+    full_bytes: int
+    rungs: tuple[Rung, ...]
+    # Whether some access reads its weight where it lies in host memory.
+    reads_in_place: bool = False
+
+    def row(self) -> dict[str, Any]:
+        """As the description of a program has it; the rungs themselves lie elsewhere."""
+        return {
+            "methods": self.methods,
+            "reads_in_place": int(self.reads_in_place),
+            "floor_bytes": self.floor_bytes,
+            "full_bytes": self.full_bytes,
+            "rungs": len(self.rungs),
+        }
 
 
 def budgets_between(floor_bytes: int, full_bytes: int, page_bytes: int, count: int = BETWEEN) -> list[int]:
@@ -21,23 +48,41 @@ def budgets_between(floor_bytes: int, full_bytes: int, page_bytes: int, count: i
     return sorted({*steps, floor_bytes, full_bytes})
 
 
-def make_rungs(
-    schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int
-) -> tuple[int, int, list[Rung]]:
-    """The floor, the bytes with everything resident, and the plans, smallest first."""
+def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int) -> list[Ladder]:
+    """All methods over one ring; and where there are several, each of them by itself.
+
+    Where some weights are read in place, once more without: staging holds no weight in place.
+    """
     for weight in weights:
         if weight.nbytes >> WEIGHT_SHIFT:
             raise UnsupportedProgramError(f"weight {weight.name!r} has {weight.nbytes} bytes, at most {2**40} will do")
-    planner = Planner(schedules, {weight.name: weight for weight in weights}, page_bytes=page_bytes)
+    everything = tuple(range(len(schedules)))
+    groups = [everything, *((number,) for number in everything if len(everything) > 1)]
+
+    def ladder(methods: tuple[int, ...], mode: str) -> Ladder:
+        chosen = [schedules[number] for number in methods]
+        read = {access.weight for schedule in chosen for access in schedule.accesses}
+        named = {weight.name: weight for weight in weights if weight.name in read}
+        planner = ModePlanner(chosen, named, page_bytes=page_bytes, mode=mode)
+        between = BETWEEN if methods == everything else BETWEEN_ALONE
+        return _ladder(methods, planner, places, page_bytes, between)
+
+    places = {weight.name: number << WEIGHT_SHIFT for number, weight in enumerate(weights)}
+    ladders = [ladder(methods, "auto") for methods in groups]
+    return ladders + [ladder(found.methods, "streamed") for found in ladders if found.reads_in_place]
+
+
+def _ladder(
+    methods: tuple[int, ...], planner: ModePlanner, places: Mapping[str, int], page_bytes: int, between: int
+) -> Ladder:
     floor_bytes, full_bytes = planner.floor_bytes, planner.full_bytes
     # Pages are whole: the floor of a small program may exceed what its weights take.
     top_bytes = max(floor_bytes, full_bytes)
-    places: Mapping[str, int] = {weight.name: number << WEIGHT_SHIFT for number, weight in enumerate(weights)}
     rungs: dict[int, Rung] = {}
-    for budget_bytes in budgets_between(floor_bytes, top_bytes, page_bytes):
+    reads_in_place = False
+    for budget_bytes in budgets_between(floor_bytes, top_bytes, page_bytes, between):
         plan = planner.plan(budget_bytes)
-        held_bytes = sum(block.nbytes for block in plan.blocks)
+        reads_in_place |= bool(plan.direct_weights)
         # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
-        rungs.setdefault(held_bytes, Rung(held_bytes, bytes(plan_numbers(plan, places))))
-    ladder = [rungs[held] for held in sorted(rungs)]
-    return floor_bytes, full_bytes, ladder
+        rungs.setdefault(plan.device_bytes, Rung(plan.device_bytes, bytes(plan_numbers(plan, places))))
+    return Ladder(methods, floor_bytes, full_bytes, tuple(rungs[held] for held in sorted(rungs)), reads_in_place)

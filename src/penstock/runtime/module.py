@@ -66,9 +66,6 @@ class Module:
             return super().__new__(cls)
         from penstock import executorch
 
-        surplus = keywords.keys() - {"budget", "weight_offload_budget_mb", "weights", "quiet"}
-        if surplus:
-            raise PenstockError(f"{path}: a .pte is loaded by ExecuTorch, and has no {', '.join(sorted(surplus))}")
         return executorch.Module(path, *arguments, **keywords)
 
     def __init__(

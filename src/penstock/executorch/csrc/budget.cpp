@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kLeastReserveBytes = int64_t{256} << 20;
 
-int64_t automatic_bytes(const Payload& payload, void* driver) {
+int64_t automatic_bytes(const Payload& payload, const Ladder& ladder, void* driver) {
   if (!payload.activation_bytes)
     throw Refusal(Kind::budget,
                   "there is no automatic budget: a dynamic size of the program has no highest value, so the memory it "
@@ -20,21 +20,21 @@ int64_t automatic_bytes(const Payload& payload, void* driver) {
   if (core().driver_memory(driver, &free_bytes, &total_bytes)) throw_core_failure();
   int64_t reserve_bytes = std::max(kLeastReserveBytes, total_bytes / (payload.device == "cuda" ? 50 : 20));
   int64_t budget_bytes = free_bytes - *payload.activation_bytes - reserve_bytes;
-  if (budget_bytes < payload.floor_bytes)
+  if (budget_bytes < ladder.floor_bytes)
     throw Refusal(Kind::below_floor,
                   "the automatic budget is " + format_bytes(budget_bytes) + " (free " + format_bytes(free_bytes) +
                       " - activations " + format_bytes(*payload.activation_bytes) + " - reserve " +
                       format_bytes(reserve_bytes) + "), below the floor of this program: it needs at least " +
-                      std::to_string(payload.floor_bytes) + " bytes, " +
-                      std::to_string(payload.floor_bytes - budget_bytes) +
+                      std::to_string(ladder.floor_bytes) + " bytes, " +
+                      std::to_string(ladder.floor_bytes - budget_bytes) +
                       " more than there are; free device memory, or give a budget to leave less in reserve",
-                  payload.floor_bytes);
+                  ladder.floor_bytes);
   return budget_bytes;
 }
 
 }  // namespace
 
-int64_t parse_decimal(const std::string& text) {
+int64_t parse_decimal(const std::string& text, const std::string& what) {
   int64_t value = 0;
   bool fits = !text.empty();
   for (char c : text) {
@@ -45,37 +45,38 @@ int64_t parse_decimal(const std::string& text) {
     }
   }
   if (!fits)
-    throw Refusal(Kind::budget, "weight_offload_budget is '" + text +
-                                    "', which is no number of bytes; valid: 'auto', or a decimal number of at most "
-                                    "9223372036854775807, as in '8589934592'");
+    throw Refusal(Kind::budget, what + " is '" + text +
+                                    "', which is no number of bytes; valid: a decimal number of at most "
+                                    "9223372036854775807, as in '8589934592'" +
+                                    (what.rfind(kBudgetOption, 0) == 0 ? ", or 'auto'" : ""));
   return value;
 }
 
-Budget choose_budget(const BudgetRequest& request, const Payload& payload, void* driver) {
+Budget choose_budget(const BudgetRequest& request, const Payload& payload, const Ladder& ladder, void* driver) {
   if (request.automatic || (!request.bytes && !payload.baked_bytes))
-    return {automatic_bytes(payload, driver), BudgetSource::automatic};
+    return {automatic_bytes(payload, ladder, driver), BudgetSource::automatic};
   Budget budget = request.bytes ? Budget{*request.bytes, BudgetSource::load}
                                 : Budget{*payload.baked_bytes, BudgetSource::baked};
-  if (budget.asked_bytes < payload.floor_bytes)
+  if (budget.asked_bytes < ladder.floor_bytes)
     throw Refusal(Kind::below_floor,
                   "the budget of " + format_bytes(budget.asked_bytes) +
                       (request.bytes ? " (given at load)" : " (baked at export)") +
-                      " is below the floor of this program: it needs at least " + std::to_string(payload.floor_bytes) +
-                      " bytes; give weight_offload_budget=" + std::to_string(payload.floor_bytes) +
-                      " or weight_offload_budget_mb=" + std::to_string((payload.floor_bytes + (1 << 20) - 1) >> 20) +
+                      " is below the floor of this program: it needs at least " + std::to_string(ladder.floor_bytes) +
+                      " bytes; give weight_offload_budget=" + std::to_string(ladder.floor_bytes) +
+                      " or weight_offload_budget_mb=" + std::to_string((ladder.floor_bytes + (1 << 20) - 1) >> 20) +
                       ", or more",
-                  payload.floor_bytes);
+                  ladder.floor_bytes);
   return budget;
 }
 
-size_t choose_rung(const Payload& payload, int64_t budget_bytes) {
-  size_t chosen = payload.rungs.size();
-  for (size_t i = 0; i < payload.rungs.size(); ++i)
-    if (payload.rungs[i].device_bytes <= budget_bytes) chosen = i;
-  if (chosen == payload.rungs.size())
-    throw Refusal(Kind::package, "the program has no plan for its own floor of " + std::to_string(payload.floor_bytes) +
+size_t choose_rung(const Ladder& ladder, int64_t budget_bytes) {
+  size_t chosen = ladder.rungs.size();
+  for (size_t i = 0; i < ladder.rungs.size(); ++i)
+    if (ladder.rungs[i].device_bytes <= budget_bytes) chosen = i;
+  if (chosen == ladder.rungs.size())
+    throw Refusal(Kind::package, "the program has no plan for its own floor of " + std::to_string(ladder.floor_bytes) +
                                      " bytes: its smallest holds " +
-                                     std::to_string(payload.rungs.front().device_bytes));
+                                     std::to_string(ladder.rungs.front().device_bytes));
   return chosen;
 }
 

@@ -11,13 +11,16 @@ namespace penstock_executorch {
 
 enum class BudgetSource : int64_t { load = 0, baked = 1, automatic = 2 };
 
+constexpr const char* kBudgetOption = "weight_offload_budget";
+
 struct Budget {
   int64_t asked_bytes;
   BudgetSource source;
 };
 
 // A decimal number of bytes, without sign, unit or blanks; throws Refusal(budget).
-int64_t parse_decimal(const std::string& text);
+// `what` is the option's name, for the message.
+int64_t parse_decimal(const std::string& text, const std::string& what = kBudgetOption);
 
 // As options gave it: a number of bytes, "automatic" whatever was baked in, or nothing.
 struct BudgetRequest {
@@ -28,9 +31,9 @@ struct BudgetRequest {
 };
 
 // `driver` tells how much is free. Throws Refusal(budget) or Refusal(below_floor), which names the exact minimum.
-Budget choose_budget(const BudgetRequest& request, const Payload& payload, void* driver);
+Budget choose_budget(const BudgetRequest& request, const Payload& payload, const Ladder& ladder, void* driver);
 
 // The largest plan that the budget allows.
-size_t choose_rung(const Payload& payload, int64_t budget_bytes);
+size_t choose_rung(const Ladder& ladder, int64_t budget_bytes);
 
 }  // namespace penstock_executorch

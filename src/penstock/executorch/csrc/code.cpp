@@ -1,8 +1,13 @@
 #include "code.h"
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
@@ -11,6 +16,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "refusal.h"
 
@@ -59,6 +65,12 @@ std::string torch_minor() { return std::to_string(TORCH_VERSION_MAJOR) + "." + s
 
 std::string cpu_capability() { return at::get_cpu_capability(); }
 
+int32_t current_device_index() {
+  if (!at::hasCUDA())
+    throw Refusal(Kind::build, "the program was compiled for CUDA; torch " + torch_minor() + " sees no GPU here");
+  return at::detail::getCUDAHooks().getCurrentDevice();
+}
+
 void* current_stream(const std::string& device, int32_t device_index) {
   if (device != "cuda") return nullptr;
   using Ask = int32_t (*)(int32_t, void**);
@@ -77,6 +89,9 @@ struct CompiledCode::Parts {
   at::Device device{at::kCPU};
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
+
+  // A GPU with its number is to be the current one while it is used; the CPU has no such thing.
+  std::optional<at::Device> guarded() const { return device.is_cpu() ? std::nullopt : std::optional(device); }
 };
 
 CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std::string& content_name,
@@ -97,6 +112,7 @@ CompiledCode::~CompiledCode() = default;
 
 void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides) {
   at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
   parts_->inputs.clear();
   for (size_t i = 0; i < views.size(); ++i) {
     at::Tensor input = wrapped(views[i]);
@@ -110,6 +126,7 @@ void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::
 
 void CompiledCode::run(void* stream) {
   at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
   parts_->outputs = parts_->loader->run(parts_->inputs, stream);
 }
 
@@ -123,6 +140,7 @@ int64_t CompiledCode::output_scalar_type(size_t index) const {
 
 void CompiledCode::copy_output(size_t index, const TensorView& to) const {
   at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
   wrapped(to).copy_(parts_->outputs[index]);
 }
 

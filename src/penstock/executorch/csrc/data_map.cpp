@@ -21,20 +21,20 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& shape, const std::
   return out;
 }
 
-void check_layout(const NamedDataMap& data, const WeightFacts& weight, size_t bytes) {
+void check_layout(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
   if ((int64_t)bytes != weight.bytes)
-    throw Refusal(Kind::weight_mismatch, "weight '" + weight.name + "' has " + std::to_string(bytes) +
+    throw Refusal(Kind::weight_mismatch, "weight '" + name + "' has " + std::to_string(bytes) +
                                              " bytes in the data file, the program needs " +
                                              std::to_string(weight.bytes));
-  auto layout = data.get_tensor_layout(weight.name);
+  auto layout = data.get_tensor_layout(name);
   if (!layout.ok())
-    throw Refusal(Kind::weight_mismatch, "weight '" + weight.name + "' has no dtype and shape in the data file");
+    throw Refusal(Kind::weight_mismatch, "weight '" + name + "' has no dtype and shape in the data file");
   std::vector<int64_t> shape(layout->sizes().begin(), layout->sizes().end());
   std::vector<int64_t> order(layout->dim_order().begin(), layout->dim_order().end());
   auto scalar_type = (int64_t)layout->scalar_type();
   if (shape != weight.shape || scalar_type != weight.scalar_type ||
       memory_order(shape, order) != memory_order(weight.shape, weight.dim_order))
-    throw Refusal(Kind::weight_mismatch, "weight '" + weight.name + "' is of scalar type " +
+    throw Refusal(Kind::weight_mismatch, "weight '" + name + "' is of scalar type " +
                                              std::to_string(scalar_type) + " and shape " + listed(shape) +
                                              " with dim order " + listed(order) +
                                              " in the data file, the program needs scalar type " +
@@ -49,13 +49,16 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   std::vector<FreeableBuffer> held;
   std::vector<std::string> missing;
   for (const WeightFacts& weight : payload.weights) {
-    auto found = data.get_data(weight.name);
-    if (!found.ok()) {
-      missing.push_back(weight.name);
-      continue;
+    bool is_there = false;
+    for (const std::string& name : weight.names) {
+      auto found = data.get_data(name);
+      if (!found.ok()) continue;
+      check_layout(data, name, weight, found->size());
+      held.push_back(std::move(*found));
+      is_there = true;
+      break;
     }
-    check_layout(data, weight, found->size());
-    held.push_back(std::move(*found));
+    if (!is_there) missing.push_back(weight.name);
   }
   if (!missing.empty()) {
     std::string names;

@@ -10,6 +10,7 @@
 #include "code.h"
 #include "core.h"
 #include "data_map.h"
+#include "gpu.h"
 #include "load_options.h"
 #include "program_session.h"
 #include "refusal.h"
@@ -46,6 +47,7 @@ Error code_of(Kind kind) {
     case Kind::below_floor:
     case Kind::option:
     case Kind::input:
+    case Kind::device:
       return Error::InvalidArgument;
     case Kind::missing_weight:
     case Kind::weight_mismatch:
@@ -86,7 +88,6 @@ Error told(Action&& action) noexcept {
 
 struct Delegate {
   MethodFacts method;
-  int64_t number;
   std::string device;
   std::unique_ptr<Seat> seat;
   std::unique_ptr<CompiledCode> code;
@@ -114,6 +115,28 @@ void check_build(const Payload& payload) {
                                    " instructions, torch finds " + here + " on this one");
 }
 
+void check_delegate(const Payload& payload, const std::string& name) {
+  std::string names;
+  for (const MethodFacts& method : payload.methods) {
+    if (method.name == name) return;
+    names += (names.empty() ? "" : ", ") + method.name;
+  }
+  throw Refusal(Kind::option, "weight_offload_budget:" + name + " names no delegate; the program has " + names);
+}
+
+// The GPU to run on, after a look whether it can.
+int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
+  if (payload.device != "cuda") {
+    if (request.device_index)
+      throw Refusal(Kind::device, "weight_offload_device is " + std::to_string(*request.device_index) +
+                                      ", and the program was compiled for " + payload.device + ", which has no number");
+    return 0;
+  }
+  int32_t index = request.device_index ? *request.device_index : current_device_index();
+  check_gpu(payload, index);
+  return index;
+}
+
 std::unique_ptr<Delegate> load(const BackendInitContext& context, const FreeableBuffer& processed) {
   SessionRequest request = read_options(context);
   Ticket ticket = read_ticket(processed.data(), processed.size());
@@ -127,16 +150,19 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
     throw Refusal(Kind::package, "the program has no method " + std::to_string(ticket.number) + " of name '" +
                                      ticket.method + "', which its delegate names");
   check_build(payload);
-  WeightsPlace weights = locate_weights(*data, payload);
+  for (const auto& [name, budget] : request.own_budgets) check_delegate(payload, name);
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)ticket.number];
-  delegate->number = ticket.number;
   delegate->device = payload.device;
-  delegate->seat = take_seat(payload, ticket.number, weights, request);
+  delegate->seat = take_lent_seat(request.group, ticket.number);
+  if (!delegate->seat) {
+    int32_t index = device_index_of(payload, request);
+    delegate->seat = take_seat(payload, ticket.number, locate_weights(*data, payload), request, index);
+    if (!request.quiet) log_line(kInfo, ticket.method + " of " + delegate->seat->session().summary());
+  }
   delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, ticket.method,
-                                                  payload.device, 0);
+                                                  payload.device, delegate->seat->session().device_index());
   bytes->Free();
-  if (!request.quiet) log_line(kInfo, ticket.method + " of " + delegate->seat->session().summary());
   return delegate;
 }
 
@@ -176,7 +202,7 @@ void check_input(const Delegate& delegate, size_t index, const TensorView& view)
 
 void compute(Delegate& delegate, void* stream) {
   void* session = delegate.seat->session().handle();
-  if (core().session_begin(session, delegate.number, stream)) throw_core_failure();
+  if (core().session_begin(session, delegate.seat->number(), stream)) throw_core_failure();
   try {
     delegate.code->run(stream);
   } catch (const std::exception& error) {
@@ -213,7 +239,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     ~Forgets() { code.forget(); }
   } forgets{*delegate.code};
   delegate.code->take_inputs(views, strides);
-  compute(delegate, current_stream(delegate.device, 0));
+  compute(delegate, current_stream(delegate.device, delegate.seat->session().device_index()));
   if (delegate.code->output_count() != outputs)
     throw Refusal(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
                                      " tensors, its record lists " + std::to_string(outputs));

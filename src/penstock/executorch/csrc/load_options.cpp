@@ -10,6 +10,9 @@ namespace {
 using executorch::runtime::BackendInitContext;
 using executorch::runtime::BackendOption;
 
+// The delegate's name follows.
+constexpr const char* kOwnBudget = "weight_offload_budget:";
+
 const std::string* as_text(const BackendOption& option, std::string& storage) {
   auto* found = std::get_if<std::array<char, executorch::runtime::kMaxOptionValueLength>>(&option.value);
   if (!found) return nullptr;
@@ -40,6 +43,19 @@ SessionRequest read_options(const BackendInitContext& context) {
                                     "\"8589934592\"");
       budget.automatic = text == "auto";
       if (!budget.automatic) budget.bytes = parse_decimal(text);
+    } else if (key.rfind(kOwnBudget, 0) == 0) {
+      if (!as_text(option, text)) throw Refusal(Kind::budget, key + " is no string; valid: a decimal number of bytes");
+      BudgetRequest& own = request.own_budgets[key.substr(std::strlen(kOwnBudget))];
+      own.automatic = text == "auto";
+      if (!own.automatic) own.bytes = parse_decimal(text, key);
+    } else if (key == "weight_offload_device") {
+      const int* index = std::get_if<int>(&option.value);
+      if (!index || *index < 0) throw Refusal(Kind::option, "weight_offload_device is no int of 0 or more");
+      request.device_index = *index;
+    } else if (key == "weight_offload_host_memory_cap") {
+      if (!as_text(option, text)) throw Refusal(Kind::option, "weight_offload_host_memory_cap is no string");
+      request.host_cap_bytes = parse_decimal(text, "weight_offload_host_memory_cap");
+      if (!request.host_cap_bytes) throw Refusal(Kind::budget, "weight_offload_host_memory_cap is 0 bytes");
     } else if (key == "weight_offload_group") {
       if (!as_text(option, text)) throw Refusal(Kind::option, "weight_offload_group is no string");
       request.group = text;
@@ -49,8 +65,9 @@ SessionRequest read_options(const BackendInitContext& context) {
       request.quiet = *quiet;
     } else {
       throw Refusal(Kind::option, "there is no option '" + key + "'; " + kBackendName +
-                                      " has weight_offload_budget_mb, weight_offload_budget, weight_offload_group and "
-                                      "weight_offload_quiet");
+                                      " has weight_offload_budget_mb, weight_offload_budget, "
+                                      "weight_offload_budget:DELEGATE, weight_offload_device, "
+                                      "weight_offload_host_memory_cap, weight_offload_group and weight_offload_quiet");
     }
     if (budget.is_given() && request.budget.is_given())
       throw Refusal(Kind::budget, "weight_offload_budget and weight_offload_budget_mb were both given; give one");

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 
+#include "payload.h"
 #include "program_session.h"
 #include "refusal.h"
 
@@ -36,9 +37,18 @@ struct Value {
   double number;
 };
 
-struct Loaded {
-  std::unique_ptr<Module> module;
+// Methods that are loaded, for the state inside them.
+class OpenModule : public Module {
+ public:
+  using Module::Module;
+  executorch::runtime::Method& loaded(const std::string& name) { return *methods_.at(name).method; }
 };
+
+struct Loaded {
+  std::unique_ptr<OpenModule> module;
+};
+
+constexpr const char* kPayload = "penstock.program.";
 
 template <typename Action>
 int32_t told(Action&& action) noexcept {
@@ -64,7 +74,7 @@ BackendOption text_option(const char* key, const std::string& value) {
   return option;
 }
 
-Module& module_of(void* handle) { return *static_cast<Loaded*>(handle)->module; }
+OpenModule& module_of(void* handle) { return *static_cast<Loaded*>(handle)->module; }
 
 EValue value_of(const Value& value, std::vector<TensorPtr>& tensors) {
   switch (value.kind) {
@@ -86,17 +96,18 @@ EValue value_of(const Value& value, std::vector<TensorPtr>& tensors) {
   }
 }
 
+void show_tensor(const executorch::aten::Tensor& tensor, void (*visit)(const Value*)) {
+  std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
+  std::vector<int64_t> strides(tensor.strides().begin(), tensor.strides().end());
+  Value value{1, (int32_t)tensor.scalar_type(), (int64_t)sizes.size(), sizes.data(), strides.data(),
+              tensor.mutable_data_ptr(), 0, 0};
+  visit(&value);
+}
+
 void show(const EValue& found, void (*visit)(const Value*)) {
+  if (found.isTensor()) return show_tensor(found.toTensor(), visit);
   Value value{};
-  std::vector<int64_t> sizes, strides;
-  std::string text;
-  if (found.isTensor()) {
-    const auto& tensor = found.toTensor();
-    sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-    strides.assign(tensor.strides().begin(), tensor.strides().end());
-    value = {1, (int32_t)tensor.scalar_type(), (int64_t)sizes.size(), sizes.data(), strides.data(),
-             tensor.mutable_data_ptr(), 0, 0};
-  } else if (found.isInt()) {
+  if (found.isInt()) {
     value.kind = 2;
     value.integer = found.toInt();
   } else if (found.isDouble()) {
@@ -131,9 +142,9 @@ int32_t penstock_executorch_open(const char* program, const char* const* data_fi
   return told([&] {
     auto loaded = std::make_unique<Loaded>();
     // Mapped, because weights are streamed from the file; shared arenas, because methods share state.
-    loaded->module = std::make_unique<Module>(std::string(program),
-                                              std::vector<std::string>(data_files, data_files + data_count),
-                                              Module::LoadMode::Mmap, nullptr, nullptr, nullptr, true);
+    loaded->module = std::make_unique<OpenModule>(std::string(program),
+                                                  std::vector<std::string>(data_files, data_files + data_count),
+                                                  Module::LoadMode::Mmap, nullptr, nullptr, nullptr, true);
     std::vector<BackendOption> options{text_option("weight_offload_group", group)};
     if (budget) options.push_back(text_option("weight_offload_budget", budget));
     // Python says it in its own words, or is asked not to.
@@ -179,7 +190,59 @@ int32_t penstock_executorch_execute(void* handle, const char* method, const Valu
   });
 }
 
-// The core's session of a group, and eight numbers about it; null where no method has a delegate of ours.
+// The mutable buffers of a method by name, where the program has their names.
+int32_t penstock_executorch_states(void* handle, const char* method, void (*visit)(const char*)) {
+  return told([&] {
+    auto meta = module_of(handle).method_meta(method);
+    if (!meta.ok()) return meta.error();
+    for (size_t i = 0; i < meta->num_attributes(); ++i) {
+      auto info = meta->attribute_tensor_meta(i);
+      if (!info.ok()) return info.error();
+      visit(std::string(info->name()).c_str());
+    }
+    return Error::Ok;
+  });
+}
+
+// The memory itself, for as long as the method is loaded.
+int32_t penstock_executorch_state(void* handle, const char* method, const char* name, void (*visit)(const Value*)) {
+  return told([&] {
+    auto tensor = module_of(handle).loaded(method).get_attribute(name);
+    if (!tensor.ok()) return tensor.error();
+    show_tensor(*tensor, visit);
+    return Error::Ok;
+  });
+}
+
+// Each program of ours in the file: its description, and its code, a .pt2. No method need be loaded.
+int32_t penstock_executorch_payloads(void* handle, void (*visit)(const char*, int64_t, const char*, int64_t)) {
+  return told([&] {
+    auto data = module_of(handle).program()->get_named_data_map();
+    if (!data.ok()) return data.error() == Error::NotFound ? Error::Ok : data.error();
+    auto count = (*data)->get_num_keys();
+    if (!count.ok()) return count.error();
+    for (uint32_t i = 0; i < *count; ++i) {
+      auto key = (*data)->get_key(i);
+      if (!key.ok()) return key.error();
+      if (std::strncmp(*key, kPayload, std::strlen(kPayload)) != 0) continue;
+      auto bytes = (*data)->get_data(*key);
+      if (!bytes.ok()) return bytes.error();
+      penstock_executorch::Payload payload = penstock_executorch::read_payload(bytes->data(), bytes->size());
+      visit(payload.description, (int64_t)payload.description_bytes, payload.code, (int64_t)payload.code_bytes);
+      bytes->Free();
+    }
+    return Error::Ok;
+  });
+}
+
+// Delegates of the group, by number, are to use this session of the core, which counts them from 0 and outlives them.
+void penstock_executorch_lend(const char* group, void* session, int32_t device_index, const int64_t* delegates,
+                              int64_t count) {
+  penstock_executorch::lend_session(group, session, device_index, {delegates, delegates + count});
+}
+void penstock_executorch_reclaim(const char* group) { penstock_executorch::reclaim_sessions(group); }
+
+// The core's session of a group that borrows none, and eight numbers about it; null where there is none.
 void* penstock_executorch_session(const char* group, int64_t* facts) {
   auto session = penstock_executorch::find_session(group);
   if (!session) return nullptr;

@@ -8,7 +8,7 @@
 namespace penstock_executorch {
 namespace {
 
-constexpr uint64_t kVersion = 1;
+constexpr uint64_t kVersion = 2;
 constexpr int kWeightShift = 40;
 
 struct Header {
@@ -65,20 +65,32 @@ std::optional<int64_t> optional_integer(const Json& value) {
   return value.integer();
 }
 
-std::vector<Rung> read_rungs(const char* at, size_t bytes) {
-  std::vector<Rung> rungs;
+Rung read_rung(const char*& at, const char* end) {
+  uint64_t head[2];
+  if ((size_t)(end - at) < sizeof head) refuse("the plans of the program are truncated");
+  std::memcpy(head, at, sizeof head);
+  at += sizeof head;
+  if (head[1] > (size_t)(end - at) / sizeof(int64_t)) refuse("the plans of the program are truncated");
+  Rung rung{(int64_t)head[0], at, (size_t)head[1]};
+  at += head[1] * sizeof(int64_t);
+  return rung;
+}
+
+// The rungs of all ladders follow one another.
+std::vector<Ladder> read_ladders(const Json& rows, size_t methods, const char* at, size_t bytes) {
+  std::vector<Ladder> ladders;
   const char* end = at + bytes;
-  while (at != end) {
-    uint64_t head[2];
-    if ((size_t)(end - at) < sizeof head) refuse("the rungs of the program are truncated");
-    std::memcpy(head, at, sizeof head);
-    at += sizeof head;
-    if (head[1] > (size_t)(end - at) / sizeof(int64_t)) refuse("the rungs of the program are truncated");
-    rungs.push_back({(int64_t)head[0], at, (size_t)head[1]});
-    at += head[1] * sizeof(int64_t);
+  for (const Json& row : rows.list()) {
+    Ladder ladder{row.at("methods").integers(), row.at("reads_in_place").integer() != 0,
+                  row.at("floor_bytes").integer(), row.at("full_bytes").integer(), {}};
+    for (int64_t method : ladder.methods)
+      if (method < 0 || (size_t)method >= methods) refuse("the program has plans for a method that it has not");
+    for (int64_t count = row.at("rungs").integer(); count > 0; --count) ladder.rungs.push_back(read_rung(at, end));
+    if (ladder.rungs.empty()) refuse("the program holds no plan");
+    ladders.push_back(std::move(ladder));
   }
-  if (rungs.empty()) refuse("the program holds no plan");
-  return rungs;
+  if (at != end) refuse("the program holds plans that its description does not list");
+  return ladders;
 }
 
 // Walks over a plan's numbers and puts file offsets in place of (weight << 40) + offset.
@@ -94,7 +106,7 @@ class Rebase {
     for (int64_t methods = next(); methods > 0; --methods) {
       next();  // steps
       int64_t accesses = next(), stays = next();
-      skip(accesses, 5);
+      for (; accesses > 0; --accesses) access();
       skip(stays, 2);
       for (int64_t copies = next(); copies > 0; --copies) {
         skip(3);
@@ -115,11 +127,23 @@ class Rebase {
       refuse("a plan of the program ends early");
     at_ += (size_t)(count * each);
   }
+  // One that is read in host memory names its place in the file instead of one in a range.
+  void access() {
+    constexpr int64_t kDirect = -2;
+    next();
+    int64_t bytes = next(), range = next();
+    size_t offset_at = at_;
+    skip(2);
+    if (range == kDirect) rebase(numbers_[offset_at], bytes);
+  }
   void piece() {
-    int64_t& source = numbers_[at_ < numbers_.size() ? at_ : (refuse("a plan of the program ends early"), 0)];
+    size_t source_at = at_;
     next();
     int64_t bytes = next();
     skip(2);
+    rebase(numbers_[source_at], bytes);
+  }
+  void rebase(int64_t& source, int64_t bytes) {
     uint64_t weight = (uint64_t)source >> kWeightShift;
     int64_t within = source & ((int64_t{1} << kWeightShift) - 1);
     if (weight >= offsets_.size()) refuse("a plan of the program names a weight that is none");
@@ -150,16 +174,22 @@ Payload read_payload(const void* data, size_t bytes) {
   out.program = text.at("program").string();
   out.device = text.at("device").string();
   out.page_bytes = text.at("page_bytes").integer();
-  out.floor_bytes = text.at("floor_bytes").integer();
-  out.full_bytes = text.at("full_bytes").integer();
   out.baked_bytes = optional_integer(text.at("budget_bytes"));
   out.activation_bytes = optional_integer(text.at("activation_bytes"));
   out.torch = text.at("built_with").at("torch").string();
   out.machine = text.at("built_with").at("machine").string();
   out.cpu = text.at("built_with").at("cpu").string();
-  for (const Json& row : text.at("weights").list())
-    out.weights.push_back({row.at("name").string(), row.at("scalar_type").integer(), row.at("shape").integers(),
+  if (out.device == "cuda") {
+    out.capability = text.at("built_with").at("capability").string();
+    out.gpu = text.at("built_with").at("gpu").string();
+  }
+  for (const Json& row : text.at("weights").list()) {
+    std::vector<std::string> names;
+    for (const Json& name : row.at("names").list()) names.push_back(name.string());
+    if (names.empty()) refuse("a weight of the program has no name");
+    out.weights.push_back({names.front(), names, row.at("scalar_type").integer(), row.at("shape").integers(),
                            row.at("dim_order").integers(), row.at("nbytes").integer()});
+  }
   for (const Json& row : text.at("methods").list()) {
     MethodFacts method{row.at("name").string(), {}, row.at("outputs").integer()};
     for (const Json& input : row.at("inputs").list())
@@ -167,10 +197,18 @@ Payload read_payload(const void* data, size_t bytes) {
           {input.at("scalar_type").integer(), input.at("shape").integers(), input.at("dim_order").integers()});
     out.methods.push_back(std::move(method));
   }
-  out.rungs = read_rungs(start + header.text_bytes, header.rung_bytes);
+  out.ladders = read_ladders(text.at("ladders"), out.methods.size(), start + header.text_bytes, header.rung_bytes);
+  out.description = start;
+  out.description_bytes = header.text_bytes;
   out.code = start + header.text_bytes + header.rung_bytes;
   out.code_bytes = header.code_bytes;
   return out;
+}
+
+const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged) {
+  for (const Ladder& ladder : payload.ladders)
+    if (ladder.methods == methods && !(staged && ladder.reads_in_place)) return ladder;
+  refuse("the program holds no plans for methods " + listed(methods) + (staged ? " without reading in place" : ""));
 }
 
 std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,

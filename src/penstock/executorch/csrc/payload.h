@@ -18,6 +18,8 @@ struct Ticket {
 
 struct WeightFacts {
   std::string name;
+  // All of a tied one; the first is `name`.
+  std::vector<std::string> names;
   int64_t scalar_type;
   std::vector<int64_t> shape;
   std::vector<int64_t> dim_order;
@@ -44,21 +46,35 @@ struct Rung {
   size_t count;
 };
 
+// The plans of some of the program's delegates over one ring.
+struct Ladder {
+  // Numbers of Payload::methods, in the order in which a session counts them.
+  std::vector<int64_t> methods;
+  // Whether some access reads its weight where it lies in host memory, which staging has not.
+  bool reads_in_place;
+  int64_t floor_bytes;
+  int64_t full_bytes;
+  // Smallest first.
+  std::vector<Rung> rungs;
+};
+
 struct Payload {
   std::string program;
   std::string device;
   int64_t page_bytes;
-  int64_t floor_bytes;
-  int64_t full_bytes;
   std::optional<int64_t> baked_bytes;
   std::optional<int64_t> activation_bytes;
   std::string torch;
   std::string machine;
   std::string cpu;
+  // Of programs for a GPU: "9.0", and its name.
+  std::string capability;
+  std::string gpu;
   std::vector<WeightFacts> weights;
   std::vector<MethodFacts> methods;
-  // Smallest first.
-  std::vector<Rung> rungs;
+  std::vector<Ladder> ladders;
+  const char* description;
+  size_t description_bytes;
   const char* code;
   size_t code_bytes;
 };
@@ -66,6 +82,9 @@ struct Payload {
 // Both throw Refusal(package). A payload points into the bytes it was read from.
 Ticket read_ticket(const void* data, size_t bytes);
 Payload read_payload(const void* data, size_t bytes);
+
+// The plans for these delegates; `staged`: only those that read nothing in place will do. Throws Refusal(package).
+const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged);
 
 // The numbers of a rung with the offsets that weights have in a file; throws Refusal(package).
 std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,

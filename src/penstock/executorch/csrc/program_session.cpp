@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <numeric>
+#include <thread>
 #include <tuple>
 
 #include "core.h"
@@ -44,13 +46,39 @@ std::vector<int64_t> chunk_ends(const Payload& payload, const WeightsPlace& weig
   return ends;
 }
 
-int32_t device_index_of(const Payload&) { return 0; }
+// As penstock.runtime.weights_source has it.
+struct Staging {
+  int64_t buffer_bytes = 0;
+  int32_t buffers = 0;
+  int32_t threads = 0;
+};
 
-using Key = std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t>;
+Staging staging_of(int64_t cap_bytes) {
+  constexpr int64_t kBufferBytes = int64_t{16} << 20, kLeastBuffers = 4, kReaders = 8;
+  if (!cap_bytes) return {};
+  Staging staging;
+  staging.buffer_bytes = std::min(kBufferBytes, cap_bytes / kLeastBuffers / kPageBytes * kPageBytes);
+  if (!staging.buffer_bytes)
+    throw Refusal(Kind::budget, "weight_offload_host_memory_cap is " + std::to_string(cap_bytes) +
+                                    " bytes; staging needs at least " + std::to_string(kLeastBuffers * kPageBytes));
+  staging.buffers = (int32_t)(cap_bytes / staging.buffer_bytes);
+  int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
+  staging.threads = (int32_t)std::min({kReaders, (int64_t)staging.buffers, cores});
+  return staging;
+}
+
+// Program, file (two), group, budget, the delegate if it is alone, device, cap on host memory.
+using Key = std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t>;
+
+struct Loan {
+  std::shared_ptr<ProgramSession> session;
+  std::vector<int64_t> methods;
+};
 
 struct Registry {
   std::mutex lock;
   std::multimap<Key, std::weak_ptr<ProgramSession>> known;
+  std::multimap<std::string, Loan> lent;
 };
 
 // Never destroyed: delegates may go after static objects do.
@@ -61,11 +89,13 @@ Registry& registry() {
 
 }  // namespace
 
-ProgramSession::ProgramSession(const Payload& payload, const WeightsPlace& weights, const SessionRequest& request) {
+ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, const BudgetRequest& asked,
+                               const WeightsPlace& weights, const SessionRequest& request, int32_t device_index)
+    : device_index_(device_index) {
   bool poison = poison_asked();
-  int32_t index = device_index_of(payload);
+  Staging staging = staging_of(request.host_cap_bytes);
   if (payload.device == "cuda") {
-    driver_ = core().cuda_create(index);
+    driver_ = core().cuda_create(device_index);
     if (!driver_) throw_core_failure();
   } else {
     driver_ = core().soft_create((size_t)payload.page_bytes, 0, poison);
@@ -76,30 +106,34 @@ ProgramSession::ProgramSession(const Payload& payload, const WeightsPlace& weigh
     if (granularity != payload.page_bytes)
       throw Refusal(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
-    Budget budget = choose_budget(request.budget, payload, driver_);
-    int64_t used_bytes = std::min(budget.asked_bytes, std::max(payload.full_bytes, payload.floor_bytes));
-    size_t rung = choose_rung(payload, used_bytes);
-    std::vector<int64_t> numbers = rebased(payload.rungs[rung], weights.offsets, payload.weights);
+    Budget budget = choose_budget(asked, payload, ladder, driver_);
+    int64_t used_bytes = std::min(budget.asked_bytes, std::max(ladder.full_bytes, ladder.floor_bytes));
+    size_t rung = choose_rung(ladder, used_bytes);
+    std::vector<int64_t> numbers = rebased(ladder.rungs[rung], weights.offsets, payload.weights);
     if (core().load_torch()) throw_core_failure();
-    std::vector<int64_t> ends = chunk_ends(payload, weights);
-    session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(), 0, 0, 0,
-                                     index, poison);
+    std::vector<int64_t> ends = staging.buffers ? std::vector<int64_t>{} : chunk_ends(payload, weights);
+    session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(),
+                                     staging.buffer_bytes, staging.buffers, staging.threads, device_index, poison);
     if (!session_) throw_core_failure();
     if (core().session_install(session_, numbers.data(), (int64_t)numbers.size())) throw_core_failure();
-    facts_.floor_bytes = payload.floor_bytes;
-    facts_.full_bytes = payload.full_bytes;
+    facts_.floor_bytes = ladder.floor_bytes;
+    facts_.full_bytes = ladder.full_bytes;
     facts_.budget_bytes = used_bytes;
     facts_.asked_bytes = budget.asked_bytes;
     facts_.source = (int64_t)budget.source;
     facts_.rung = (int64_t)rung;
-    facts_.rung_count = (int64_t)payload.rungs.size();
-    facts_.rung_bytes = payload.rungs[rung].device_bytes;
+    facts_.rung_count = (int64_t)ladder.rungs.size();
+    facts_.rung_bytes = ladder.rungs[rung].device_bytes;
     const char* origins[] = {"given at load", "baked at export", "automatic"};
-    summary_ = payload.program + " on " + payload.device + ": floor " + format_bytes(payload.floor_bytes) +
+    std::string place = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
+    summary_ = payload.program + " on " + place + ": floor " + format_bytes(ladder.floor_bytes) +
                ", budget " + format_bytes(used_bytes) + " (" + origins[(int)budget.source] + "), plan " +
-               std::to_string(rung + 1) + " of " + std::to_string(payload.rungs.size()) + " takes " +
-               format_bytes(payload.rungs[rung].device_bytes) + " of " + format_bytes(payload.full_bytes) +
-               ", weights from " + weights.path;
+               std::to_string(rung + 1) + " of " + std::to_string(ladder.rungs.size()) + " takes " +
+               format_bytes(ladder.rungs[rung].device_bytes) + " of " + format_bytes(ladder.full_bytes) +
+               ", weights from " + weights.path + (staging.buffers ? ", staged" : ", held in memory");
+    // penstock.Module tries registration in a process of its own first, and counts host memory; here nobody has.
+    if (payload.device == "cuda" && !staging.buffers)
+      summary_ += " (neither its size nor its registration was tried out before)";
   } catch (...) {
     if (session_) core().session_destroy(session_);
     core().driver_destroy(driver_);
@@ -108,6 +142,7 @@ ProgramSession::ProgramSession(const Payload& payload, const WeightsPlace& weigh
 }
 
 ProgramSession::~ProgramSession() {
+  if (!driver_) return;
   core().session_destroy(session_);
   core().driver_destroy(driver_);
 }
@@ -119,21 +154,56 @@ Seat::~Seat() {
 }
 
 std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const WeightsPlace& weights,
-                                const SessionRequest& request) {
+                                const SessionRequest& request, int32_t device_index) {
+  auto own = request.own_budgets.find(payload.methods[(size_t)method].name);
+  bool alone = own != request.own_budgets.end();
+  const BudgetRequest& asked = alone ? own->second : request.budget;
+  std::vector<int64_t> methods{method};
+  if (!alone) {
+    methods.resize(payload.methods.size());
+    std::iota(methods.begin(), methods.end(), int64_t{0});
+  }
   Registry& all = registry();
   std::lock_guard<std::mutex> hold(all.lock);
   for (auto it = all.known.begin(); it != all.known.end();)
     it = it->second.expired() ? all.known.erase(it) : std::next(it);
-  int64_t budget = request.budget.automatic ? -2 : request.budget.bytes.value_or(-1);
-  Key key{payload.program, weights.device, weights.inode, request.group, budget};
+  int64_t budget = asked.automatic ? -2 : asked.bytes.value_or(-1);
+  Key key{payload.program, weights.device, weights.inode, request.group, budget, alone ? method : -1, device_index,
+          request.host_cap_bytes};
+  int64_t number = alone ? 0 : method;
   auto [begin, end] = all.known.equal_range(key);
   for (auto it = begin; it != end; ++it)
     if (std::shared_ptr<ProgramSession> session = it->second.lock())
-      if (session->taken().insert(method).second) return std::make_unique<Seat>(std::move(session), method);
-  auto made = std::make_shared<ProgramSession>(payload, weights, request);
+      if (session->taken().insert(method).second) return std::make_unique<Seat>(std::move(session), method, number);
+  const Ladder& ladder = find_ladder(payload, methods, request.host_cap_bytes > 0);
+  auto made = std::make_shared<ProgramSession>(payload, ladder, asked, weights, request, device_index);
   made->taken().insert(method);
   all.known.emplace(key, made);
-  return std::make_unique<Seat>(std::move(made), method);
+  return std::make_unique<Seat>(std::move(made), method, number);
+}
+
+void lend_session(const std::string& group, void* session, int32_t device_index, const std::vector<int64_t>& methods) {
+  auto lent = std::make_shared<ProgramSession>(session, device_index);
+  std::lock_guard<std::mutex> hold(registry().lock);
+  registry().lent.emplace(group, Loan{std::move(lent), methods});
+}
+
+void reclaim_sessions(const std::string& group) {
+  std::lock_guard<std::mutex> hold(registry().lock);
+  registry().lent.erase(group);
+}
+
+std::unique_ptr<Seat> take_lent_seat(const std::string& group, int64_t method) {
+  std::lock_guard<std::mutex> hold(registry().lock);
+  auto [begin, end] = registry().lent.equal_range(group);
+  if (begin == end) return nullptr;
+  for (auto it = begin; it != end; ++it) {
+    const std::vector<int64_t>& methods = it->second.methods;
+    auto found = std::find(methods.begin(), methods.end(), method);
+    if (found != methods.end())
+      return std::make_unique<Seat>(it->second.session, method, (int64_t)(found - methods.begin()));
+  }
+  throw Refusal(Kind::package, "no session was made for delegate " + std::to_string(method) + " of the program");
 }
 
 std::shared_ptr<ProgramSession> find_session(const std::string& group) {

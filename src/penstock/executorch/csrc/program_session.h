@@ -28,8 +28,14 @@ struct WeightsPlace {
 
 struct SessionRequest {
   BudgetRequest budget;
+  // By delegate: one that is named here gets a session of its own.
+  std::map<std::string, BudgetRequest> own_budgets;
   // Programs that are loaded twice are told apart by this, where the caller says it.
   std::string group;
+  // Of a GPU; torch's current one if nothing is said.
+  std::optional<int32_t> device_index;
+  // The most host memory to stage weights through; 0: the file is held in memory, registered with the device.
+  int64_t host_cap_bytes = 0;
   // No line in the log about what was loaded.
   bool quiet = false;
 };
@@ -47,12 +53,17 @@ struct SessionFacts {
 
 class ProgramSession {
  public:
-  ProgramSession(const Payload& payload, const WeightsPlace& weights, const SessionRequest& request);
+  // Makes the core's session for the delegates of a ladder.
+  ProgramSession(const Payload& payload, const Ladder& ladder, const BudgetRequest& budget,
+                 const WeightsPlace& weights, const SessionRequest& request, int32_t device_index);
+  // Uses one that somebody else made, and keeps.
+  ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session) {}
   ~ProgramSession();
   ProgramSession(const ProgramSession&) = delete;
   ProgramSession& operator=(const ProgramSession&) = delete;
 
   void* handle() const { return session_; }
+  int32_t device_index() const { return device_index_; }
   const SessionFacts& facts() const { return facts_; }
   const std::string& summary() const { return summary_; }
   // One run at a time: delegates of one program share the ring.
@@ -62,7 +73,8 @@ class ProgramSession {
 
  private:
   std::set<int64_t> taken_;
-  void* driver_ = nullptr;
+  int32_t device_index_;
+  void* driver_ = nullptr;  // null: the session is somebody else's
   void* session_ = nullptr;
   SessionFacts facts_{};
   std::string summary_;
@@ -72,24 +84,34 @@ class ProgramSession {
 // A delegate's place in a session. The session goes with the last of them.
 class Seat {
  public:
-  Seat(std::shared_ptr<ProgramSession> session, int64_t method) : session_(std::move(session)), method_(method) {}
+  Seat(std::shared_ptr<ProgramSession> session, int64_t method, int64_t number)
+      : session_(std::move(session)), method_(method), number_(number) {}
   ~Seat();
   Seat(const Seat&) = delete;
   Seat& operator=(const Seat&) = delete;
 
   ProgramSession& session() const { return *session_; }
+  // Of the delegate, as the session counts.
+  int64_t number() const { return number_; }
 
  private:
   std::shared_ptr<ProgramSession> session_;
   int64_t method_;
+  int64_t number_;
 };
 
 // The session that delegate `method` of the program is to use. It joins the one that the other delegates of the same
-// loading made: of the same program, file, group and budget, in which its own place is still free.
+// loading made: of the same program, file, device, group and budget, in which its own place is still free.
 std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const WeightsPlace& weights,
-                                const SessionRequest& request);
+                                const SessionRequest& request, int32_t device_index);
 
-// The session of a group; null where there is none.
+// Sessions that were made outside: delegate `methods[i]` of a group is to use `session`, which counts it as i.
+void lend_session(const std::string& group, void* session, int32_t device_index, const std::vector<int64_t>& methods);
+void reclaim_sessions(const std::string& group);
+// Null where none was lent to the group; throws Refusal(package) where one was, but not for this delegate.
+std::unique_ptr<Seat> take_lent_seat(const std::string& group, int64_t method);
+
+// The first session that was made here for a group; null where there is none.
 std::shared_ptr<ProgramSession> find_session(const std::string& group);
 
 }  // namespace penstock_executorch

@@ -24,6 +24,7 @@ enum class Kind : int32_t {
   core = 10,           // of the native session: its own number says more
   code = 11,           // inside the compiled code
   host = 12,           // a file could not be written, or a library not be found
+  device = 13,         // there is no such device
 };
 
 struct Refusal : std::runtime_error {

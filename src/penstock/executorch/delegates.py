@@ -1,0 +1,97 @@
+"""The delegates of a .pte as methods of a .pt2, which the code inside the file is: planned and set up as such.
+
+ExecuTorch calls the delegates; what they run in is made here, by the same code as for penstock.Module over a .pt2.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.program import Method, Program
+from penstock.runtime.module import Module
+from penstock.runtime.weights_source import read_weights_index
+
+_REASONS = {
+    "cuda_graph": "a graph replays a run on the memory it was captured with, and ExecuTorch gives a delegate other "
+    "memory in each call",
+}
+
+
+def refuse_options(path: Path, options: dict[str, Any]) -> None:
+    """What a .pt2 has and a .pte cannot have, by name and with the reason."""
+    for name, reason in _REASONS.items():
+        if options.get(name):
+            raise PenstockError(f"{path}: a .pte is loaded by ExecuTorch, and has no {name}: {reason}")
+    if options.get("calibration") == "first-runs":
+        raise PenstockError(
+            f'{path}: a .pte is loaded by ExecuTorch, and has no calibration="first-runs": it is ExecuTorch that runs '
+            "the delegates, so nobody counts their first runs; use calibrate()"
+        )
+
+
+class Delegates(Module):
+    """Some or all delegates of one program, in one session. Not called itself: run_method is ExecuTorch's business."""
+
+    def __init__(
+        self,
+        shown: Path,
+        code: bytes,
+        names: Sequence[str],
+        tied: Iterable[Sequence[str]],
+        lock: threading.Lock,
+        budget: int | str | None,
+        *,
+        weights: Path,
+        quiet: bool,
+        **options: Any,
+    ) -> None:
+        self._names = tuple(names)
+        index = read_weights_index(weights)
+        self._identity = index.identity
+        # A file that ExecuTorch wrote has one of the names of a tied weight, any.
+        self._stored_as = {
+            known[0]: next((name for name in known if name in index), known[0]) for known in tied if len(known) > 1
+        }
+        with tempfile.TemporaryDirectory(prefix="penstock-executorch-") as folder:
+            package = Path(folder) / "delegates.pt2"
+            package.write_bytes(code)
+            super().__init__(package, budget, weights=weights, quiet=True, **options)
+        self.path = shown
+        self._quiet = quiet
+        # One for all delegates of a loaded program, held while one of its methods runs.
+        self._lock = lock
+
+    @property
+    def program(self) -> Program:
+        """The delegates as methods, with the weights that they read."""
+        return self._program
+
+    @program.setter
+    def program(self, whole: Program) -> None:
+        methods = tuple(self._renamed(method) for method in whole.methods if method.name in self._names)
+        read = {access.weight for method in methods for access in method.schedule.accesses}
+        weights = (replace(weight, name=self._stored_as.get(weight.name, weight.name)) for weight in whole.weights)
+        self._program = replace(
+            whole,
+            methods=methods,
+            weights=tuple(weight for weight in weights if weight.name in read),
+            # Delegates may be a part of what a weights file was written for: that every weight fits is all there is.
+            identity=self._identity or whole.identity,
+        )
+
+    def _renamed(self, method: Method) -> Method:
+        accesses = tuple(
+            replace(access, weight=self._stored_as.get(access.weight, access.weight))
+            for access in method.schedule.accesses
+        )
+        return replace(method, schedule=replace(method.schedule, accesses=accesses))
+
+    @property
+    def session_handle(self) -> int:
+        return self._session.handle

@@ -1,0 +1,93 @@
+"""Whether a program for a GPU runs on the one that is there, asked before anything is made on it.
+
+There is none here: a library that answers as a driver does takes its place, and the program is one for the CPU whose
+description says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.executorch.payload import fnv64
+from tests.executorch.test_options import INVALID_ARGUMENT, Probe, probe
+
+__all__ = ["probe"]
+
+INCOMPATIBLE = 0x30
+
+DRIVER = """
+#include <cstring>
+extern "C" {
+int cuInit(unsigned) { return 0; }
+int cuDeviceGetCount(int* count) { return *count = 2, 0; }
+int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGetName(char* name, int, int) { return std::strcpy(name, "Sample GPU"), 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int) { return *value = attribute == 75 ? 8 : 6, 0; }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.cpp").write_text(DRIVER)
+    compiler = os.environ.get("CXX", "g++")
+    command = [compiler, "-shared", "-fPIC", str(folder / "driver.cpp"), "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, check=True, capture_output=True)
+    return {"LD_LIBRARY_PATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def for_cuda(lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of the same length in the place of some that does not matter here, and a new seal."""
+    raw = bytearray(lowered("chain").read_bytes())
+    start = raw.index(b"PNSTKPRG")
+    lengths = struct.unpack_from("<QQQ", raw, start + 24)
+    text = bytes(raw[start + 48 : start + 48 + lengths[0]])
+    fields = text[text.index(b'"penstock": ') : text.index(b'"machine": ')]
+    told = b'"torch": ' + text.split(b'"torch": ')[1].split(b",")[0] + b', "capability": "9.0", "gpu": "H", '
+    changed = text.replace(b'"device": "cpu"', b'"device":"cuda"').replace(fields, told.ljust(len(fields)))
+    assert len(changed) == len(text)
+    raw[start + 48 : start + 48 + lengths[0]] = changed
+    body = bytes(raw[start + 24 : start + 48 + sum(lengths)])
+    struct.pack_into("<Q", raw, start + 16, fnv64(body))
+    path = tmp_path_factory.mktemp("cuda") / "model.pte"
+    path.write_bytes(raw)
+    return path
+
+
+def asked(probe: Probe, path: Path, data: Path, environment: dict[str, str], index: int | None) -> tuple[int, str]:
+    options = [] if index is None else [("int", "weight_offload_device", str(index))]
+    return probe(*options, path=path, data=data, environment=environment)
+
+
+def test_the_compute_capability_is_checked(
+    probe: Probe, for_cuda: Path, lowered: Callable[[str], Path], driver: dict[str, str]
+) -> None:
+    data = lowered("chain").with_suffix(".ptd")
+    status, log = asked(probe, for_cuda, data, driver, 1)
+    assert status == INCOMPATIBLE
+    assert "compiled for compute capability 9.0 (H); cuda:1 is Sample GPU of compute capability 8.6" in log
+    status, log = asked(probe, for_cuda, data, driver, 2)
+    assert status == INVALID_ARGUMENT
+    assert "there is no device cuda:2; the driver sees 2" in log
+
+
+def test_no_driver_and_no_gpu_are_named(probe: Probe, for_cuda: Path, lowered: Callable[[str], Path]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    data = lowered("chain").with_suffix(".ptd")
+    status, log = asked(probe, for_cuda, data, {}, 0)
+    assert status == INCOMPATIBLE
+    assert "no CUDA driver on this machine" in log
+    status, log = asked(probe, for_cuda, data, {}, None)
+    assert status == INCOMPATIBLE
+    assert "sees no GPU here" in log
