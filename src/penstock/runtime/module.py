@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,34 +23,28 @@ from penstock.errors import (
     ForkedError,
     PackageError,
     PenstockError,
-    RuntimeFailure,
 )
 from penstock.native import core
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Program
+from penstock.runtime.arranger import Arranger
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget
-from penstock.runtime.calibration import calibration_of, check_calibration, step_times
+from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
-from penstock.runtime.policy import POLICIES, Arrangement, PlannedPolicy, Policy, planning_mode
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.policy import POLICIES, Policy, planning_mode
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import prepare_source, read_weights_index, stored_bytes
-from penstock.schedule import Schedule
 from penstock.weights import verify_checksums
 
 POISON_VARIABLE = "PENSTOCK_POISON"
-# With calibration="first-runs": after so many runs of one method, the first of them cold, the plan is made again if
-# it will be so much better at least.
-FIRST_RUNS = 4
-WORTHWHILE_GAIN = 0.005
 
 
 class Module:
@@ -122,8 +117,9 @@ class Module:
             if self._choice.source == "automatic" and self.device.type == "cuda":
                 # The automatic budget counts on what torch's allocator holds and does not use.
                 torch.cuda.empty_cache()
-            self._calibration = check_calibration(calibration, self._schedules, policy)
-            arrangement = self._policy.arrange(self._choice.budget_bytes, self._calibration)
+            schedules = [method.schedule for method in self.program.methods]
+            known = check_calibration(calibration, schedules, policy)
+            arrangement = self._policy.arrange(self._choice.budget_bytes, known)
             prepared = prepare_source(
                 index,
                 self.device,
@@ -146,21 +142,23 @@ class Module:
                 poison=poison,
             )
             stack.callback(self._session.close)
-            self._recorder = Recorder(self._session)
-            self._session.install(arrangement.numbers)
-            self._arrangement: Arrangement = arrangement
+            self._graphs = Graphs(self.device) if cuda_graph else None
+            # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
+            closing = weakref.WeakMethod(self._close)
+            self._arranger = Arranger(self._policy, self._session, schedules, self._graphs, closing)
+            self._arranger.arrange_first(arrangement, known)
+            self._recorder = self._arranger.recorder
             self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
             shortages = Shortages(self.device)
             self._entrances = {
                 method.name: Entrance(self.path, number, method, self.device, shortages)
                 for number, method in enumerate(self.program.methods)
             }
-            self._graphs = Graphs(self.device) if cuda_graph else None
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
             self._cleanup = stack.pop_all()
         self._open = True
         if calibration == "first-runs":
-            self._record_first_runs()
+            self._arranger.record_first_runs()
         self._say()
 
     # ------------------------------------------------------------------------------------------------------- running
@@ -177,7 +175,7 @@ class Module:
         self._require_usable()
         if entrance is None:
             raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
-        if self._recorder.yields and self._recorder.most_runs >= FIRST_RUNS:
+        if self._arranger.has_first_runs:
             # Before a run and not after one: should it fail, no result is lost.
             self._plan_by_first_runs()
         if not self._lock.acquire(blocking=False):
@@ -230,11 +228,11 @@ class Module:
     @property
     def plan(self) -> Plan | None:
         """None under policy="lru", which decides while running."""
-        return self._arrangement.plan
+        return self._arranger.plan
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
         """What would be planned for another budget; nothing changes. None under policy="lru"."""
-        return self._policy.arrange(budget_bytes, self._calibration).plan
+        return self._arranger.plan_at(budget_bytes)
 
     @property
     def last_run(self) -> Stats:
@@ -271,37 +269,28 @@ class Module:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
         with self._idle():
-            # Copies are numbered by the present plan, and could not be named by another.
-            again = self._recorder.make_way()
             choice = self._choose(budget, None, None)
-            self._install(self._policy.arrange(choice.budget_bytes, self._calibration))
+            self._arranger.change_budget(choice.budget_bytes)
             self._choice = choice
-            if again:
-                self._record_first_runs()
         self._say()
 
     @property
     def calibration(self) -> Calibration | None:
         """What the present plan was made from, beside sizes; can be given to another Module of the same program."""
-        return self._calibration
+        return self._arranger.calibration
 
     @contextmanager
     def calibrate(self) -> Iterator[None]:
         """Measures the runs inside it, then plans again for the times that their steps and copies took."""
         with self._idle():
-            if self.plan is None:
-                raise PenstockError('calibrate() is for a plan, and policy="lru" makes none')
-            self._recorder.start("calibrate() is recording; leave it first")
-            plan = self.plan
+            self._arranger.start_calibration()
         try:
             yield
         finally:
             with self._idle():
                 spans = self._recorder.stop()
         with self._idle():
-            calibration = calibration_of(spans, self._schedules, plan)
-            self._install(self._policy.arrange(self.budget_bytes, calibration))
-            self._calibration = calibration
+            self._arranger.plan_by(spans, self.budget_bytes)
         self._say()
 
     @contextmanager
@@ -311,84 +300,24 @@ class Module:
         For few rows, where a product reads each weight once. Comes after calibrate() with the same calls.
         """
         with self._idle():
-            known, policy, before = self._calibration, self._policy, self._arrangement
-            if known is None or not isinstance(policy, PlannedPolicy):
-                raise PenstockError("calibrate_direct() compares with what calibrate() measures: use that first")
-            arrangement = policy.arrange_in_place()
-            assert arrangement.plan is not None
-            self._recorder.make_way()
-            self._install(arrangement)
-            self._recorder.start("calibrate_direct() is recording; leave it first")
+            self._arranger.start_direct_calibration()
         try:
             yield
         finally:
             with self._idle():
-                spans = self._recorder.stop()
-                self._install(before)
+                spans, plan = self._arranger.stop_direct_calibration()
         with self._idle():
-            calibration = replace(known, direct_step_s=step_times(spans, self._schedules, arrangement.plan))
-            self._install(policy.arrange(self.budget_bytes, calibration))
-            self._calibration = calibration
+            self._arranger.plan_by_direct(spans, plan, self.budget_bytes)
         self._say()
-
-    def _record_first_runs(self) -> None:
-        if any(method.copies for method in self._planned().methods):  # else there is nothing to plan better
-            self._recorder.start("the first runs are recorded", yields=True)
 
     def _plan_by_first_runs(self) -> None:
         with self._idle():
-            if not self._recorder.yields:
+            if not self._arranger.has_first_runs:
                 return  # another thread was first
-            policy, plan = self._policy, self._planned()
-            assert isinstance(policy, PlannedPolicy)
-            calibration = calibration_of(self._recorder.stop(), self._schedules, plan)
-            arrangement = policy.arrange(self.budget_bytes, calibration)
-            assert arrangement.plan is not None
-            before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, arrangement.plan))
-            better = after_s < before_s * (1 - WORTHWHILE_GAIN)
-            if better:
-                self._install(arrangement)
-            self._calibration = calibration
+            outcome = self._arranger.plan_by_first_runs(self.budget_bytes)
         if not self._quiet:
-            outcome = f"{after_s * 1e3:.2f} ms with another plan" if better else "no other plan is better"
-            print(
-                f"penstock: {self.path.name}: the first runs showed {calibration}: {before_s * 1e3:.2f} ms a run of "
-                f"each method, {outcome}",
-                file=sys.stderr,
-            )
+            print(f"penstock: {self.path.name}: {outcome}", file=sys.stderr)
             self._say()
-
-    def _planned(self) -> Plan:
-        assert self.plan is not None, "checked at load"
-        return self.plan
-
-    @property
-    def _schedules(self) -> list[Schedule]:
-        return [method.schedule for method in self.program.methods]
-
-    def _install(self, arrangement: Arrangement) -> None:
-        self._drop_graphs()
-        try:
-            self._session.install(arrangement.numbers)
-        except PenstockError as error:
-            self._restore(self._arrangement, error)
-            raise
-        self._arrangement = arrangement
-
-    def _drop_graphs(self) -> None:
-        """S9: they hold addresses of the plan they were captured under. The session gives its own up with the plan."""
-        if self._graphs is not None:
-            self._session.drain()
-            self._graphs.clear()
-
-    def _restore(self, old: Arrangement, error: PenstockError) -> None:
-        try:
-            self._session.install(old.numbers)
-        except PenstockError as second:
-            self._close()
-            raise RuntimeFailure(
-                f"neither the new budget ({error}) nor the old one ({second}) could be installed; the module is closed"
-            ) from error
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of the present value."""
@@ -433,7 +362,7 @@ class Module:
         method = self.program.methods[span.method_index]
         if span.lane == "compute":
             return method.name, method.schedule.steps[span.index].kernel
-        return method.name, self._arrangement.copied_weight(span.method_index, span.index)
+        return method.name, self._arranger.arrangement.copied_weight(span.method_index, span.index)
 
     # -------------------------------------------------------------------------------------------------------- closing
 
@@ -532,8 +461,8 @@ class Module:
         parts = [
             f"floor {format_bytes(self.floor_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
-            *self._arrangement.summary(),
-            *([f"planned for {self._calibration}"] if self._calibration is not None else []),
+            *self._arranger.arrangement.summary(),
+            *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._cuda_graph else []),
             link_text(self.link),
         ]

@@ -1,0 +1,164 @@
+"""What a session executes now, and how it comes to execute something else: for another budget, or by measured times.
+
+Not for two threads at once, and never while a run is under way: the module sees to both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from penstock.errors import PenstockError, RuntimeFailure
+from penstock.plan.calibration import Calibration
+from penstock.plan.plan import Plan
+from penstock.runtime.calibration import calibration_of, step_times
+from penstock.runtime.graphs import Graphs
+from penstock.runtime.policy import Arrangement, PlannedPolicy, Policy
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.session import Session, Span
+from penstock.schedule import Schedule
+
+# With calibration="first-runs": after so many runs of one method, the first of them cold, the plan is made again if
+# it will be so much better at least.
+FIRST_RUNS = 4
+WORTHWHILE_GAIN = 0.005
+
+
+class Arranger:
+    def __init__(
+        self,
+        policy: Policy,
+        session: Session,
+        schedules: Sequence[Schedule],
+        graphs: Graphs | None,
+        closing: weakref.WeakMethod[Callable[[], None]],
+    ) -> None:
+        """`closing` gives everything up: neither the new arrangement nor the old one could be had."""
+        self._policy = policy
+        self._session = session
+        self._schedules = schedules
+        self._graphs = graphs
+        self._closing = closing
+        self.recorder = Recorder(session)
+        self.calibration: Calibration | None = None
+        self._arrangement: Arrangement | None = None
+        # While everything is read in place to be timed: what was arranged before.
+        self._before_direct: Arrangement | None = None
+
+    @property
+    def arrangement(self) -> Arrangement:
+        assert self._arrangement is not None, "arranged when the module was loaded"
+        return self._arrangement
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.arrangement.plan
+
+    def plan_at(self, budget_bytes: int) -> Plan | None:
+        return self._policy.arrange(budget_bytes, self.calibration).plan
+
+    def arrange_first(self, arrangement: Arrangement, calibration: Calibration | None) -> None:
+        self._session.install(arrangement.numbers)
+        self._arrangement, self.calibration = arrangement, calibration
+
+    def change_budget(self, budget_bytes: int) -> None:
+        # Copies are numbered by the present plan, and could not be named by another.
+        again = self.recorder.make_way()
+        self._install(self._policy.arrange(budget_bytes, self.calibration))
+        if again:
+            self.record_first_runs()
+
+    # ---- by the times of copies and steps
+
+    def start_calibration(self) -> None:
+        if self.plan is None:
+            raise PenstockError('calibrate() is for a plan, and policy="lru" makes none')
+        self.recorder.start("calibrate() is recording; leave it first")
+
+    def plan_by(self, spans: Sequence[Span], budget_bytes: int) -> None:
+        calibration = calibration_of(spans, self._schedules, self._planned())
+        self._install(self._policy.arrange(budget_bytes, calibration))
+        self.calibration = calibration
+
+    def record_first_runs(self) -> None:
+        if any(method.copies for method in self._planned().methods):  # else there is nothing to plan better
+            self.recorder.start("the first runs are recorded", yields=True)
+
+    @property
+    def has_first_runs(self) -> bool:
+        return self.recorder.yields and self.recorder.most_runs >= FIRST_RUNS
+
+    def plan_by_first_runs(self, budget_bytes: int) -> str:
+        """Says what came of it."""
+        policy, plan = self._policy, self._planned()
+        assert isinstance(policy, PlannedPolicy)
+        calibration = calibration_of(self.recorder.stop(), self._schedules, plan)
+        arrangement = policy.arrange(budget_bytes, calibration)
+        assert arrangement.plan is not None
+        before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, arrangement.plan))
+        better = after_s < before_s * (1 - WORTHWHILE_GAIN)
+        if better:
+            self._install(arrangement)
+        self.calibration = calibration
+        outcome = f"{after_s * 1e3:.2f} ms with another plan" if better else "no other plan is better"
+        return f"the first runs showed {calibration}: {before_s * 1e3:.2f} ms a run of each method, {outcome}"
+
+    # ---- by the times of reads in place
+
+    def start_direct_calibration(self) -> None:
+        policy = self._policy
+        if self.calibration is None or not isinstance(policy, PlannedPolicy):
+            raise PenstockError("calibrate_direct() compares with what calibrate() measures: use that first")
+        arrangement = policy.arrange_in_place()
+        self.recorder.make_way()
+        before = self.arrangement
+        self._install(arrangement)
+        self._before_direct = before
+        self.recorder.start("calibrate_direct() is recording; leave it first")
+
+    def stop_direct_calibration(self) -> tuple[list[Span], Plan]:
+        """What was recorded, and under which plan. Everything is again where it was."""
+        assert self._before_direct is not None
+        plan, before, self._before_direct = self._planned(), self._before_direct, None
+        spans = self.recorder.stop()
+        self._install(before)
+        return spans, plan
+
+    def plan_by_direct(self, spans: Sequence[Span], plan: Plan, budget_bytes: int) -> None:
+        assert self.calibration is not None
+        calibration = replace(self.calibration, direct_step_s=step_times(spans, self._schedules, plan))
+        self._install(self._policy.arrange(budget_bytes, calibration))
+        self.calibration = calibration
+
+    # ----
+
+    def _planned(self) -> Plan:
+        assert self.plan is not None, "checked before"
+        return self.plan
+
+    def _install(self, arrangement: Arrangement) -> None:
+        self._drop_graphs()
+        try:
+            self._session.install(arrangement.numbers)
+        except PenstockError as error:
+            self._restore(error)
+            raise
+        self._arrangement = arrangement
+
+    def _drop_graphs(self) -> None:
+        """S9: they hold addresses of the plan they were captured under. The session gives its own up with the plan."""
+        if self._graphs is not None:
+            self._session.drain()
+            self._graphs.clear()
+
+    def _restore(self, error: PenstockError) -> None:
+        try:
+            self._session.install(self.arrangement.numbers)
+        except PenstockError as second:
+            close = self._closing()
+            assert close is not None, "it is the module that calls this"
+            close()
+            raise RuntimeFailure(
+                f"neither the new budget ({error}) nor the old one ({second}) could be installed; the module is closed"
+            ) from error
