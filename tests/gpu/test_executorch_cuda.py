@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples import decoder
 
 import penstock
-from examples import decoder
 from penstock import errors
 from tests.gpu import programs
 from tests.harness import bits
