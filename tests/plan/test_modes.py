@@ -226,6 +226,16 @@ def test_a_read_in_place_that_was_not_timed_cannot_be_simulated() -> None:
         direct.predicted_s(direct.plan(0), untimed)
 
 
+def test_where_one_method_was_not_timed_in_place_nothing_is_guessed() -> None:
+    """It might have many rows, and take many times as long."""
+    schedules = [chain("a", "b", method="prefill"), chain("a", "b", method="decode")]
+    both, one = {"prefill": (1e-3, 1e-3), "decode": (1e-3, 1e-3)}, {"decode": (1e-6, 1e-6)}
+    auto = planner(schedules, weights_of(a=16, b=16))
+    for step_s, direct_step_s in ((both, one), (one, both)):
+        with pytest.raises(ValueError, match="reads in place were timed, but not in method 'prefill'"):
+            auto.plan(32, Calibration(LINK, step_s, direct_step_s))
+
+
 def test_copies_stand_still_while_a_weight_is_read_in_place() -> None:
     """One of twelve weights is read in place, the others are copied: all cross one link."""
     names, nbytes = "abcdefghijkl", 55_000_000

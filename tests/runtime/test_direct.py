@@ -16,6 +16,7 @@ from penstock.plan.modes import ModePlanner
 from penstock.plan.plan import Plan
 from penstock.runtime.records import plan_numbers
 from tests.harness import bits, compiled, offloaded
+from tests.runtime.modules import SCRIPTS
 from tests.runtime.rig import MS, PAGE, Model, Rig, chain, staged, write_model
 from tests.runtime.soft import SoftDriver, SoftError
 
@@ -263,3 +264,23 @@ def test_nothing_is_timed_in_place_where_nothing_is_read_there(routed: Path) -> 
         with pytest.raises(PenstockError, match="this module plans as mode='streamed'"), module.calibrate_direct():
             pass
         assert module.plan is plan
+
+
+def test_every_method_has_to_be_timed(decoder: Path) -> None:
+    """A prefill that nobody timed would be read in place with the decoding step, at whatever that costs."""
+    (prefill, prompt), (decode, token) = SCRIPTS["decoder"][0], SCRIPTS["decoder"][1]
+    with penstock.Module(decoder, quiet=True, budget="240KiB") as module:
+        with module.calibrate():
+            module.run_method(prefill, *prompt)
+            module.run_method(decode, *token)
+        plan, known = module.plan, module.calibration
+        assert known is not None
+        with (
+            pytest.raises(PenstockError, match=r"calibrate_direct\(\) did not time prefill: run every method"),
+            module.calibrate_direct(),
+        ):
+            module.run_method(decode, *token)
+        assert module.plan is plan and module.calibration is known
+    half = replace(known, direct_step_s={"decode": known.step_s["decode"]})
+    with pytest.raises(PenstockError, match=r"calibrate_direct\(\) did not time prefill"):
+        penstock.Module(decoder, "240KiB", calibration=half, quiet=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default, stand_ins, with_direct
@@ -58,7 +59,15 @@ class ModePlanner:
         plans = [self._usual.plan(budget_bytes, calibration)]
         if self._mode != "auto" or calibration is None or not calibration.direct_step_s:
             return plans[0]
-        plans += [choice.plan(budget_bytes, calibration) for choice in self._with_more_in_place]
+        # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
+        for schedule in self._schedules:
+            if schedule.method not in calibration.step_s or schedule.method not in calibration.direct_step_s:
+                raise ValueError(f"reads in place were timed, but not in method {schedule.method!r}: time all or none")
+        for choice in self._with_more_in_place:
+            try:
+                plans.append(choice.plan(budget_bytes, calibration))
+            except BelowFloorError:
+                continue  # fewer weights to place are not always easier to place; then it is no choice here
         return min(plans, key=lambda plan: self.predicted_s(plan, calibration))
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:

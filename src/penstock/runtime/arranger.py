@@ -12,7 +12,7 @@ from dataclasses import replace
 from penstock.errors import PenstockError, RuntimeFailure
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
-from penstock.runtime.calibration import calibration_of, step_times
+from penstock.runtime.calibration import calibration_of, check_direct_times, step_times
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.policy import Arrangement, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recorder
@@ -128,6 +128,7 @@ class Arranger:
     def plan_by_direct(self, spans: Sequence[Span], plan: Plan, budget_bytes: int) -> None:
         assert self.calibration is not None
         calibration = replace(self.calibration, direct_step_s=step_times(spans, self._schedules, plan))
+        check_direct_times(calibration, self._schedules)
         self._install(self._policy.arrange(budget_bytes, calibration))
         self.calibration = calibration
 

@@ -73,7 +73,21 @@ def check_calibration(
             )
     if not calibration.step_s:
         raise PenstockError("the calibration has no method")
+    check_direct_times(calibration, schedules)
     return calibration
+
+
+def check_direct_times(calibration: Calibration, schedules: Sequence[Schedule]) -> None:
+    """A method that was not timed would be planned for all the same, and might take many times as long."""
+    if not calibration.direct_step_s:
+        return
+    for times, how in ((calibration.step_s, "calibrate()"), (calibration.direct_step_s, "calibrate_direct()")):
+        missing = [schedule.method for schedule in schedules if schedule.method not in times]
+        if missing:
+            raise PenstockError(
+                f"reads in place change the plan of every method, and {how} did not time {', '.join(missing)}: run "
+                "every method inside both calibrate() and calibrate_direct()"
+            )
 
 
 def _last_copies(copies: Sequence[Span]) -> dict[tuple[int, int], list[int]]:
