@@ -95,13 +95,17 @@ class Attention(nn.Module):
             self.register_buffer("k_cache", torch.zeros(shape, dtype=cfg.dtype), persistent=False)
             self.register_buffer("v_cache", torch.zeros(shape, dtype=cfg.dtype), persistent=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, seq, _ = x.shape
         cfg = self.cfg
         q = self.q_proj(x).view(batch, seq, cfg.heads, cfg.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, seq, cfg.kv_heads, cfg.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, seq, cfg.kv_heads, cfg.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = self.project(x, cos, sin)
+        cfg = self.cfg
         if self.cached:
             # In-place on the buffer, and the attention below reads the whole cache under a mask, so that the
             # graph has no shape that depends on how much of the cache is filled.
@@ -111,7 +115,7 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=cfg.heads != cfg.kv_heads
         )
-        return self.o_proj(y.transpose(1, 2).reshape(batch, seq, cfg.hidden))
+        return self.o_proj(y.transpose(1, 2).reshape(x.shape))
 
 
 class MLP(nn.Module):
@@ -201,9 +205,19 @@ def _tokens(cfg: DecoderConfig, seq: int, device: str) -> Tensor:
     return (torch.arange(seq, device=device) * 7 % cfg.vocab)[None].clone()
 
 
-def methods(cfg: DecoderConfig = TINY, *, device: str = "cpu", seed: int = 0, prompt: int = 8) -> dict[str, Case]:
-    """Both methods are the same module, so parameters and cache buffers are shared under the same names."""
-    module = build(cfg, cached=True, device=device, seed=seed)
+def methods(
+    cfg: DecoderConfig = TINY,
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    prompt: int = 8,
+    module: nn.Module | None = None,
+) -> dict[str, Case]:
+    """Both methods are the same module, so parameters and cache buffers are shared under the same names.
+
+    The module is a CachedDecoder unless another one with the same arguments is given.
+    """
+    module = build(cfg, cached=True, device=device, seed=seed) if module is None else module
     seq = Dim("seq", min=2, max=cfg.max_len)
     return {
         "prefill": Case(

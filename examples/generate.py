@@ -1,11 +1,14 @@
 """Text generation inside a budget: prefill and decode methods, a KV cache, and a sampling loop to copy.
 
     python -m examples.generate --budget 64MiB --tokens 24 --temperature 0.8 --top-k 40
-    python -m examples.generate --checkpoint FOLDER --prompt "Once upon a time" --budget 8GiB
+    python -m examples.generate --checkpoint FOLDER --prompt "Once upon a time" --budget 8GiB --kv-device-bytes 1GiB
 
 Without a checkpoint the model is a small decoder with random weights, and the prompt is numbers. A checkpoint is a
 folder with config.json and safetensors files of a Llama; transformers builds it without values, and its weights go from
 the files into the .ptd. With a tokenizer.json in the folder the prompt is text.
+
+With --kv-device-bytes the KV cache takes at most that much of the device: what does not fit lies in host memory, where
+attention reads it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 import penstock
-from examples.decoder import DecoderConfig, export, methods
-from penstock.budget import format_bytes
+from examples.decoder import DecoderConfig, build, export, methods
+from examples.host_cache import HostCachedDecoder, host_cached_llama
+from penstock.budget import format_bytes, parse_bytes
+from penstock.program import Program
 
 # About 52 MB.
 CONFIG = DecoderConfig(hidden=512, ff=1376, layers=4, heads=8, kv_heads=4, vocab=1024)
@@ -51,7 +56,7 @@ def generate(
     stop: frozenset[int] = frozenset(),
 ) -> Iterator[int]:
     """Yields tokens as they are made. The cache is the module's: a new prompt starts at its beginning."""
-    cache_len = module.program.states[0].shape[2]
+    cache_len = cache_positions(module.program)
     if not prompt or len(prompt) + tokens - 1 > cache_len:
         raise ValueError(f"{len(prompt)} tokens and {tokens} more; needs one at least, the cache has {cache_len}")
     generator = torch.Generator().manual_seed(seed)
@@ -70,11 +75,21 @@ def generate(
         given = [token]
 
 
-def export_decoder(max_len: int) -> dict[str, ExportedProgram]:
-    return {name: export(case) for name, case in methods(dataclasses.replace(CONFIG, max_len=max_len)).items()}
+def cache_positions(program: Program) -> int:
+    """How many positions the cache has, of a split one on both sides together."""
+    sides = [state.shape[3] for state in program.states if state.name.endswith("_kv_0")]
+    return sum(sides) if sides else program.states[0].shape[2]
 
 
-def export_llama(folder: Path, max_len: int) -> tuple[dict[str, ExportedProgram], list[Any]]:
+def export_decoder(max_len: int, kv_device_bytes: int | None = None) -> dict[str, ExportedProgram]:
+    config = dataclasses.replace(CONFIG, max_len=max_len)
+    split = None if kv_device_bytes is None else HostCachedDecoder(build(config, cached=False), kv_device_bytes)
+    return {name: export(case) for name, case in methods(config, module=split).items()}
+
+
+def export_llama(
+    folder: Path, max_len: int, kv_device_bytes: int | None = None
+) -> tuple[dict[str, ExportedProgram], list[Any]]:
     """The two methods of a Llama without values, and where its weights come from."""
     # Here, because the decoder above needs no transformers.
     from transformers import AutoConfig, LlamaForCausalLM, StaticCache
@@ -102,7 +117,10 @@ def export_llama(folder: Path, max_len: int) -> tuple[dict[str, ExportedProgram]
 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = CachedLlama._from_config(config, dtype=config.dtype or torch.float32).eval().requires_grad_(False)
+        if kv_device_bytes is None:
+            model = CachedLlama._from_config(config, dtype=config.dtype or torch.float32).eval().requires_grad_(False)
+        else:
+            model = host_cached_llama(config, max_len, kv_device_bytes)
     seq = Dim("seq", min=2, max=max_len)
     shapes = {"prefill": (8, ({1: seq}, {0: seq})), "decode": (1, None)}
     programs = {}
@@ -116,11 +134,13 @@ def export_llama(folder: Path, max_len: int) -> tuple[dict[str, ExportedProgram]
     return programs, [folder, frequencies]
 
 
-def compile_model(checkpoint: Path | None, max_len: int, path: Path, device: str) -> penstock.Compiled:
+def compile_model(
+    checkpoint: Path | None, max_len: int, path: Path, device: str, kv_device_bytes: int | None = None
+) -> penstock.Compiled:
     if checkpoint is None:
-        programs, weights = export_decoder(max_len), None
+        programs, weights = export_decoder(max_len, kv_device_bytes), None
     else:
-        programs, weights = export_llama(checkpoint, max_len)
+        programs, weights = export_llama(checkpoint, max_len, kv_device_bytes)
     offloaded = {name: penstock.apply_weight_offload(program) for name, program in programs.items()}
     return penstock.compile(offloaded, path, device=device, weights=weights, overwrite=True)
 
@@ -135,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-len", type=int, default=256, help="slots of the KV cache")
+    parser.add_argument("--kv-device-bytes", type=parse_bytes, help="at most so much of the KV cache on the device")
     parser.add_argument("--out", type=Path, default=Path("generate-out"), help="where to write the program")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
@@ -155,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     stop = frozenset() if tokenizer is None or tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
 
     path = arguments.out / "model.pt2"
-    result = compile_model(arguments.checkpoint, arguments.max_len, path, arguments.device)
+    result = compile_model(arguments.checkpoint, arguments.max_len, path, arguments.device, arguments.kv_device_bytes)
     with penstock.Module(result.program_path, budget=arguments.budget) as module:
         started = time.perf_counter()
         made = list(
@@ -175,6 +196,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{len(made) / seconds:.1f} tokens/s in {format_bytes(module.budget_bytes)} of "
             f"{format_bytes(module.weight_bytes)}, {format_bytes(module.last_run.bytes_streamed)} streamed for the last"
         )
+        far_bytes = module.program.host_state_bytes
+        if far_bytes:
+            near_bytes = module.program.state_bytes - far_bytes
+            print(f"KV cache: {format_bytes(near_bytes)} on the device's side, {format_bytes(far_bytes)} on the host's")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def a_program() -> Program:
         out_spec="[1, {}]",
         symbols={"s0": (2, None), "s1": (0, 2**40)},
     )
-    schedule = Schedule("forward", (Access(7, "w"), Access(3, "w", True)), (Step("k", (7,)), Step("l", (7, 3))))
+    accesses = (Access(7, "w"), Access(3, "w", True), Access(4, "w", gathered=True), Access(5, "w", linear=True))
+    schedule = Schedule("forward", accesses, (Step("k", (7,)), Step("l", (7, 3)), Step("m", (4, 5))))
     weight = Weight("w", "float8_e4m3fn", (3, 0, 5), (2, 0, 1), ("ü", "b"))
     method = Method("forward", schedule, signature, ("cache",), 5, None, (Temporary("buf", "k", 12, ("w",)),))
     state = State("cache", "int8", (2, 3), (1, 0), "stored")
@@ -61,7 +62,7 @@ def test_every_kind_of_metadata_round_trips() -> None:
     assert program_from_json(program_to_json(program)) == program
 
 
-@pytest.mark.parametrize("version", [0, 1, 99, None, "2", [2]])
+@pytest.mark.parametrize("version", [0, 1, 2, 99, None, "3", [3]])
 def test_another_format_version_is_refused_by_number(version: Any) -> None:
     table = {**json.loads(program_to_json(a_program())), "format_version": version}
     wanted = f"has format version {version}; this release reads version {FORMAT_VERSION}"

@@ -4,6 +4,8 @@ fetch            what the pass puts in front of a use of a weight; takes the wei
 penstock_weight  what a fetch becomes while compiling: a factory without the weight, so that nothing of it can be
                  cloned, folded or put on the device. Its name is long because the C shim that the compiled code calls
                  is named after it without the namespace.
+penstock_linear  x (tokens, K) times a lent weight (N, K) transposed, plus bias: for a weight whose rows may lie in two
+                 places. Its C shim asks the session where, by the access of the weight.
 own              a copy that the compiler cannot elide
 settle           the identity, computed on the spot: the compiler may not compute its input again in each of its readers
 keep             a late use of lent weights, lowered to nothing; it keeps passes from writing into them
@@ -21,12 +23,18 @@ _LIBRARY = torch.library.Library("penstock", "DEF")
 _LIBRARY.define("fetch(Tensor weight, int access, str name) -> Tensor")
 # No pointwise tag and a positional device: a pass that moves constructors rewrites only the keyword.
 _LIBRARY.define("penstock_weight(int access, SymInt[] size, ScalarType dtype, Device device) -> Tensor")
+# The C shim takes x as rows that follow one another, without gaps.
+_LIBRARY.define(
+    "penstock_linear(Tensor x, Tensor weight, Tensor? bias, int access) -> Tensor",
+    tags=(torch.Tag.needs_contiguous_strides,),
+)
 _LIBRARY.define("own(Tensor value) -> Tensor")
 _LIBRARY.define("settle(Tensor value) -> Tensor")
 _LIBRARY.define("keep(Tensor[] lent) -> ()")
 
 FETCH = torch.ops.penstock.fetch.default
 WEIGHT = torch.ops.penstock.penstock_weight.default
+LINEAR = torch.ops.penstock.penstock_linear.default
 OWN = torch.ops.penstock.own.default
 SETTLE = torch.ops.penstock.settle.default
 KEEP = torch.ops.penstock.keep.default
@@ -48,17 +56,27 @@ def _weight_fake(access: int, size: Sequence[int], dtype: torch.dtype, device: t
     return torch.empty(size, dtype=dtype, device=device)
 
 
+def _linear_missing(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, access: int) -> torch.Tensor:
+    raise RuntimeError(f"access {access}: a weightless program multiplies only as compiled code inside a session")
+
+
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, access: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
 _LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
 # A weight that is lazily conjugated or negated reaches the op as it is. Resolved before, it would be a copy that the
 # fetch takes, and no longer the weight itself.
 for _key in ("Conjugate", "Negative"):
     _LIBRARY.impl("fetch", torch.library.fallthrough_kernel, _key)
 _LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")
+_LIBRARY.impl("penstock_linear", _linear_missing, "CompositeExplicitAutograd")
 _LIBRARY.impl("own", lambda value: value.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("settle", lambda value: value.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("keep", lambda lent: None, "CompositeExplicitAutograd")
 torch.library.register_fake("penstock::fetch", _fetch, lib=_LIBRARY)
 torch.library.register_fake("penstock::penstock_weight", _weight_fake, lib=_LIBRARY)
+torch.library.register_fake("penstock::penstock_linear", _linear_fake, lib=_LIBRARY)
 torch.library.register_fake("penstock::own", lambda value: torch.empty_like(value), lib=_LIBRARY)
 torch.library.register_fake("penstock::settle", lambda value: torch.empty_like(value), lib=_LIBRARY)
 torch.library.register_fake("penstock::keep", lambda lent: None, lib=_LIBRARY)

@@ -14,7 +14,7 @@ from penstock.errors import PackageError
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 METADATA_FILE = "penstock.json"
 
 # What zipfile raises over a damaged archive, or one of a kind that torch never writes (compressed, encrypted), and what
@@ -105,6 +105,11 @@ class Program:
     def state_bytes(self) -> int:
         return sum(state.nbytes for state in self.states)
 
+    @property
+    def host_state_bytes(self) -> int:
+        """Of the states that lie in host memory where the device is a GPU."""
+        return sum(state.nbytes for state in self.states if state.host)
+
     def method(self, name: str) -> Method:
         for method in self.methods:
             if method.name == name:
@@ -118,7 +123,7 @@ def program_to_json(program: Program) -> str:
         row["signature"]["inputs"] = [_spec_to_json(spec) for spec in method.signature.inputs]
         row["signature"]["outputs"] = [_spec_to_json(spec) for spec in method.signature.outputs]
         row["schedule"] = {
-            "accesses": [[a.number, a.weight, a.pinned, a.gathered] for a in method.schedule.accesses],
+            "accesses": [[a.number, a.weight, a.pinned, a.gathered, a.linear] for a in method.schedule.accesses],
             "steps": [[s.kernel, list(s.accesses)] for s in method.schedule.steps],
         }
     return json.dumps({"format_version": FORMAT_VERSION, **table})
@@ -136,10 +141,7 @@ def program_from_json(text: str) -> Program:
         return Program(
             methods=tuple(_method_from_json(row) for row in table["methods"]),
             weights=tuple(_weight_from_json(row) for row in table["weights"]),
-            states=tuple(
-                State(**{**row, "shape": tuple(row["shape"]), "dim_order": tuple(row["dim_order"])})
-                for row in table["states"]
-            ),
+            states=tuple(_state_from_json(row) for row in table["states"]),
             identity=table["identity"],
             floor_bytes=table["floor_bytes"],
             budget_bytes=table["budget_bytes"],
@@ -184,6 +186,12 @@ def _spec_from_json(row: dict[str, Any]) -> TensorSpec | ConstantSpec:
 
 def _weight_from_json(row: dict[str, Any]) -> Weight:
     return Weight(row["name"], row["dtype"], tuple(row["shape"]), tuple(row["dim_order"]), tuple(row["aliases"]))
+
+
+def _state_from_json(row: dict[str, Any]) -> State:
+    return State(
+        row["name"], row["dtype"], tuple(row["shape"]), tuple(row["dim_order"]), init=row["init"], host=row["host"]
+    )
 
 
 def _method_from_json(row: dict[str, Any]) -> Method:

@@ -16,6 +16,8 @@ class Access:
     pinned: bool = False
     # Only some rows of it are read, by index: an embedding table, or experts that are routed to.
     gathered: bool = False
+    # Every reader is a penstock_linear, which multiplies by its rows wherever each of them lies.
+    linear: bool = False
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class State:
     # "zeros", or "stored": the first value lies in the weights file under the state's name. A weights file that holds a
     # value for a state that the program starts as zeros has the last word.
     init: str
+    # The host side of a KV cache: with a GPU it lies in host memory, which kernels read and write in place.
+    host: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -85,6 +85,17 @@ def test_a_pte_takes_no_checkpoint(cli: Cli, tmp_path: Path) -> None:
     assert told.code == 2 and "--weights" in told.stderr
 
 
+def test_a_pte_takes_no_split_linear(cli: Cli, tmp_path: Path) -> None:
+    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pte", "--split-linear")
+    assert told.code == 2 and "--split-linear" in told.stderr
+
+
+def test_split_linear_where_nothing_can_be_split(cli: Cli, tmp_path: Path) -> None:
+    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pt2", "--device", "cpu", "--split-linear", "--json")
+    assert told.code == 4 and "no weight of forward can be split" in told.document["error"]["message"]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_module_that_lacks_something_is_no_usage_error(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

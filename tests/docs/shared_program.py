@@ -60,14 +60,14 @@ class RememberedCompiles:
     def __init__(self, compile_method: Callable[..., CompiledMethod], kept: Path) -> None:
         self._compile_method = compile_method
         self._kept = kept
-        self._known: dict[tuple[str, str], CompiledMethod] = {}
+        self._known: dict[tuple[str, bool, str], CompiledMethod] = {}
         self.count = 0
 
-    def __call__(self, name: str, ep: Any, device: torch.device, *others: Any) -> CompiledMethod:
-        key = str(device), ep.graph_module.print_readable(print_output=False)
+    def __call__(self, name: str, ep: Any, device: torch.device, *others: Any, split_linear: bool) -> CompiledMethod:
+        key = str(device), split_linear, ep.graph_module.print_readable(print_output=False)
         if key not in self._known:
             self.count += 1
-            made = self._compile_method(name, ep, device, *others)
+            made = self._compile_method(name, ep, device, *others, split_linear=split_linear)
             folder = self._kept / str(self.count)
             folder.mkdir(parents=True)
             files = tuple(str(shutil.copy(file, folder)) for file in made.files)

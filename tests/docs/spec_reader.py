@@ -135,7 +135,7 @@ def read_program(path: Path) -> dict[str, Any]:
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
         document: dict[str, Any] = json.loads(archive.read(name))
         code = {member.split("/")[3] for member in archive.namelist() if "/data/aotinductor/" in member}
-    assert document["format_version"] == 2
+    assert document["format_version"] == 3
     assert code == {method["name"] for method in document["methods"]}
     return document
 

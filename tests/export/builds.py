@@ -62,14 +62,18 @@ def stand_in(
     weight_names: Mapping[str, str],
     folder: Path,
     options: Mapping[str, Any],
+    *,
+    split_linear: bool,
 ) -> CompiledMethod:
     """As if every access were a step of its own, in the order of their numbers. Its code is a text file."""
-    program = make_weightless(ep, device, states)
+    program = make_weightless(ep, device, states, split_linear=split_linear)
     (folder / name).mkdir()
     file = folder / name / "stand-in.wrapper.cpp"
     file.write_text("no code\n")
     numbers = sorted(program.weight_of)
-    accesses = tuple(Access(n, weight_names[program.weight_of[n]], n in program.pinned) for n in numbers)
+    accesses = tuple(
+        Access(n, weight_names[program.weight_of[n]], n in program.pinned, linear=n in program.linear) for n in numbers
+    )
     schedule = Schedule(name, accesses, tuple(Step(f"kernel {n}", (n,)) for n in numbers))
     method = Method(name, schedule, program.signature, program.states, 100, None, ())
     return CompiledMethod(method, (str(file),))

@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what must be refused before the compiler, which takes minutes, is called."""
 
-    def called(*args: object) -> None:
+    def called(*args: object, **options: object) -> None:
         raise AssertionError("the compiler was called")
 
     monkeypatch.setattr(compile_module, "compile_method", called)

@@ -148,6 +148,8 @@ def test_moving_keeps_the_content_and_the_far_side_on_the_host() -> None:
     assert {side.device.type for side in cache.buffers()} == {"meta"}
     with pytest.raises(KVCacheInputError, match=r"torch.float32 cannot become one of torch.float16"):
         model.half()
+    model.to_empty(device="cpu")
+    assert cache.device.type == "cpu" and cache.host_kv_0.device.type == "cpu" and not cache.host_kv_0.any()
 
 
 def test_the_cache_is_no_part_of_a_checkpoint() -> None:

@@ -9,7 +9,7 @@ import torch
 from examples import decoder
 
 import penstock
-from penstock.errors import UnsupportedProgramError
+from penstock.export.catalog import build_catalog, state_names
 from penstock.export.weightless import make_weightless
 from penstock.kv import ops
 from tests.kv.decoder import SplitDecoder, cache_of, generate, generate_plain
@@ -57,10 +57,13 @@ def test_an_exported_decoder_generates_the_same(plain: decoder.CachedDecoder, ex
     assert mutated == {f"cache.{side}_kv_{layer}" for side in ("device", "host") for layer in range(CFG.layers)}
 
 
-def test_compiling_it_for_a_gpu_is_refused(plain: decoder.CachedDecoder) -> None:
-    """Its host side would go there with the rest of the state, past the cap."""
+def test_for_a_gpu_it_becomes_a_program_whose_far_sides_are_marked(plain: decoder.CachedDecoder) -> None:
+    """As far as that goes without one: up to what the compiler is given."""
     model = SplitDecoder(plain, cache_of(CFG, 1, 7)).requires_grad_(False)
     example = (torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, dtype=torch.int32), torch.ones(1).int())
-    program = penstock.apply_weight_offload(torch.export.export(model, example))
-    with pytest.raises(UnsupportedProgramError, match=r"penstock.kv_\w+.* the host side of a KV cache must stay"):
-        make_weightless(program, torch.device("cuda"), frozenset())
+    methods = {"forward": penstock.apply_weight_offload(torch.export.export(model, example))}
+    states = build_catalog(methods).states
+    assert {name for name, state in states.items() if state.host} == {"cache.host_kv_0", "cache.host_kv_1"}
+    program = make_weightless(methods["forward"], torch.device("cuda", 0), state_names(methods))
+    assert set(program.states) == set(states)
+    assert {value.device.type for value in program.example_inputs} == {"cuda"}

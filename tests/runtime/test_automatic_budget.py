@@ -65,6 +65,18 @@ def test_on_a_gpu_what_torch_holds_unused_counts_as_free(monkeypatch: pytest.Mon
     assert automatic_terms(a_program(), GPU, free_bytes=1, total_bytes=1).allocator_unused_bytes == 250
 
 
+@pytest.mark.parametrize(("device", "counted"), [(GPU, 12), (CPU, 12 + 5)])
+def test_with_a_gpu_the_host_side_of_a_cache_takes_none_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, counted: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    states = (State("near", "float32", (3,), (0,), "zeros"), State("far", "int8", (5,), (0,), "zeros", host=True))
+    program = a_program(states=states)
+    assert (program.state_bytes, program.host_state_bytes) == (17, 5)
+    assert automatic_terms(program, device, free_bytes=1, total_bytes=1).state_bytes == counted
+
+
 def test_an_unbounded_size_needs_an_explicit_budget() -> None:
     inputs = (
         TensorSpec("tokens", "int64", ("2*s1 + 1", "s10"), ("s10", 1)),

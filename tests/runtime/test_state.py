@@ -5,8 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from penstock.errors import DeviceMemoryError, InputError, StateInvalidError
+from penstock.errors import DeviceMemoryError, HostMemoryError, InputError, RegistrationError, StateInvalidError
+from penstock.kv.mapped_tensor import bytes_at
+from penstock.runtime import state as state_room
 from penstock.runtime.state import StateStore
+from penstock.torch_private.graph import storage_key
 from penstock.weight import ITEM_BYTES, State
 from tests.runtime.programs import CPU, a_method
 
@@ -182,3 +185,63 @@ def test_memory_that_is_refused_is_named() -> None:
     huge = State("huge", "float32", (2**40, 2**10), (0, 1), "zeros")
     with pytest.raises(DeviceMemoryError, match="state 'huge' needs 4096 TiB on cpu"):
         a_store(states=(huge,))
+
+
+FAR = State("host_kv", "bfloat16", (2, 3), (1, 0), "zeros", host=True)
+GPU = torch.device("cuda", 1)
+
+
+def a_mapping(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.device, int]]:
+    """Stands in for registered memory and its device address: both on the CPU, over the same bytes. Returns what was
+    asked for, with the storage that came of it."""
+    calls: list[tuple[str, torch.device, int]] = []
+
+    def host_tensor(shape: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        found = torch.zeros(shape, dtype=dtype)
+        calls.append(("registered", device, storage_key(found)))
+        return found
+
+    def mapped_tensor(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        found = bytes_at(host.data_ptr(), host.nbytes, CPU, host).view(host.dtype).view(host.shape)
+        calls.append(("mapped", device, storage_key(found)))
+        return found
+
+    monkeypatch.setattr(state_room, "host_tensor", host_tensor)
+    monkeypatch.setattr(state_room, "mapped_tensor", mapped_tensor)
+    return calls
+
+
+def test_with_a_gpu_a_host_state_is_registered_memory_at_its_mapped_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = a_mapping(monkeypatch)
+    stored = {"host_kv": STORED["table"]}
+    store = StateStore((FAR,), GPU, stored, stored.__getitem__)
+    (seen,) = store.tensors(a_method(states=("host_kv",)))
+    assert [call[:2] for call in calls] == [("registered", GPU), ("mapped", GPU)]
+    assert storage_key(seen) == calls[1][2] != calls[0][2], "the program gets the tensor of the device"
+    # Where the program writes is where everything else reads, and the other way round.
+    assert torch.equal(seen, TABLE_VALUE) and seen.stride() == (1, 2) and seen.shape == (2, 3)
+    seen[1, 2] = 77
+    assert store.read("host_kv")[1, 2] == 77
+    store.write("host_kv", TABLE_VALUE * 2)
+    assert torch.equal(seen, TABLE_VALUE * 2)
+    store.reset()
+    assert torch.equal(seen, TABLE_VALUE)
+    assert len(calls) == 2, "one allocation for its life"
+
+
+def test_on_the_cpu_a_host_state_is_a_state_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = a_mapping(monkeypatch)
+    store = a_store(states=(FAR,), stored={})
+    (seen,) = store.tensors(a_method(states=("host_kv",)))
+    seen.fill_(3)
+    assert not calls and torch.equal(store.read("host_kv"), torch.full((2, 3), 3.0).bfloat16())
+
+
+@pytest.mark.parametrize("error", [OSError("no memory"), OverflowError("too large"), RegistrationError("refused 2")])
+def test_host_memory_that_is_not_to_be_had_names_the_state(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuses(*_: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(state_room, "host_tensor", refuses)
+    with pytest.raises(HostMemoryError, match=rf"state 'host_kv' needs 12 B.* that cuda:1 can read.*: {error}"):
+        StateStore((FAR,), GPU, {}, {}.__getitem__)

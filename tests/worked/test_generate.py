@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 from examples import generate as example
+from examples.decoder import build
 from examples.generate import generate, sample
+from examples.host_cache import HostCachedDecoder, host_cached_llama
 
 import penstock
+from penstock.budget import format_bytes
+from penstock.export.catalog import build_catalog
 from tests.runtime.modules import DECODER
 
 PROMPT = [5, 17, 200, 3, 9]
@@ -103,6 +107,77 @@ def test_the_default_model_without_compiling_it(
         assert [int(n) for n in line.split()] == list(generate(module, [1, 2, 3, 4], tokens=6, temperature=0))
 
 
+# ------------------------------------------------------------------------------------------ a cache on both sides
+
+SPLIT = dataclasses.replace(DECODER, layers=1)
+POSITION_BYTES = 2 * SPLIT.kv_heads * SPLIT.head_dim * SPLIT.dtype.itemsize
+
+
+class Eager:
+    """As much of a Module as the loop uses, over a model that nothing exported."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        states = [SimpleNamespace(name=n, shape=b.shape) for n, b in model.named_buffers() if b.dim() > 1]
+        self.program = SimpleNamespace(states=states)
+
+    def run_method(self, name: str, *arguments: torch.Tensor) -> torch.Tensor:
+        assert (name == "decode") == (arguments[0].shape[1] == 1)
+        return self._model(*arguments)
+
+
+def _greedy(module: Any, tokens: int = 12) -> list[int]:
+    return list(generate(module, PROMPT, tokens=tokens, temperature=0))
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> list[int]:
+    tokens = _greedy(Eager(build(SPLIT, cached=True)))
+    assert len(set(tokens)) > 1
+    return tokens
+
+
+@pytest.mark.parametrize("near", [0, 1, 7, len(PROMPT), len(PROMPT) + 12, DECODER.max_len])
+def test_the_same_tokens_wherever_the_cache_is_cut(plain_tokens: list[int], near: int) -> None:
+    cap = near * POSITION_BYTES + POSITION_BYTES - 1  # one byte less than another position
+    model = HostCachedDecoder(build(SPLIT, cached=False), cap)
+    module = Eager(model)
+    assert _greedy(module) == plain_tokens
+    assert _greedy(module) == plain_tokens, "nothing of the last text is left"
+    assert model.cache.device_kv_0.nbytes == near * POSITION_BYTES <= cap
+    assert model.cache.host_kv_0.nbytes == (SPLIT.max_len - near) * POSITION_BYTES
+    assert example.cache_positions(module.program) == SPLIT.max_len
+
+
+def test_a_compiled_decoder_with_a_cache_on_both_sides(
+    plain_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(example, "CONFIG", SPLIT)
+    cap = 7 * POSITION_BYTES + 100
+    words = ["--out", str(tmp_path), "--device", "cpu", "--tokens", "12", "--temperature", "0", "--budget", "1GiB"]
+    prompt = ["--prompt", " ".join(map(str, PROMPT)), "--max-len", str(SPLIT.max_len)]
+    example.main([*words, *prompt, "--kv-device-bytes", str(cap)])
+    printed = capsys.readouterr().out.splitlines()
+    assert " ".join(map(str, plain_tokens)) in printed
+    near, far = 7 * POSITION_BYTES, (SPLIT.max_len - 7) * POSITION_BYTES
+    assert f"KV cache: {format_bytes(near)} on the device's side, {format_bytes(far)} on the host's" in printed
+    with penstock.Module(tmp_path / "model.pt2", budget="1GiB", quiet=True) as module:
+        assert _greedy(module) == plain_tokens
+        assert [state.nbytes for state in module.program.states if not state.host] == [near] and near <= cap
+        kept = {name: module.read_state(name) for name in ("cache.device_kv_0", "cache.host_kv_0")}
+        assert kept["cache.host_kv_0"].any(), "the text went beyond the near side"
+        # Half of a text, then the state of another: the rest follows from that state alone.
+        module.reset_state()
+        assert not module.read_state("cache.host_kv_0").any()
+        for name, value in kept.items():
+            module.write_state(name, value)
+        position = len(PROMPT) + 8
+        logits = module.run_method("decode", torch.tensor([[plain_tokens[8]]]), torch.tensor([position]))
+        assert int(logits[0].argmax()) == plain_tokens[9]
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint as transformers writes it, random, with a tokenizer of words that are numbers."""
@@ -141,3 +216,30 @@ def test_a_llama_from_its_checkpoint(llama: Path, tmp_path: Path) -> None:
     with penstock.Module(tmp_path / "model.pt2", budget=floor_bytes, quiet=True) as module:
         assert list(generate(module, [7, 21, 3], tokens=8, temperature=0)) == wanted[3:]
         assert module.stats().bytes_streamed > 0
+
+
+def test_a_llama_with_a_cache_on_both_sides(llama: Path) -> None:
+    """The model that is exported, with values: what it generates, and that it exports without them."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    plain = LlamaForCausalLM.from_pretrained(llama).eval()
+    with torch.no_grad():
+        wanted = plain.generate(torch.tensor([[7, 21, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
+    with torch.random.fork_rng(devices=[]):
+        model = host_cached_llama(AutoConfig.from_pretrained(llama), 32, 4096)
+    assert model.load_state_dict(plain.state_dict()).missing_keys == []
+    assert 0 < model.cache.device_bytes <= 4096 < model.cache.device_bytes + model.cache.host_bytes
+    given, found = [7, 21, 3], [7, 21, 3]
+    for _ in range(8):
+        positions = torch.arange(len(found) - len(given), len(found))
+        with torch.no_grad():
+            given = [int(model(torch.tensor([given]), positions)[0].argmax())]
+        found += given
+    assert found == wanted
+    programs, _ = example.export_llama(llama, 32, 4096)
+    offloaded = {name: penstock.apply_weight_offload(ep) for name, ep in programs.items()}
+    states = build_catalog(offloaded).states
+    assert {state.name: (state.host, state.nbytes) for state in states.values()} == {
+        "cache.device_kv_0": (False, model.cache.device_bytes),
+        "cache.host_kv_0": (True, model.cache.host_bytes),
+    }

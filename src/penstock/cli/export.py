@@ -47,6 +47,11 @@ class ExportReport:
 @click.option("--device", help="cpu or cuda[:n], wherever the model sits. Default: cuda where there is a GPU.")
 @bytes_option("--budget", help="A default budget to bake in: 8GiB.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
+@click.option(
+    "--split-linear",
+    is_flag=True,
+    help="Products of bf16 and fp16 weights by penstock's own code, for weights that lie partly in host memory.",
+)
 @json_option
 def export(
     target: str | None,
@@ -56,6 +61,7 @@ def export(
     device: str | None,
     budget: int | None,
     overwrite: bool,
+    split_linear: bool,
     as_json: bool,
 ) -> None:
     """Export what MODULE:FUNCTION returns, and compile it into OUTPUT and the .ptd beside it.
@@ -75,11 +81,13 @@ def export(
         raise click.BadParameter(f"{output} must end in .pt2 or .pte", param_hint="--output")
     if output.suffix == ".pte" and weights is not None:
         raise click.UsageError("--weights is for a .pt2: ExecuTorch lowers a model that has its values")
+    if output.suffix == ".pte" and split_linear:
+        raise click.UsageError("--split-linear is for a .pt2: a program for ExecuTorch multiplies by the library alone")
     named = _named(target, methods)
     output_paths(output, output.suffix, overwrite)
     target_device(device)
     with only_json_on_stdout(as_json), private_temporary_files():
-        report = _export(named, output, weights, device, budget, overwrite)
+        report = _export(named, output, weights, device, budget, overwrite, split_linear)
     emit(report, as_json, _show)
 
 
@@ -98,7 +106,13 @@ def _named(target: str | None, methods: tuple[str, ...]) -> dict[str, str]:
 
 
 def _export(
-    named: dict[str, str], output: Path, weights: Path | None, device: str | None, budget: int | None, overwrite: bool
+    named: dict[str, str],
+    output: Path,
+    weights: Path | None,
+    device: str | None,
+    budget: int | None,
+    overwrite: bool,
+    split_linear: bool,
 ) -> ExportReport:
     import penstock
 
@@ -117,7 +131,7 @@ def _export(
         lowered = penstock.executorch.export(programs, output, **options)
         weights_path, floor_bytes = lowered.weights_path, lowered.floor_bytes
     else:
-        compiled = penstock.compile(programs, output, weights=weights, **options)
+        compiled = penstock.compile(programs, output, weights=weights, split_linear=split_linear, **options)
         weights_path, floor_bytes = compiled.weights_path, compiled.program.floor_bytes
     return ExportReport(
         program_path=output,

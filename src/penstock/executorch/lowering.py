@@ -27,6 +27,7 @@ from penstock.executorch.signatures import (
 )
 from penstock.export.catalog import build_catalog, state_names
 from penstock.export.compile import named_methods, output_paths, target_device
+from penstock.export.host_states import host_states
 from penstock.export.values import has_value, is_zero
 from penstock.export.weightless import make_weightless
 from penstock.program import Signature
@@ -113,6 +114,11 @@ def _signatures(methods: Mapping[str, ExportedProgram], device: torch.device) ->
     states = state_names(methods)
     signatures: dict[str, Signature] = {}
     for name, ep in methods.items():
+        if device.type == "cuda" and (far := host_states(ep)):
+            raise UnsupportedProgramError(
+                f"method {name!r} keeps {', '.join(sorted(far))} in host memory for kernels on the GPU to read, and "
+                "ExecuTorch holds all state in main memory and copies it; compile it as a .pt2"
+            )
         signatures[name] = make_weightless(ep, device, states).signature
         if signatures[name].written:
             raise UnsupportedProgramError(

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from penstock.errors import MethodConflictError, UnsupportedProgramError
+from penstock.export.host_states import host_states
 from penstock.export.offload import WEIGHT_KINDS, mutated_targets
 from penstock.export.values import equal_values, has_value
 from penstock.layout import canonical
@@ -72,6 +73,9 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
         catalog.unlisted.update(n for memory, names in further.items() if memory not in state_memory for n in names)
     catalog.unlisted -= {name for weight in catalog.weights.values() for name in weight.names} | set(catalog.states)
     _refuse_shared_memory(catalog)
+    for ep in methods.values():
+        for name in host_states(ep) & states:
+            catalog.states[name] = replace(catalog.states[name], host=True)
     return catalog
 
 

@@ -37,6 +37,7 @@ from penstock.export.package import pack_program
 from penstock.export.peak import PeakMeter, Peaks, peak_lines
 from penstock.export.toolchain import check_toolchain
 from penstock.export.values import has_value, is_zero, tensor_pieces
+from penstock.export.weightless import make_weightless
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.program import Program
@@ -75,6 +76,7 @@ def compile(
     weight_offload_budget: int | str | None = None,
     overwrite: bool = False,
     inductor_configs: Mapping[str, Any] | None = None,
+    split_linear: bool = False,
 ) -> Compiled:
     """Compile offloaded programs into `path` (.pt2, no weights in it) and the .ptd beside it (every weight once).
 
@@ -86,6 +88,9 @@ def compile(
     weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"
     overwrite              replace existing files
     inductor_configs       further options for torch._inductor.config
+    split_linear           products with bf16 and fp16 weights become calls of penstock_linear, which can read some rows
+                           of a weight in device memory and the others in host memory. Off, because its results and
+                           the library's differ in the last bits
     """
     methods = named_methods(programs)
     target = target_device(device)
@@ -95,9 +100,14 @@ def compile(
     with _one_at_a_time, PeakMeter(target) as meter:
         catalog = build_catalog(methods)
         values = _Values(catalog, None if weights is None else Checkpoint(weights), _read_names(methods, catalog))
+        states = state_names(methods)
+        if split_linear:
+            _require_linear(methods, target, states)
         check_toolchain()
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-            compiled, device_bytes_after = _compile_methods(methods, target, catalog, Path(folder), options)
+            compiled, device_bytes_after = _compile_methods(
+                methods, target, states, catalog, Path(folder), options, split_linear
+            )
             program, floor = _program(compiled, catalog, values, target, budget_bytes)
             packed = pack_program(program, {c.method.name: c.files for c in compiled})
             del compiled
@@ -171,6 +181,15 @@ def _options(configs: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(name, str) or not known_option(name):
             raise CompileError(f"inductor_configs: torch {torch.__version__} has no option {name!r}")
     return options
+
+
+def _require_linear(methods: Mapping[str, ExportedProgram], device: torch.device, states: frozenset[str]) -> None:
+    if not any(make_weightless(ep, device, states, split_linear=True).linear for ep in methods.values()):
+        raise CompileError(
+            f"split_linear: no weight of {', '.join(methods)} can be split; it takes one of bfloat16 or float16 with "
+            "two dimensions that lies row by row, with a multiple of 8 numbers in each row, and that a linear of the "
+            "same dtype reads"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ values
@@ -254,11 +273,12 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 def _compile_methods(
     methods: Mapping[str, ExportedProgram],
     device: torch.device,
+    states: frozenset[str],
     catalog: Catalog,
     folder: Path,
     options: Mapping[str, Any],
+    split_linear: bool,
 ) -> tuple[list[CompiledMethod], dict[str, int]]:
-    states = state_names(methods)
     compiled: list[CompiledMethod] = []
     device_bytes_after: dict[str, int] = {}
     # disable=None: silent unless standard error is a terminal.
@@ -266,7 +286,9 @@ def _compile_methods(
         for name, ep in bar:
             bar.set_postfix_str(name)
             weight_names = {target: known for (method, target), known in catalog.name_of.items() if method == name}
-            compiled.append(compile_method(name, ep, device, states, weight_names, folder, options))
+            compiled.append(
+                compile_method(name, ep, device, states, weight_names, folder, options, split_linear=split_linear)
+            )
             gc.collect()  # the compiler's graphs hold cycles, and with them what it allocated for tuning
             if device.type == "cuda":
                 release_device_memory()

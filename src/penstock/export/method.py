@@ -66,9 +66,11 @@ def compile_method(
     weight_names: Mapping[str, str],
     folder: Path,
     options: Mapping[str, Any],
+    *,
+    split_linear: bool,
 ) -> CompiledMethod:
     """`weight_names` maps the names in this program to those of the weights file."""
-    program = make_weightless(ep, device, states)
+    program = make_weightless(ep, device, states, split_linear=split_linear)
     recorder = _Recorder()
     files = _compile(name, program, device, folder, recorder, options)
     if recorder.derivation is None:
@@ -81,10 +83,16 @@ def compile_method(
 
 
 def schedule_method(
-    name: str, ep: ExportedProgram, device: torch.device, states: frozenset[str], weight_names: Mapping[str, str]
+    name: str,
+    ep: ExportedProgram,
+    device: torch.device,
+    states: frozenset[str],
+    weight_names: Mapping[str, str],
+    *,
+    split_linear: bool = False,
 ) -> Method:
     """What compile_method would record, without emitting or building any code."""
-    program = make_weightless(ep, device, states)
+    program = make_weightless(ep, device, states, split_linear=split_linear)
     recorder = _Recorder()
 
     def stop(emission: Emission) -> Derivation | None:
@@ -127,14 +135,20 @@ def _method(name: str, program: WeightlessProgram, derivation: Derivation, weigh
     def weight(number: int) -> str:
         return weight_names[program.weight_of[number]]
 
+    def access(number: int) -> Access:
+        return Access(
+            number,
+            weight(number),
+            pinned=number in program.pinned,
+            gathered=number in program.gathered,
+            linear=number in program.linear,
+        )
+
     return Method(
         name=name,
         schedule=Schedule(
             method=name,
-            accesses=tuple(
-                Access(number, weight(number), number in program.pinned, number in program.gathered)
-                for number in derivation.accesses
-            ),
+            accesses=tuple(access(number) for number in derivation.accesses),
             steps=derivation.steps,
         ),
         signature=program.signature,

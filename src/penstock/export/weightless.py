@@ -6,7 +6,7 @@ The program given is left as it is: everything here works on a copy of its graph
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
 from penstock.export.gathers import is_gathered
+from penstock.export.host_states import check_host_sides
+from penstock.export.linears import rewrite_linears
 from penstock.export.offload import WEIGHT_KINDS, access_number, fetches, lend, mutated_targets, placeholders
 from penstock.layout import canonical
 from penstock.ops import FETCH, OWN, SETTLE, WEIGHT
@@ -60,18 +62,36 @@ class WeightlessProgram:
     pinned: frozenset[int]
     # Accesses that read only rows of their weight, by index.
     gathered: frozenset[int]
+    # Accesses whose every reader is a penstock_linear.
+    linear: frozenset[int]
     # Names of the states, in the order of the leading inputs.
     states: tuple[str, ...]
     signature: Signature
+
+
+@dataclass(frozen=True)
+class _Accesses:
+    """What is found out about accesses, by number, while their fetches are rewritten."""
+
+    weight_of: dict[int, str] = field(default_factory=dict)
+    pinned: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)
+    linear: set[int] = field(default_factory=set)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset[str]) -> WeightlessProgram:
-    """Rewrite one method for `device`. `states` names what is state in any method of the model."""
-    _refuse_unsupported(ep, device)
+def make_weightless(
+    ep: ExportedProgram, device: torch.device, states: frozenset[str], *, split_linear: bool = False
+) -> WeightlessProgram:
+    """Rewrite one method for `device`. `states` names what is state in any method of the model.
+
+    With `split_linear`, products with weights are those of penstock_linear where they can be.
+    """
+    _refuse_unsupported(ep)
+    check_host_sides(ep, device, states)
     graph = Graph()
     mapped: dict[Node, Node] = {}
     output = graph.graph_copy(ep.graph, mapped)
@@ -81,9 +101,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
     values = {name: node.meta["val"] for name, node in placeholders(ep.graph).items()}
     fake_mode = _fake_mode(values.values())
 
-    weight_of: dict[int, str] = {}
-    pinned: set[int] = set()
-    gathered: set[int] = set()
+    accesses = _Accesses()
     state_nodes: list[tuple[str, Node]] = []
     input_nodes: list[Node] = []
     inputs: list[TensorSpec | ConstantSpec] = []
@@ -122,7 +140,7 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
         _own_carried(graph, node)
     outputs = _rewrite_outputs(ep, graph, dict(state_nodes), nodes)
     for node, target in target_of.items():
-        _rewrite_fetches(graph, node, target, device, weight_of, pinned, gathered)
+        _rewrite_fetches(graph, node, target, device, accesses, split_linear)
         graph.erase_node(node)
     strays = [access_number(fetch) for fetch in fetches(graph)]
     if strays:
@@ -144,9 +162,10 @@ def make_weightless(ep: ExportedProgram, device: torch.device, states: frozenset
     return WeightlessProgram(
         module=module,
         example_inputs=example_inputs,
-        weight_of=weight_of,
-        pinned=frozenset(pinned),
-        gathered=frozenset(gathered),
+        weight_of=accesses.weight_of,
+        pinned=frozenset(accesses.pinned),
+        gathered=frozenset(accesses.gathered),
+        linear=frozenset(accesses.linear),
         states=tuple(name for name, _ in state_nodes),
         signature=Signature(
             inputs=tuple(inputs),
@@ -170,15 +189,10 @@ def _dump(what: str, spec: Any) -> str:
         raise UnsupportedProgramError(f"the structure of the {what} cannot be written to a file: {error}") from error
 
 
-def _refuse_unsupported(ep: ExportedProgram, device: torch.device) -> None:
+def _refuse_unsupported(ep: ExportedProgram) -> None:
     for node in ep.graph.nodes:
         if node.op != "call_function":
             continue
-        if device.type == "cuda" and (op_name(node.target) or "").startswith("penstock::kv_"):
-            raise UnsupportedProgramError(
-                f"{node.target} at {node.name!r}: a program compiled for CUDA has all of its state on the GPU, and the "
-                "host side of a KV cache must stay where it is; run this model eagerly"
-            )
         if writes(node.target):
             raise UnsupportedProgramError(
                 f"{node.target} at {node.name!r} writes in place, and what it writes may be state: the program was "
@@ -223,41 +237,38 @@ def _symbols(ep: ExportedProgram, values: Any) -> dict[str, tuple[int, int | Non
 
 
 def _rewrite_fetches(
-    graph: Graph,
-    weight: Node,
-    target: str,
-    device: torch.device,
-    weight_of: dict[int, str],
-    pinned: set[int],
-    gathered: set[int],
+    graph: Graph, weight: Node, target: str, device: torch.device, accesses: _Accesses, split_linear: bool
 ) -> None:
     value = weight.meta["val"]
     order = canonical(value.shape, value.stride())
+    row_by_row = order == tuple(range(len(order)))
     for fetch in list(weight.users):
         number = access_number(fetch)
-        if number in weight_of:
+        if number in accesses.weight_of:
             raise UnsupportedProgramError(
-                f"access number {number} stands twice, for {weight_of[number]!r} and {target!r}: the program was put "
-                "together from two offloaded ones; apply_weight_offload must come last"
+                f"access number {number} stands twice, for {accesses.weight_of[number]!r} and {target!r}: the program "
+                "was put together from two offloaded ones; apply_weight_offload must come last"
             )
         if not fetch.users:
             graph.erase_node(fetch)
             continue
-        weight_of[number] = target
+        accesses.weight_of[number] = target
         with graph.inserting_before(fetch):
             lent = graph.call_function(WEIGHT, (number, [value.shape[d] for d in order], value.dtype, device))
             lent.meta["val"] = fetch.meta["val"].permute(order)
             result = lent
-            if order != tuple(range(len(order))):
+            if not row_by_row:
                 # The op carries no strides: other layouts are the permuted view of a contiguous tensor.
                 inverse = [order.index(d) for d in range(len(order))]
                 result = graph.call_function(torch.ops.aten.permute.default, (lent, inverse))
                 result.meta["val"] = fetch.meta["val"]
         fetch.replace_all_uses_with(result)
         graph.erase_node(fetch)
-        _guard_control_flow(graph, result, number, pinned)
-        if is_gathered(result):
-            gathered.add(number)
+        _guard_control_flow(graph, result, number, accesses.pinned)
+        if split_linear and row_by_row and rewrite_linears(graph, result, number):
+            accesses.linear.add(number)
+        elif is_gathered(result):
+            accesses.gathered.add(number)
         _settle_reads(graph, result)
 
 

@@ -1,7 +1,8 @@
 """How the kernels are launched. No length is looked at on the host: a step can be captured into a CUDA graph.
 
-The host side is an ordinary CPU tensor over memory that is registered with the device. Under unified addressing its
-address is valid in kernels as it is; Triton takes the tensor, asks the driver for that address and passes it on.
+The host side is an ordinary CPU tensor over memory that is registered with the device; Triton takes it, asks the driver
+for the device's address and passes that on. Or it is a tensor of the device that begins at that address. Kernels see no
+difference: which programs face the host, and so how many read over the link, goes by the argument.
 """
 
 from __future__ import annotations

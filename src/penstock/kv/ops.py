@@ -5,9 +5,10 @@ kv_append  writes the keys and values of new tokens to the side that each positi
 kv_attend  attention of the new tokens over both sides
 
 device_kv is [2, batch, kv_heads, positions, head_dim], keys before values, on the device of the query; host_kv is the
-same with a number of positions of its own, in host memory. Either may have no positions at all. Sequence b holds
-starts[b] positions before the step and gets the first counts[b] of its tokens; what lies behind those is padding,
-neither written nor attended to, and its output is zero.
+same with a number of positions of its own, in host memory: a CPU tensor over memory that is registered with the GPU,
+or, in a compiled program, a tensor of the GPU at the address where it finds that memory (penstock.kv.mapped_tensor).
+Either may have no positions at all. Sequence b holds starts[b] positions before the step and gets the first counts[b]
+of its tokens; what lies behind those is padding, neither written nor attended to, and its output is zero.
 
 On the CPU a sequence that does not fit is refused by name. On a GPU that would take a wait for the device in every
 layer: there nothing is written beyond the cache, and that sequence's output is NaN. HostKVCache.begin refuses before it
@@ -26,8 +27,9 @@ from penstock.kv import reference
 from penstock.kv.failures import KVCacheInputError
 
 # How far from exact attention over the same keys and values an output may be, relative to the mean of their absolute
-# values under the same weights. A weight is rounded to the dtype before it meets its value, and the output once more.
-TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-16}
+# values under the same weights. A weight is rounded to the dtype before it meets its value, and the output once more:
+# two roundings of half a unit in the last place, which is 2**-8 of 8 significant bits (bf16) and 2**-11 of 11 (fp16).
+TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-16}
 DTYPES = tuple(TOLERANCE)
 # Of one key. Tiles of larger ones do not fit into a multiprocessor's shared memory.
 MOST_HEAD_BYTES = 512
@@ -124,7 +126,8 @@ def _check_places(tokens: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Te
     for name, tensor in (("device_kv", device_kv), ("starts", starts), ("counts", counts)):
         if tensor.device != tokens.device:
             raise KVCacheInputError(f"{name} is on {tensor.device}, the tokens on {tokens.device}")
-    # A test may put the "host" side on the GPU; anything else must be memory that the GPU can read in place.
+    # By its tensor's device the GPU reads it in place: mapped, or in a test truly device memory. A CPU tensor must be
+    # memory that it can read.
     if host_kv.numel() and host_kv.device != tokens.device and not host_kv.is_pinned():
         raise KVCacheInputError(f"host_kv is on {host_kv.device} in memory that is not registered with {tokens.device}")
 

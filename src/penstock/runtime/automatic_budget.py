@@ -70,9 +70,14 @@ def automatic_terms(
         allocator_unused_bytes=_allocator_unused_bytes(device),
         # Graphs keep theirs, and runs that are no replays need as much again.
         activation_bytes=activation_bound_bytes(program) * (2 if cuda_graph else 1),
-        state_bytes=program.state_bytes,
+        state_bytes=device_state_bytes(program, device),
         reserve_bytes=reserve_bytes(device, total_bytes),
     )
+
+
+def device_state_bytes(program: Program, device: torch.device) -> int:
+    """Of the states that lie on the device: with a GPU, all but the host side of a KV cache."""
+    return program.state_bytes - (program.host_state_bytes if device.type == "cuda" else 0)
 
 
 def reserve_bytes(device: torch.device, total_bytes: int) -> int:

@@ -1,4 +1,8 @@
-"""State: one allocation per mutated buffer, shared by all methods, from load to close."""
+"""State: one allocation per mutated buffer, shared by all methods, from load to close.
+
+The host side of a KV cache is registered host memory where the device is a GPU: compiled code gets it as a tensor of
+the GPU at its mapped address, and everything else here uses it where it lies.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ from typing import Any
 import torch
 
 from penstock.budget import format_bytes
-from penstock.errors import DeviceMemoryError, InputError, StateInvalidError
+from penstock.errors import DeviceMemoryError, HostMemoryError, InputError, RegistrationError, StateInvalidError
+
+# Importing any of penstock.kv registers its ops, which compiled code calls by name.
+from penstock.kv.host_block import host_tensor
+from penstock.kv.mapped_tensor import mapped_tensor
 from penstock.program import Method
 from penstock.weight import State
 
@@ -34,8 +42,13 @@ class StateStore:
         # Outside inference mode whatever the caller is in: a tensor made inside it could not be written outside.
         with torch.inference_mode(False):
             self._buffers = {state.name: self._allocated(state) for state in states}
-            self._tensors = {
-                state.name: self._buffers[state.name].permute(_inverse(state.dim_order)) for state in states
+            self._tensors = {state.name: _permuted(self._buffers[state.name], state) for state in states}
+            # What compiled code takes: the same memory, by the device's address.
+            self._inputs = {
+                state.name: _permuted(mapped_tensor(self._buffers[state.name], device), state)
+                if self._is_far(state)
+                else self._tensors[state.name]
+                for state in states
             }
         self.reset()
 
@@ -60,10 +73,10 @@ class StateStore:
         # A method without state is none the worse for what another one left behind.
         if method.states:
             self._require_valid()
-        return [self._tensors[name] for name in method.states]
+        return [self._inputs[name] for name in method.states]
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of the present value."""
+        """A copy of the present value, in host memory if that is where the state lies. Runs must have ended."""
         tensor = self._tensor(name)
         self._require_valid()
         return tensor.clone()
@@ -93,13 +106,27 @@ class StateStore:
                 f"the state ({', '.join(self._states)}) may be half written: {self._invalid}; call reset_state() first"
             )
 
+    def _is_far(self, state: State) -> bool:
+        return state.host and self._device.type == "cuda"
+
     def _allocated(self, state: State) -> torch.Tensor:
-        shape = [state.shape[d] for d in state.dim_order]
+        shape, dtype = [state.shape[d] for d in state.dim_order], getattr(torch, state.dtype)
+        if self._is_far(state):
+            return self._registered(state, shape, dtype)
         try:
-            return torch.empty(shape, dtype=getattr(torch, state.dtype), device=self._device)
+            return torch.empty(shape, dtype=dtype, device=self._device)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA is one
             raise DeviceMemoryError(
                 f"state {state.name!r} needs {format_bytes(state.nbytes)} on {self._device}, which refused it: {error}"
+            ) from error
+
+    def _registered(self, state: State, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return host_tensor(shape, dtype, self._device)
+        except (OSError, OverflowError, RegistrationError) as error:
+            raise HostMemoryError(
+                f"state {state.name!r} needs {format_bytes(state.nbytes)} of host memory that {self._device} can read, "
+                f"and there is none: {error}"
             ) from error
 
     def _fill(self, name: str, buffer: torch.Tensor) -> None:
@@ -115,8 +142,8 @@ class StateStore:
         target.copy_(source.reshape(-1).view(torch.uint8))
 
 
-def _inverse(dim_order: Sequence[int]) -> list[int]:
-    return [dim_order.index(d) for d in range(len(dim_order))]
+def _permuted(buffer: torch.Tensor, state: State) -> torch.Tensor:
+    return buffer.permute([state.dim_order.index(d) for d in range(len(state.dim_order))])
 
 
 def _viewed(content: bytes) -> torch.Tensor:

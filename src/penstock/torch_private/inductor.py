@@ -21,7 +21,7 @@ from torch.export.pt2_archive._package import package_pt2
 from torch.fx.node import has_side_effect
 from torch.utils._sympy.value_ranges import bound_sympy
 
-from penstock.ops import KEEP, OWN, SETTLE, WEIGHT
+from penstock.ops import KEEP, LINEAR, OWN, SETTLE, WEIGHT
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
 from penstock.torch_private.graph import memory_of, op_name
 
@@ -40,6 +40,9 @@ def _lower_weight(*args: Any) -> Any:
     # The compiler takes a custom op's result for a fresh buffer and would reuse it as scratch.
     V.graph.never_reuse_buffers.add(result.get_name())
     return result
+
+
+register_lowering(LINEAR, type_promotion_kind=None)(fallback_handler(LINEAR, add_to_fallback_set=False))
 
 
 _lower_clone_call = fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)
@@ -335,18 +338,27 @@ REQUIRED_OPTIONS = (
 )
 
 
-def _options(device: torch.device, output_folder: str) -> dict[str, Any]:
-    shim = (
-        f"AOTITorchError aoti_torch_{device.type}_penstock_weight("
-        "int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
-    )
+def _c_shims(device: torch.device, linear: bool) -> dict[Any, list[str]]:
+    prefix = f"AOTITorchError aoti_torch_{device.type}"
+    weight = f"{prefix}_penstock_weight(int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
+    shims: dict[Any, list[str]] = {WEIGHT: [weight, f"void {STEP_END}(int64_t)"]}
+    if linear:
+        # Bias is a pointer to a handle, null where there is none.
+        shims[LINEAR] = [
+            f"{prefix}_penstock_linear("
+            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
+        ]
+    return shims
+
+
+def _options(device: torch.device, output_folder: str, linear: bool) -> dict[str, Any]:
     return {
         "freezing": False,
         "aot_inductor.package": True,
         "aot_inductor.use_runtime_constant_folding": False,
         # A folder, not a file: the loader finds what custom ops need by the name that the compiler gives the library.
         "aot_inductor.output_path": output_folder,
-        "aot_inductor.custom_ops_to_c_shims": {WEIGHT: [shim, f"void {STEP_END}(int64_t)"]},
+        "aot_inductor.custom_ops_to_c_shims": _c_shims(device, linear),
         "post_grad_custom_post_pass": GuardLentWeights(),
         # Padding would copy a misaligned weight on every call, outside of the budget.
         "shape_padding": False,
@@ -366,7 +378,8 @@ def compile_graph(
     options: dict[str, Any],
 ) -> list[str]:
     """Compile with AOTInductor; gives the files of the package. `inputs` are fake: no data is touched."""
-    merged = {**_options(device, output_folder), **options}
+    linear = bool(module.graph.find_nodes(op="call_function", target=LINEAR))
+    merged = {**_options(device, output_folder, linear), **options}
     with torch.no_grad(), _plain_calls():
         files = torch._inductor.aot_compile(module, tuple(inputs), options=merged)
     listed = files if isinstance(files, list) else []

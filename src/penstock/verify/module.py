@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import penstock.kv.ops  # noqa: F401 - programs call these ops by their names
 from penstock.errors import IdentityError, PackageError
 from penstock.native import core
 from penstock.program import ConstantSpec, Method, read_program

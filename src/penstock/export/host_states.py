@@ -1,0 +1,69 @@
+"""Which states are the host side of a KV cache: with a GPU they stay in host memory, and kernels reach them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from penstock.errors import UnsupportedProgramError
+from penstock.ops import FETCH
+from penstock.torch_private.functionalized import before_call, called_op, called_with
+from penstock.torch_private.graph import view_source
+
+# The ops of penstock.kv.ops, by name: a program is read here that may come from a file.
+HOST_SIDE_OPS = ("penstock::kv_append", "penstock::kv_attend")
+
+
+def host_states(ep: ExportedProgram) -> frozenset[str]:
+    """Names of the buffers that some op takes for the host side of a KV cache."""
+    return frozenset(buffer for _, _, buffer in _host_sides(ep) if buffer is not None)
+
+
+def check_host_sides(ep: ExportedProgram, device: torch.device, states: frozenset[str]) -> None:
+    """Refuses for a GPU what would end up in its memory, past the cache's cap: only state is kept on the host."""
+    if device.type != "cuda":
+        return
+    for body in ep.graph_module.modules():
+        inside = body is not ep.graph_module and isinstance(body, GraphModule)
+        for node in body.graph.nodes if inside else ():
+            if called_op(node) in HOST_SIDE_OPS:
+                raise UnsupportedProgramError(
+                    f"{called_op(node)} at {node.name!r} stands inside control flow, where it cannot be seen which "
+                    "state is the host side of its KV cache; call it outside"
+                )
+    for call, side, buffer in _host_sides(ep):
+        if buffer is None:
+            raise UnsupportedProgramError(
+                f"{called_op(call)} at {call.name!r}: the host side of its KV cache is {side.name!r}, which is no "
+                "buffer of the program and so would lie on the GPU; use a penstock.kv.HostKVCache that the model owns"
+            )
+        if buffer not in states:
+            raise UnsupportedProgramError(
+                f"{called_op(call)} at {call.name!r}: the host side of its KV cache, {buffer!r}, is written by no "
+                "method, which makes it a weight that is copied to the GPU; compile the method that appends to it, too"
+            )
+
+
+def _host_sides(ep: ExportedProgram) -> Iterator[tuple[Node, Node, str | None]]:
+    """For each op with a host side: its call, where that memory comes from, and which buffer of the program it is."""
+    targets = {spec.arg.name: spec.target for spec in ep.graph_signature.input_specs}
+    for node in ep.graph.nodes:
+        if node.op == "call_function" and called_op(node) in HOST_SIDE_OPS:
+            origin = _origin(called_with(node, "host_kv"))
+            yield node, origin, targets.get(origin.name) if origin.op == "placeholder" else None
+
+
+def _origin(node: Node) -> Node:
+    """Through views, fetches and calls that write: the node that the memory was first."""
+    while (earlier := _earlier(node)) is not None:
+        node = earlier
+    return node
+
+
+def _earlier(node: Node) -> Node | None:
+    if node.target is FETCH:
+        return node.args[0]  # type: ignore[return-value]
+    return before_call(node) or view_source(node)
