@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,62 @@ def test_methods(cli: Cli, tmp_path: Path) -> None:
     assert [m["method"] for m in both["methods"]] == ["prefill", "decode"]
     assert [m["method"] for m in one["methods"]] == ["decode"]
     assert both["budget_source"] == "floor" and both["curve"][0]["streamed_bytes"] > one["curve"][0]["streamed_bytes"]
+
+
+def with_linear(program: Path, folder: Path) -> Path:
+    """The same program as if every product could be split; its code is not needed here."""
+    read = read_program(program)
+    (method,) = read.methods
+    accesses = tuple(dataclasses.replace(one, linear=not one.gathered) for one in method.schedule.accesses)
+    changed = dataclasses.replace(method, schedule=dataclasses.replace(method.schedule, accesses=accesses))
+    return write_metadata(folder / "linear.pt2", dataclasses.replace(read, methods=(changed,)))
+
+
+def test_split_weights(cli: Cli, program: Path, tmp_path: Path) -> None:
+    path = with_linear(program, tmp_path)
+    table, *layers = read_program(path).weights
+    layer_bytes = sum(weight.nbytes for weight in layers)
+    budget = layer_bytes // 2 // PAGE * PAGE
+    told = cli("plan", path, "--mode", "split", "--budget", budget, "--link", "1GB/s", "--json").document
+    plan = planner(path, "split").plan(budget)
+    assert told["device_bytes"] == plan.device_bytes <= budget and told["floor_bytes"] == 0
+    rows = {row["weight"]: row for row in told["placements"]}
+    assert {name for name, row in rows.items() if row["placing"] == "split"} == set(plan.split_weights) != set()
+    heads = {one.weight: one.head_bytes for one in plan.methods[0].placements if one.head_bytes is not None}
+    for name, row in rows.items():
+        assert row["resident_bytes"] + row["in_place_bytes"] == row["nbytes"] and row["streamed_bytes"] == 0
+        assert row["resident_bytes"] == heads.get(name, 0)
+    assert rows[table.name]["placing"] == "in place"
+    (method,) = told["methods"]
+    # The table is gathered from; all else that is in host memory crosses the link, and takes as long as that.
+    assert (method["in_place_bytes"], method["bytes_streamed"]) == (table.nbytes, 0)
+    assert method["multiplied_in_place_bytes"] == layer_bytes - sum(heads.values())
+    assert method["predicted_s"] == pytest.approx(method["multiplied_in_place_bytes"] / LINK)
+    assert method["bound_s"] == pytest.approx((layer_bytes - budget) / LINK)
+    assert "as fast as the link" in "".join(told["notes"])
+    shown = cli("plan", path, "--mode", "split", "--budget", budget).stdout
+    assert "split" in shown and "in place" in shown
+
+
+def test_a_step_of_a_split_weight_takes_as_long_as_the_slower_side(cli: Cli, program: Path, tmp_path: Path) -> None:
+    path = with_linear(program, tmp_path)
+    budget, rate = 4 * PAGE, 1.1e9
+    options = ("--budget", budget, "--link", "1GB/s", "--compute-bandwidth", "1.1GB/s", "--json")
+    (method,) = cli("plan", path, "--mode", "split", *options).document["methods"]
+    _, *layers = planner(path, "split").plan(budget).methods[0].placements
+    tails = {one.in_place_bytes for one in layers}
+    assert len(tails) == 2 and min(tails) / LINK < layers[0].nbytes / rate < max(tails) / LINK
+    slower_s = sum(max(one.nbytes / rate, one.in_place_bytes / LINK) for one in layers)
+    assert method["predicted_s"] == pytest.approx(slower_s)
+    # Of these only the table is left out of the bound, though four layers have no head either.
+    table, *weights = read_program(path).weights
+    assert method["in_place_bytes"] == table.nbytes
+    assert method["bound_s"] == pytest.approx((sum(weight.nbytes for weight in weights) - budget) / LINK)
+
+
+def test_where_nothing_can_be_split_the_mode_is_refused(cli: Cli, program: Path) -> None:
+    refused = cli("plan", program, "--mode", "split", "--budget", "1GB")
+    assert refused.code == 2 and "exported with --split-linear" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(

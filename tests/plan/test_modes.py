@@ -139,7 +139,7 @@ def test_pinned_accesses_are_never_direct() -> None:
 
 
 def test_a_mode_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="mode is 'fast'; it must be one of 'auto', 'streamed', 'direct'"):
+    with pytest.raises(ValueError, match="mode is 'fast'; it must be one of 'auto', 'streamed', 'direct', 'split'"):
         planner([chain("a")], weights_of(a=1), "fast")
 
 
@@ -285,7 +285,7 @@ def test_every_plan_is_safe_and_within_its_budget(
         for schedule, method in zip(schedules, plan.methods, strict=True):
             for access, placed in zip(schedule.accesses, method.placements, strict=True):
                 if placed.is_direct:
-                    assert mode == "direct" or (mode == "auto" and access.gathered)
+                    assert mode == "direct" or (mode in ("auto", "split") and access.gathered)
                 elif placed.stay is not None:
                     assert mode != "direct"
         if budget >= full:

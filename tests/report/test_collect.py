@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PenstockError
 from penstock.report.collect import collect
 from penstock.report.data import MeasuredPoint, ReportData
 from penstock.report.page import write_report
+from tests.harness import compiled, offloaded
 from tests.report.pages import Parsed
 from tests.runtime.modules import PROMPT, decode, play, prefill
 
@@ -69,14 +72,14 @@ def test_it_is_what_the_module_and_its_plan_say(decoder: Path, tmp_path: Path) -
     assert sum(weight.streamed_bytes for weight in data.weights) == warm.bytes_streamed > 0
     assert sum(weight.resident_bytes for weight in data.weights) == sum(piece.nbytes for piece in plan.fills)
     kinds = {weight.kind for weight in data.weights}
-    assert "resident" in kinds and kinds & {"split", "streamed"}
+    assert "resident" in kinds and kinds & {"head+tail", "streamed"}
     # An embedding is gathered from where it lies, and is neither filled nor copied.
     in_place = [weight.name for weight in data.weights if weight.kind == "in place"]
     assert in_place == list(plan.direct_weights) == ["embed.weight"]
     for weight in data.weights:
         if weight.kind == "resident":
             assert (weight.resident_bytes, weight.streamed_bytes) == (weight.nbytes, 0)
-        if weight.kind == "split":
+        if weight.kind == "head+tail":
             assert 0 < weight.resident_bytes < weight.nbytes
             assert weight.resident_bytes + weight.streamed_bytes == weight.nbytes
     # The runs are the trace's.
@@ -109,6 +112,45 @@ def test_without_copies_there_is_no_link_and_no_curve(decoder: Path, tmp_path: P
     assert {weight.kind for weight in data.weights} == {"resident"}
     # Nothing is faster than the same run: the bound is the run itself.
     assert data.summary.bound_s == data.summary.run_s == 0.25
+
+
+class Mixed(nn.Module):
+    """Products that can be split, and others that stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.high = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
+        self.low = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))).bfloat16()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.high(x), self.low(y)
+
+
+def test_split_weights_are_called_so(tmp_path: Path) -> None:
+    args = (torch.randn(3, 96), torch.randn(3, 256).bfloat16())
+    path = compiled(tmp_path, offloaded(Mixed(), args), split_linear=True).program_path
+    found = []
+    # At the floor the others stream; above it there are heads.
+    for part in (0.0, 0.7):
+        with a_module(path, part, mode="split") as module:
+            module(*args)
+            with module.trace(tmp_path / "trace.json"):
+                module(*args)
+            found.append(collect(module, tmp_path / "trace.json", [a_point(module)], method="forward"))
+            assert module.plan is not None
+            heads = {one.weight: one.head_bytes for one in module.plan.methods[0].placements if one.is_split}
+            kinds = {weight.name: weight.kind for weight in found[-1].weights}
+            assert {name for name, kind in kinds.items() if kind == "split"} == set(heads)
+            for weight in found[-1].weights:
+                if weight.kind == "split":
+                    assert (weight.resident_bytes, weight.streamed_bytes) == (heads[weight.name], 0)
+    floor, above = found
+    assert {weight.kind for weight in floor.weights if weight.name.startswith("low")} == {"in place"}
+    assert {weight.kind for weight in above.weights if weight.name.startswith("low")} == {"split"}
+    # Copies were seen, but nobody has timed the reads in host memory.
+    assert floor.summary.copies and floor.curve == ()
+    write_report(tmp_path / "report.html", above)
+    assert "a tail read in host memory" in Parsed((tmp_path / "report.html").read_text()).all("main")[0].text
 
 
 def test_under_lru_nothing_is_said_of_a_plan(decoder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ _LINK_SHARE_ONLY = (
     "no step times were given: predicted times are the link's share only, as if computing took no time; give "
     "--step-times or --compute-bandwidth"
 )
+_SPLIT_AT_LINK_RATE = "kernels are taken to read host memory as fast as the link copies, which is the most they can"
 _NO_LINK = "no link was given, so no time is predicted; give --link (penstock doctor measures it), as in --link 25GB/s"
 
 
@@ -40,10 +41,11 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
 )
 @click.option(
     "--mode",
-    type=click.Choice(["auto", "streamed"]),
+    type=click.Choice(["auto", "streamed", "split"]),
     default="auto",
     show_default=True,
-    help="As penstock.Module has it: auto reads in place, in host memory, what only rows are read of.",
+    help="As penstock.Module has it: auto reads in place, in host memory, what only rows are read of; split reads "
+    "there, too, what the budget does not hold of weights that a program exported with --split-linear multiplies by.",
 )
 @click.option("--method", help="This method alone. Default: one run of each.")
 @click.option("--curve", type=click.Path(path_type=Path), help="Time and throughput against budget: .png or .html.")
@@ -73,7 +75,8 @@ def plan(
     penstock plan model.pt2 --budget 8GiB --step-times times.json --curve curve.html
     """
     from penstock.cli.curve_picture import SUFFIXES, check_curve_path, write_curve
-    from penstock.cli.plan_report import PlanReport, Predictor, placements
+    from penstock.cli.plan_placements import placements
+    from penstock.cli.plan_report import PlanReport, Predictor
     from penstock.cli.plan_view import show_plan
     from penstock.cli.subject import CUDA_PAGE_BYTES, read_subject
 
@@ -88,6 +91,11 @@ def plan(
     names = [row.name for row in read.methods]
     if method is not None and method not in names:
         raise click.BadParameter(f"there is no method {method!r}, only {', '.join(names)}", param_hint="--method")
+    if mode == "split" and not any(one.linear for row in read.methods for one in row.schedule.accesses):
+        raise click.BadParameter(
+            f"{program} has no weight that can be split; it needs to be exported with --split-linear",
+            param_hint="--mode",
+        )
     link, times, source = _times(subject, link_rate, copy_latency_us, step_times, compute_bandwidth)
     if curve is not None:
         if link is None:
@@ -129,7 +137,10 @@ def plan(
         methods=predictor.predictions(made, budget_bytes),
         placements=placements(made, subject),
         curve=() if curve is None else predictor.curve(points),
-        notes=tuple(_notes(read, link, source, [name for name in names if name not in times], gpu)),
+        notes=(
+            *_notes(read, link, source, [name for name in names if name not in times], gpu),
+            *([_SPLIT_AT_LINK_RATE] if mode == "split" and link is not None else []),
+        ),
     )
     if curve is not None:
         write_curve(curve, report.curve, _title(report, method))
@@ -193,14 +204,14 @@ def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | No
         free_bytes=memory_bytes,
         allocator_unused_bytes=0,
         activation_bytes=activation_bytes,
-        state_bytes=program.state_bytes,
+        state_bytes=program.state_bytes - program.host_state_bytes,
         reserve_bytes=reserve_bytes(torch.device("cuda"), memory_bytes),
     )
     left_bytes = terms.budget_bytes if budget is not None else automatic_budget(terms, floor_bytes)
     row = GpuRow(
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,
-        state_bytes=program.state_bytes,
+        state_bytes=program.state_bytes - program.host_state_bytes,
         reserve_bytes=terms.reserve_bytes,
         left_bytes=left_bytes,
         enough=left_bytes >= (floor_bytes if budget is None else budget),

@@ -12,27 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from penstock.cli.plan_placements import PlacementRow
 from penstock.cli.subject import Subject
 from penstock.plan.bound import lower_bound_s
 from penstock.plan.calibration import Calibration
+from penstock.plan.in_place import in_place_by_step
 from penstock.plan.link import Link
 from penstock.plan.plan import MethodPlan, Plan
 from penstock.plan.simulator import simulate
 from penstock.schedule import Schedule, Step
 
 StepTimes = Literal["measured", "estimated", "unknown"]
-# "in place": read where it lies in host memory, because only rows of it are read.
-Placing = Literal["resident", "head+tail", "streamed", "in place"]
-
-
-@dataclass(frozen=True)
-class PlacementRow:
-    weight: str
-    nbytes: int
-    placing: Placing
-    # Of the weight: what stays on the device, and what comes anew.
-    resident_bytes: int
-    streamed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +33,8 @@ class MethodPrediction:
     weight_bytes: int
     # Of them, those of which only rows are read, in host memory: in no time here, and not in the bound.
     in_place_bytes: int
+    # What is multiplied by in host memory: it crosses the link like a copy, and is in both.
+    multiplied_in_place_bytes: int
     bytes_streamed: int
     copies: int
     bytes_hit: int
@@ -154,12 +146,20 @@ class Predictor:
     def _prediction(self, method: MethodPlan, budget_bytes: int) -> MethodPrediction:
         schedule, step_s = self._schedules[method.method], self._step_s[method.method]
         read_bytes = sum(self.subject.weights[name].nbytes for name in schedule.weight_names)
-        in_place = {placement.weight: placement.nbytes for placement in method.placements if placement.is_direct}
+        placed = list(zip(schedule.accesses, method.placements, strict=True))
+        read_whole = {access.weight for access, _ in placed if not access.gathered}
+        in_place = {one.weight: one.nbytes for _, one in placed if one.is_direct and one.weight not in read_whole}
         in_place_bytes = sum(in_place.values())
         resident_s = sum(step_s)
-        timing = None if self.link is None else simulate(method, schedule, step_s=step_s, link=self.link)
-        bound_s = None
+        timing, bound_s = None, None
         if self.link is not None:
+            timing = simulate(
+                method,
+                schedule,
+                step_s=step_s,
+                direct_step_s=_link_bound_s(method, schedule, step_s, self.link),
+                link=self.link,
+            )
             bound_s = lower_bound_s(
                 weight_bytes=read_bytes - in_place_bytes,
                 budget_bytes=budget_bytes,
@@ -170,6 +170,7 @@ class Predictor:
             method=method.method,
             weight_bytes=read_bytes,
             in_place_bytes=in_place_bytes,
+            multiplied_in_place_bytes=sum(one.in_place_bytes for access, one in placed if not access.gathered),
             bytes_streamed=method.warm.bytes_streamed,
             copies=method.warm.copies,
             bytes_hit=method.warm.bytes_hit,
@@ -199,23 +200,10 @@ class Predictor:
         )
 
 
-def placements(plan: Plan, subject: Subject) -> tuple[PlacementRow, ...]:
-    """Of every weight that is read, in the order of the weights file."""
-    tails: dict[str, int] = {}
-    held: set[str] = set()
-    for method in plan.methods:
-        held.update(placement.weight for placement in method.placements if not placement.is_direct)
-        for stay in method.stays:
-            tails[stay.weight] = max(tails.get(stay.weight, 0), stay.nbytes)
-    rows: list[PlacementRow] = []
-    for weight in subject.program.weights:
-        tail = tails.get(weight.name, 0)
-        placing: Placing = "resident" if tail == 0 else "streamed" if tail == weight.nbytes else "head+tail"
-        if weight.name not in held:
-            rows.append(PlacementRow(weight.name, weight.nbytes, "in place", 0, 0))
-        else:
-            rows.append(PlacementRow(weight.name, weight.nbytes, placing, weight.nbytes - tail, tail))
-    return tuple(rows)
+def _link_bound_s(method: MethodPlan, schedule: Schedule, step_s: Sequence[float], link: Link) -> list[float]:
+    """Steps that read their weights in place: as long as the link takes for them, which no kernel gets below."""
+    in_place = in_place_by_step(method, schedule)
+    return [max(s, one.of_bytes / link.bytes_per_s) for s, one in zip(step_s, in_place, strict=True)]
 
 
 def estimated_step_s(subject: Subject, bytes_per_s: float) -> dict[str, tuple[float, ...]]:

@@ -57,9 +57,15 @@ def show_plan(to: Console, report: PlanReport) -> None:
     table(
         to,
         "\nplacements",
-        ("weight", "where", ">resident", ">streamed"),
+        ("weight", "where", ">resident", ">streamed", ">in place"),
         [
-            (row.weight, row.placing, short_bytes(row.resident_bytes), short_bytes(row.streamed_bytes))
+            (
+                row.weight,
+                row.placing,
+                short_bytes(row.resident_bytes),
+                short_bytes(row.streamed_bytes),
+                short_bytes(row.in_place_bytes),
+            )
             for row in report.placements
         ],
     )

@@ -60,7 +60,7 @@ class RunReport:
 @click.option("--method", help="Default: forward, or the only one.")
 @click.option(
     "--mode",
-    type=click.Choice(["auto", "streamed", "direct"]),
+    type=click.Choice(["auto", "streamed", "direct", "split"]),
     default="auto",
     show_default=True,
     help="How weights that do not fit are reached, as penstock.Module has it.",

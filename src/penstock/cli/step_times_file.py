@@ -19,7 +19,12 @@ def read_step_times(path: Path) -> Calibration:
     try:
         table = json.loads(path.read_text())
         link = Link(float(table["link"]["bytes_per_s"]), float(table["link"]["copy_latency_s"]))
-        return Calibration(link, {name: tuple(map(float, times)) for name, times in table["step_s"].items()})
+        # Reads in place are timed where somebody asked for it.
+        step_s, direct_step_s = (
+            {name: tuple(map(float, times)) for name, times in times_of.items()}
+            for times_of in (table["step_s"], table.get("direct_step_s", {}))
+        )
+        return Calibration(link, step_s, direct_step_s)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PenstockError(
             f'{path} has no step times: {error!r}; needs {{"link": {{"bytes_per_s": .., "copy_latency_s": ..}}, '

@@ -6,19 +6,24 @@ steps, copies in the order of their issue, and between the two there are only th
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from penstock.errors import PenstockError
+from penstock.plan.check_memory import (
+    Filled,
+    PlanError,
+    check_fills,
+    check_memory,
+    check_piece,
+    resident_matches,
+    spans,
+)
+from penstock.plan.check_split import check_heads, check_split
 from penstock.plan.plan import Copy, MethodPlan, Piece, Plan, Stay
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-
-class PlanError(PenstockError):
-    """A plan breaks one of its own rules."""
+__all__ = ["PlanError", "check_plan"]
 
 
 @dataclass
@@ -39,8 +44,9 @@ def check_plan(
     """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules."""
     if budget_bytes is not None and plan.device_bytes > budget_bytes:
         raise PlanError(f"the plan takes {plan.device_bytes} bytes of a budget of {budget_bytes}")
-    _check_memory(plan)
-    filled = _check_fills(plan, weights)
+    check_memory(plan)
+    check_heads(plan)
+    filled = check_fills(plan, weights)
     if [method.method for method in plan.methods] != [schedule.method for schedule in schedules]:
         raise PlanError("the plan's methods are not those of the schedules, in their order")
     for schedule, method in zip(schedules, plan.methods, strict=True):
@@ -48,79 +54,8 @@ def check_plan(
         _act_out(plan, schedule, method, runs=4)
 
 
-def _check_memory(plan: Plan) -> None:
-    mapped: set[int] = set()
-    for index, block in enumerate(plan.blocks):
-        if block.nbytes <= 0 or block.nbytes % plan.page_bytes:
-            raise PlanError(f"block {index} has {block.nbytes} bytes, which is not a number of pages")
-        if block.ring and block.nbytes != plan.page_bytes:
-            raise PlanError(f"ring block {index} has {block.nbytes} bytes; a page has {plan.page_bytes}")
-    for index, one in enumerate(plan.ranges):
-        covered = sum(plan.blocks[block].nbytes for block in one.blocks)
-        if covered != one.nbytes:
-            raise PlanError(f"range {index} has {one.nbytes} bytes, but its blocks have {covered}")
-        if len(set(one.blocks)) != len(one.blocks):
-            raise PlanError(f"range {index} maps a block twice")
-        mapped.update(one.blocks)
-    unmapped = set(range(len(plan.blocks))) - mapped
-    if unmapped:
-        raise PlanError(f"blocks that no range maps: {sorted(unmapped)[:8]}")
-
-
-def _spans(plan: Plan, range_index: int, offset_bytes: int, nbytes: int) -> list[tuple[int, int, int, int]]:
-    """(block, offset in the block, length, offset from the start asked for) of a stretch of a range."""
-    spans: list[tuple[int, int, int, int]] = []
-    begin = 0
-    for block in plan.ranges[range_index].blocks:
-        end = begin + plan.blocks[block].nbytes
-        low, high = max(begin, offset_bytes), min(end, offset_bytes + nbytes)
-        if low < high:
-            spans.append((block, low - begin, high - low, low - offset_bytes))
-        begin = end
-    if sum(length for _, _, length, _ in spans) != nbytes:
-        raise PlanError(f"{nbytes} bytes at {offset_bytes} are not all within range {range_index}")
-    return spans
-
-
-def _check_piece(plan: Plan, piece: Piece, weights: Mapping[str, Weight]) -> None:
-    if piece.nbytes <= 0 or piece.weight_offset_bytes < 0:
-        raise PlanError(f"a piece of {piece.weight!r} has {piece.nbytes} bytes at {piece.weight_offset_bytes}")
-    if piece.weight_offset_bytes + piece.nbytes > weights[piece.weight].nbytes:
-        raise PlanError(f"a piece of {piece.weight!r} goes beyond its end")
-
-
-# Resident bytes by block: stretches (offset in the block, length, weight, offset in the weight), in their order.
-_Filled = dict[int, list[tuple[int, int, str, int]]]
-
-
-def _check_fills(plan: Plan, weights: Mapping[str, Weight]) -> _Filled:
-    filled: _Filled = {}
-    for piece in plan.fills:
-        _check_piece(plan, piece, weights)
-        for block, offset, length, ahead in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
-            if plan.blocks[block].ring:
-                raise PlanError(f"the fill of {piece.weight!r} writes to ring block {block}")
-            filled.setdefault(block, []).append((offset, length, piece.weight, piece.weight_offset_bytes + ahead))
-    for block, stretches in filled.items():
-        stretches.sort()
-        for (offset, length, name, _), (after, _, other, _) in pairwise(stretches):
-            if offset + length > after:
-                raise PlanError(f"the fills of {name!r} and {other!r} overlap in block {block}")
-    return filled
-
-
-def _resident_matches(filled: _Filled, block: int, offset: int, length: int, name: str, weight_offset: int) -> bool:
-    stretches = filled.get(block, [])
-    # Stretches do not overlap: the last one that begins at or before the offset is the only one that can hold it.
-    index = bisect_right(stretches, offset, key=lambda stretch: stretch[0]) - 1
-    if index < 0:
-        return False
-    begin, size, filled_name, filled_offset = stretches[index]
-    return offset + length <= begin + size and filled_name == name and filled_offset + offset - begin == weight_offset
-
-
 def _check_records(
-    plan: Plan, schedule: Schedule, method: MethodPlan, weights: Mapping[str, Weight], filled: _Filled
+    plan: Plan, schedule: Schedule, method: MethodPlan, weights: Mapping[str, Weight], filled: Filled
 ) -> None:
     """What does not depend on time: every byte of every access is either filled or in its stay's pieces."""
     where = f"method {schedule.method!r}"
@@ -132,10 +67,10 @@ def _check_records(
     for index, copy in enumerate(method.copies):
         piece, stay = copy.piece, method.stays[copy.stay]
         pieces_of[copy.stay].append(piece)
-        _check_piece(plan, piece, weights)
+        check_piece(plan, piece, weights)
         if piece.weight != stay.weight:
             raise PlanError(f"{where}, stay {copy.stay} of {stay.weight!r} copies {piece.weight!r}")
-        for block, _, _, _ in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
+        for block, _, _, _ in spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
             if not plan.blocks[block].ring:
                 raise PlanError(f"{where}, stay {copy.stay} of {stay.weight!r} copies into resident block {block}")
         if not 0 <= copy.issue_before <= len(schedule.accesses):
@@ -156,6 +91,9 @@ def _check_records(
             raise PlanError(f"{where}, position {position}: placed is {placed}, accessed is {access}")
         if access.pinned and placed.stay is not None:
             raise PlanError(f"{where}, position {position}: {access.weight!r} is pinned, but streams")
+        if placed.head_bytes is not None:
+            check_split(plan, access, placed, placed.head_bytes, weights[access.weight], filled, where)
+            continue
         if nbytes == 0:
             if placed.stay is not None or not -1 <= placed.range_index < len(plan.ranges):
                 raise PlanError(f"{where}, position {position}: {access.weight!r} has no bytes, but is {placed}")
@@ -180,9 +118,9 @@ def _check_records(
             if (piece.range_index, piece.range_offset_bytes) != (placed.range_index, begin):
                 raise PlanError(f"{where}, position {position}: a piece of {access.weight!r} is not where it is read")
             covered += piece.nbytes
-        for block, offset, length, ahead in _spans(plan, placed.range_index, placed.range_offset_bytes, nbytes):
+        for block, offset, length, ahead in spans(plan, placed.range_index, placed.range_offset_bytes, nbytes):
             if not plan.blocks[block].ring:
-                if not _resident_matches(filled, block, offset, length, access.weight, ahead):
+                if not resident_matches(filled, block, offset, length, access.weight, ahead):
                     raise PlanError(f"{where}, position {position}: {access.weight!r} is not filled at byte {ahead}")
                 covered += length
         if covered != nbytes:
@@ -237,7 +175,7 @@ def _act_out(plan: Plan, schedule: Schedule, method: MethodPlan, *, runs: int) -
 
 def _write(plan: Plan, schedule: Schedule, ring: dict[int, _Page], copy: Copy, waited_for: int) -> None:
     piece = copy.piece
-    for block, _, _, ahead in _spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
+    for block, _, _, ahead in spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
         page = ring[block]
         # S1. Readers that come only later find the wrong content then.
         if page.read_until > waited_for:
@@ -256,7 +194,7 @@ def _read(
     if placed.stay is None:
         return
     last = steps_before + schedule.last_step[placed.number]
-    for block, _, _, ahead in _spans(plan, placed.range_index, placed.range_offset_bytes, placed.nbytes):
+    for block, _, _, ahead in spans(plan, placed.range_index, placed.range_offset_bytes, placed.nbytes):
         if not plan.blocks[block].ring:
             continue
         page = ring[block]

@@ -1,4 +1,4 @@
-"""How accesses may reach their weights: copied ahead of their use, read in host memory, or whichever suits each."""
+"""How accesses may reach their weights: copied ahead, read in host memory or on both sides, or whichever suits each."""
 
 from __future__ import annotations
 
@@ -11,32 +11,47 @@ from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default, stand_ins, with_direct
+from penstock.plan.heads import host_curves
 from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan, Planner, predicted_s
+from penstock.plan.split_choice import SplitChoice
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
-# What does not fit is: copied; read in place; or read in place where only rows of it are read, or where it was measured
-# to be faster, and copied otherwise.
-MODES = ("auto", "streamed", "direct")
+# What does not fit is: copied; read in place; read in place but for a head, where a kernel can, otherwise as in auto
+# without times; or read in place where only rows of it are read, or where it was measured to be faster, and copied
+# otherwise.
+MODES = ("auto", "streamed", "direct", "split")
 
 # Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
 # those that make a ring long.
 SIZES_TRIED = 6
+# Of plans with heads, so many are worked out.
+DRAFTS_KEPT = 2
 
 
 class ModePlanner:
     """The plans of one program in one mode at different budgets, with the interface of Planner."""
 
     def __init__(
-        self, schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int, mode: str
+        self,
+        schedules: Sequence[Schedule],
+        weights: Mapping[str, Weight],
+        *,
+        page_bytes: int,
+        mode: str,
+        can_split: bool = True,
     ) -> None:
+        """`can_split`: whether there is a kernel that reads one weight on both sides."""
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
+        if mode == "split" and not can_split:
+            raise ValueError("mode is 'split', which needs a kernel that reads one weight on both sides; there is none")
         self._schedules = tuple(schedules)
         self._weights = weights
         self._page_bytes = page_bytes
         self._mode = mode
+        self._can_split = can_split
 
     @property
     def floor_bytes(self) -> int:
@@ -68,20 +83,58 @@ class ModePlanner:
                 plans.append(choice.plan(budget_bytes, calibration))
             except BelowFloorError:
                 continue  # fewer weights to place are not always easier to place; then it is no choice here
+        plans += self._split_plans(budget_bytes, calibration)
         return min(plans, key=lambda plan: self.predicted_s(plan, calibration))
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return predicted_s(plan, self._schedules, calibration)
 
     @cached_property
-    def _usual(self) -> DirectChoice:
-        return self._choice(self._may_be_direct)
+    def _usual(self) -> DirectChoice | SplitChoice:
+        return self._split_from(1) if self._mode == "split" else self._choice(self._may_be_direct)
 
     @cached_property
     def _with_more_in_place(self) -> list[DirectChoice]:
         """Weights from some size on are read in place as well; from the smallest size on, all of them are."""
-        sizes = sorted({weight.nbytes for weight in self._weights.values() if weight.nbytes}, reverse=True)
-        return [self._choice(self._in_place_from(size)) for size in dict.fromkeys([*sizes[:SIZES_TRIED], *sizes[-1:]])]
+        sizes = {weight.nbytes for weight in self._weights.values() if weight.nbytes}
+        return [self._choice(self._in_place_from(size)) for size in _sizes_tried(sizes)]
+
+    @cached_property
+    def _with_more_split(self) -> list[SplitChoice]:
+        """The same for weights that can be split; all others as usual."""
+        accesses = (access for schedule in self._schedules for access in schedule.accesses)
+        sizes = {self._weights[access.weight].nbytes for access in accesses if access.linear and not access.pinned}
+        return [self._split_from(size) for size in _sizes_tried(sizes - {0})] if self._can_split else []
+
+    def _split_plans(self, budget_bytes: int, calibration: Calibration) -> list[Plan]:
+        """Memory divided between heads and everything else in many ways: the fastest.
+
+        That is found with everything else planned without the times of steps, which takes a tenth as long.
+        """
+        curves = host_curves(self._schedules, calibration)
+        drafts = [
+            (choice.divided(budget_bytes, rest_bytes, None, curves), choice, rest_bytes)
+            for choice in self._with_more_split
+            for rest_bytes in choice.divisions(budget_bytes)
+        ]
+        drafts.sort(key=lambda draft: self.predicted_s(draft[0], calibration))
+        return [
+            plan
+            for draft, choice, rest_bytes in drafts[:DRAFTS_KEPT]
+            for plan in (draft, choice.divided(budget_bytes, rest_bytes, calibration, curves))
+        ]
+
+    def _split_from(self, nbytes: int) -> SplitChoice:
+        def may_be_split(access: Access) -> bool:
+            return access.linear and not access.pinned and self._weights[access.weight].nbytes >= nbytes
+
+        return SplitChoice(
+            self._schedules,
+            self._weights,
+            self._page_bytes,
+            may_be_direct=self._may_be_direct,
+            may_be_split=may_be_split,
+        )
 
     def _in_place_from(self, nbytes: int) -> IsDirect:
         def is_direct(access: Access) -> bool:
@@ -96,10 +149,15 @@ class ModePlanner:
             return bool(nbytes) and not access.pinned
         # Small weights share pages with others and are never copied: nothing is gained by reading them in place.
         is_worth_it = nbytes >= max(small_copy_bytes(self._page_bytes), 1)
-        return self._mode == "auto" and is_worth_it and read_directly_by_default(access)
+        return self._mode in ("auto", "split") and is_worth_it and read_directly_by_default(access)
 
     def _choice(self, may_be_direct: IsDirect) -> DirectChoice:
         return DirectChoice(self._schedules, self._weights, self._page_bytes, may_be_direct)
+
+
+def _sizes_tried(sizes: Collection[int]) -> list[int]:
+    largest_first = sorted(sizes, reverse=True)
+    return list(dict.fromkeys([*largest_first[:SIZES_TRIED], *largest_first[-1:]]))
 
 
 class DirectChoice:

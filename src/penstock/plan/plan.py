@@ -7,6 +7,7 @@ stay: copied once, read by one or more accesses, then overwritten. Addresses nev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,9 @@ from functools import cached_property
 NO_RANGE = -1
 # and of one that is read in host memory.
 DIRECT = -2
+
+# A weight is split at a multiple of so many rows: those that the kernel multiplies by at once.
+SPLIT_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Placement:
     """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident.
 
     `range_index` is NO_RANGE for a weight without bytes in a plan without ranges, and DIRECT for one that is read where
-    it lies in host memory.
+    it lies in host memory. A split weight is read on both sides by one launch: its range holds the head alone, and what
+    follows the head is read in host memory.
     """
 
     number: int
@@ -90,17 +95,31 @@ class Placement:
     range_index: int
     range_offset_bytes: int
     stay: int | None
+    # None: not split. Otherwise at least one row, and not all of them: that would be direct, or resident.
+    head_bytes: int | None = None
 
     @property
     def is_direct(self) -> bool:
         return self.range_index == DIRECT
+
+    @property
+    def is_split(self) -> bool:
+        return self.head_bytes is not None
+
+    @property
+    def in_place_bytes(self) -> int:
+        """What of it is read where it lies in host memory."""
+        if self.is_direct:
+            return self.nbytes
+        return 0 if self.head_bytes is None else self.nbytes - self.head_bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What one run of a method moves. S7: what is counted while running equals this.
 
-    Direct reads are in none of it: how much of a weight a kernel reads is its own business.
+    Weights that are read in place, as a whole or but for their head, are in none of it: how much of one a kernel reads
+    is its own business.
     """
 
     bytes_streamed: int
@@ -151,7 +170,7 @@ class MethodPlan:
         return Traffic(
             bytes_streamed=sum(copy.piece.nbytes for copy in issued),
             copies=len(issued),
-            bytes_hit=sum(placement.nbytes for placement in self.placements if not placement.is_direct)
+            bytes_hit=sum(placement.nbytes for placement in self.placements if not placement.in_place_bytes)
             - sum(stay.nbytes for stay in missed),
         )
 
@@ -183,8 +202,16 @@ class Plan:
     @cached_property
     def direct_weights(self) -> tuple[str, ...]:
         """Those that some access reads where they lie in host memory."""
-        placements = (placement for method in self.methods for placement in method.placements)
-        return tuple(dict.fromkeys(placement.weight for placement in placements if placement.is_direct))
+        return self._weights_of(lambda placement: placement.is_direct)
+
+    @cached_property
+    def split_weights(self) -> tuple[str, ...]:
+        """Those that some access reads on both sides."""
+        return self._weights_of(lambda placement: placement.is_split)
 
     def method(self, name: str) -> MethodPlan:
         return next(method for method in self.methods if method.method == name)
+
+    def _weights_of(self, wanted: Callable[[Placement], bool]) -> tuple[str, ...]:
+        placements = (placement for method in self.methods for placement in method.placements)
+        return tuple(dict.fromkeys(placement.weight for placement in placements if wanted(placement)))

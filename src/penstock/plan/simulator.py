@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from penstock.plan.in_place import in_place_by_step
 from penstock.plan.link import Link
 from penstock.plan.plan import Copy, MethodPlan
 from penstock.schedule import Schedule
@@ -73,21 +74,21 @@ def simulate(
     `step_s` is the time from the end of one step to the end of the next with every weight in place, `rest_s` what
     comes after the last step. Copies and steps of all runs are added to `spans` if it is given.
 
-    A step that reads a weight in place takes its time of `direct_step_s`, and copies stand still as long as those bytes
-    would have taken them: both go over one link. What only gathers takes as long as with the weight in place.
+    A step that reads a weight in place takes its time of `direct_step_s`, or of a split weight the part of it that it
+    reads there, and copies stand still as long as those bytes would have taken them: both go over one link. What only
+    gathers takes as long as with the weight in place.
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
-    in_place_bytes = _in_place_bytes(method, schedule)
-    if any(in_place_bytes):
+    in_place = in_place_by_step(method, schedule)
+    if any(one.nbytes for one in in_place):
         if len(direct_step_s) != len(step_s):
             raise ValueError(
                 f"method {method.method!r} reads weights in place, and got the times of {len(direct_step_s)} such "
                 f"steps; it has {len(step_s)}"
             )
-        times = zip(step_s, direct_step_s, in_place_bytes, strict=True)
-        step_s = [direct_s if nbytes else usual_s for usual_s, direct_s, nbytes in times]
+        step_s = [one.step_s(*times) for one, *times in zip(in_place, step_s, direct_step_s, strict=True)]
         _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
-    link_taken_s = [nbytes / link.bytes_per_s for nbytes in in_place_bytes]
+    link_taken_s = [one.nbytes / link.bytes_per_s for one in in_place]
     streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, link_taken_s, spans)
     ends: list[_RunEnd] = []
     for _ in range(runs):
@@ -256,15 +257,6 @@ class _Streams:
             if self.spans is not None:
                 self.spans.append(Span("copy", self.runs, index, begin_s, copied_s))
         self.copied_s = copied_s
-
-
-def _in_place_bytes(method: MethodPlan, schedule: Schedule) -> list[int]:
-    """By step: what it reads of whole weights in host memory."""
-    taken = [0] * len(schedule.steps)
-    for access, placement in zip(schedule.accesses, method.placements, strict=True):
-        if placement.is_direct and not access.gathered:
-            taken[schedule.first_step[access.number]] += placement.nbytes
-    return taken
 
 
 def _check(

@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.plan.bound import lower_bound_s
 from penstock.plan.calibration import Calibration
+from penstock.plan.in_place import in_place_by_step
 from penstock.plan.plan import Plan
 from penstock.plan.simulator import simulate
 from penstock.report.data import CurvePoint, MeasuredPoint, PlacementKind, ReportData, Summary, WeightResidency
@@ -101,8 +102,11 @@ def _yardstick(
     if calibration is not None:
         rates.append(calibration.link.bytes_per_s)
         resident_s.append(calibration.resident_s(method))
+    never_copied = ("in place", "split")
     return _Yardstick(
-        weight_bytes=sum(weight.nbytes for weight in weights if weight.name in read and weight.kind != "in place"),
+        weight_bytes=sum(
+            weight.nbytes for weight in weights if weight.name in read and weight.kind not in never_copied
+        ),
         resident_s=min(resident_s, default=0.0),
         link_bytes_per_s=max(rates, default=None),
     )
@@ -149,10 +153,13 @@ def _weights(module: Module, method: str) -> tuple[WeightResidency, ...]:
     for copy in plan.method(method).copies:
         copied[copy.piece.weight] += copy.piece.nbytes
     staying = {stay.weight for each in plan.methods for stay in each.stays}
+    split = frozenset(plan.split_weights)
 
     def kind(weight: Weight) -> PlacementKind:
         if weight.name in staying:
-            return "split" if resident[weight.name] else "streamed"
+            return "head+tail" if resident[weight.name] else "streamed"
+        if weight.name in split:
+            return "split"
         # Neither filled nor copied, and yet it has bytes: kernels read them in host memory.
         return "resident" if resident[weight.name] or not weight.nbytes else "in place"
 
@@ -181,7 +188,7 @@ def _calibration(module: Module, events: Sequence[TraceEvent]) -> Calibration | 
 def _curve(
     module: Module, method: str, calibration: Calibration, yardstick: _Yardstick, count: int
 ) -> tuple[CurvePoint, ...]:
-    """From the floor to the budget in which everything is resident."""
+    """From the floor to the budget in which everything is resident. Nothing where reads in place were not timed."""
     schedule, step_s = module.program.method(method).schedule, calibration.step_s[method]
     # A trace of copies does not say how long reads in place take; a module that plans with them was told.
     known = module.calibration
@@ -190,8 +197,11 @@ def _curve(
     points: list[CurvePoint] = []
     for k in range(count):
         budget_bytes = floor_bytes + (full_bytes - floor_bytes) * k // max(1, count - 1)
+        planned = _plan_at(module, budget_bytes).method(method)
+        if not direct_step_s and any(step.nbytes for step in in_place_by_step(planned, schedule)):
+            return ()
         timing = simulate(
-            _plan_at(module, budget_bytes).method(method),
+            planned,
             schedule,
             step_s=step_s,
             direct_step_s=direct_step_s,

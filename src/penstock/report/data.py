@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# "split": a resident head and a streamed tail. "in place": kernels read it where it lies in host memory. "on demand":
-# under policy="lru" nothing is decided before a run.
-PlacementKind = Literal["resident", "split", "streamed", "in place", "on demand"]
+# "head+tail": a resident head and a streamed tail. "in place": kernels read it where it lies in host memory. "split":
+# they read a resident head and, in host memory, what follows it. "on demand": under policy="lru" nothing is decided
+# before a run.
+PlacementKind = Literal["resident", "head+tail", "streamed", "in place", "split", "on demand"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class ReportData:
     # The longest first.
     stalls: tuple[Stall, ...]
     measured: tuple[MeasuredPoint, ...]
-    # Empty where there is nothing to predict from: no plan, or no copies in the trace.
+    # Empty where there is nothing to predict from: no plan, no copies in the trace, or untimed reads in host memory.
     curve: tuple[CurvePoint, ...]
     # The trace's file as it is: the timeline is drawn from it, and it can be saved from the page.
     trace_json: str

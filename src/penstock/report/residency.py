@@ -50,9 +50,10 @@ def _residency_said(data: ReportData) -> str:
 
 _KINDS = {
     "resident": "resident",
-    "split": "with a resident head and a streamed tail",
+    "head+tail": "with a resident head and a streamed tail",
     "streamed": "streamed whole",
     "in place": "read in place in host memory",
+    "split": "with a resident head and a tail read in host memory",
     "on demand": "copied on demand, least recently used out first",
 }
 

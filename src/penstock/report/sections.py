@@ -94,7 +94,8 @@ def budgets(data: ReportData, show: Figures) -> str:
     ]
     measured = table(f"Measured runs of {data.summary.method} by budget", columns, rows)
     if not data.curve:
-        return f"<p>There is no prediction: it takes a plan, and copies in the trace.</p>\n{measured}"
+        needs = "a plan, copies in the trace, and measured times of reads in host memory where the plan has any"
+        return f"<p>There is no prediction: it takes {needs}.</p>\n{measured}"
     said = (
         "Predicted by acting out each budget's plan with the times of this trace. The bound is what no plan gets "
         "below: all steps back to back, or what does not fit at the fastest rate that copies were seen at."

@@ -1,0 +1,220 @@
+"""How long a head each split weight gets: device memory shared out, by measured times or evenly, in rows and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+from penstock.plan.calibration import Calibration
+from penstock.plan.plan import SPLIT_ROWS
+from penstock.plan.ratios import Operation, TimeCurve, allocate, uniform
+from penstock.schedule import Schedule
+from penstock.weight import Weight
+
+# Rows that a head has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
+HEAD_GRAIN_ROWS = 128
+
+# Corners of a time curve that are nearer than this are one: between them a slope would be all rounding.
+_CORNER_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Pages to give away: to heads of their own, and to whole weights that share them."""
+
+    pages: int
+    page_bytes: int
+    alignment_bytes: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What lies on the device of weights that would be read in host memory."""
+
+    # By weight, and never all of it.
+    head_bytes: Mapping[str, int]
+    # Those that lie there as a whole, one after the other.
+    whole: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A weight that may be split: rows, one after the other, and its time by the part of it on the host."""
+
+    name: str
+    nbytes: int
+    rows: int
+    page_bytes: int
+    curve: TimeCurve
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.rows
+
+    @property
+    def may_have_head(self) -> bool:
+        """A head takes pages of its own: of a weight that fits in one, all or nothing."""
+        return self.nbytes > self.page_bytes and self.rows > SPLIT_ROWS
+
+    def head_in(self, pages: int) -> int:
+        """Bytes of the longest head in so many pages."""
+        rows = min(pages * self.page_bytes // self.row_bytes, self.rows - 1)
+        return rows // _grain(rows) * _grain(rows) * self.row_bytes
+
+    def longer(self, head_bytes: int) -> int:
+        """The next longer head by whole pages; all of the weight where there is none."""
+        rows = head_bytes // self.row_bytes
+        rows += _grain(rows)
+        pages = max(self.pages(head_bytes) + 1, self.pages(rows * self.row_bytes))
+        return self.nbytes if rows >= self.rows or pages * self.page_bytes >= self.nbytes else self.head_in(pages)
+
+    def pages(self, nbytes: int) -> int:
+        return -(-nbytes // self.page_bytes)
+
+    def s_per_byte(self, head_bytes: int) -> float:
+        """What the next byte of the head saves."""
+        slope = 0.0
+        for (begin, first), (end, last) in pairwise(self.curve.points):
+            if begin < 1 - head_bytes / self.nbytes:
+                slope = (last - first) / (end - begin)
+        return slope / self.nbytes
+
+
+def _grain(rows: int) -> int:
+    return HEAD_GRAIN_ROWS if rows >= HEAD_GRAIN_ROWS else SPLIT_ROWS
+
+
+def host_curves(schedules: Sequence[Schedule], calibration: Calibration | None) -> dict[str, TimeCurve]:
+    """By weight: what the part of it on the host adds to the steps that multiply by it. Empty where it was not timed.
+
+    With all of a weight in place steps take `direct_s`, with a part of it that part of the time, and never less than
+    with none: `resident_s`. Device memory and link are read side by side.
+    """
+    times: dict[str, dict[str, list[float]]] = {}
+    for schedule in schedules:
+        resident_s = None if calibration is None else calibration.step_s.get(schedule.method)
+        direct_s = None if calibration is None else calibration.direct_step_s.get(schedule.method)
+        if resident_s is None or direct_s is None:
+            return {}
+        for access in schedule.accesses:
+            if access.linear:
+                step = schedule.first_step[access.number]
+                both = times.setdefault(access.weight, {}).setdefault(schedule.method, [0.0, 0.0])
+                both[0] += resident_s[step]
+                both[1] += direct_s[step]
+    return {name: _added(list(by_method.values())) for name, by_method in times.items()}
+
+
+def _added(methods: Sequence[Sequence[float]]) -> TimeCurve:
+    corners = {0.0, 1.0}
+    corners.update(round(resident_s / direct_s, _CORNER_DIGITS) for resident_s, direct_s in methods if direct_s)
+    return TimeCurve(
+        tuple(
+            (ratio, sum(max(direct_s * ratio - resident_s, 0.0) for resident_s, direct_s in methods))
+            for ratio in sorted(corners)
+            if ratio <= 1
+        )
+    )
+
+
+def share_out(
+    weights: Sequence[Weight], tables: Sequence[Weight], curves: Mapping[str, TimeCurve], spare: Spare
+) -> Heads:
+    """Heads of weights: equal parts of all, or other parts where their times are known and say so.
+
+    Tables are held whole or not at all, in their order, in what the heads leave.
+    """
+    unknown = TimeCurve(((0.0, 0.0), (1.0, 1.0)))
+    sheets = [
+        _Sheet(one.name, one.nbytes, one.shape[0], spare.page_bytes, curves.get(one.name, unknown)) for one in weights
+    ]
+    evenly = _shared_out(sheets, tables, spare, by_times=False)
+    if not curves:
+        return evenly
+    # The best parts, in pages, may be worse than equal ones: a part that would cost nothing is less than a page.
+    return min(evenly, _shared_out(sheets, tables, spare, by_times=True), key=lambda heads: _added_s(sheets, heads))
+
+
+def _added_s(sheets: Sequence[_Sheet], heads: Heads) -> float:
+    whole = frozenset(heads.whole)
+    left_out = ((sheet, 1 - heads.head_bytes.get(sheet.name, 0) / sheet.nbytes) for sheet in sheets)
+    return sum(sheet.curve.seconds(0 if sheet.name in whole else ratio) for sheet, ratio in left_out)
+
+
+def _shared_out(sheets: Sequence[_Sheet], tables: Sequence[Weight], spare: Spare, *, by_times: bool) -> Heads:
+    room = _Room(spare)
+    for sheet in sorted((sheet for sheet in sheets if not sheet.may_have_head), key=lambda sheet: sheet.nbytes):
+        room.hold(sheet.name, sheet.nbytes)
+    large = sorted((sheet for sheet in sheets if sheet.may_have_head), key=lambda sheet: -sheet.nbytes)
+    operations = [Operation(sheet.name, sheet.nbytes, sheet.curve) for sheet in large]
+    left_out = max(0.0, 1 - room.left_pages * room.page_bytes / max(sum(sheet.nbytes for sheet in large), 1))
+    found = allocate(operations, left_out) if by_times else uniform(operations, left_out)
+    head_bytes: dict[str, int] = {}
+    for sheet, ratio in zip(large, found.ratios, strict=True):
+        if ratio > 0 or not room.hold(sheet.name, sheet.nbytes):
+            pages = int((1 - ratio) * sheet.nbytes) // room.page_bytes
+            head_bytes[sheet.name] = sheet.head_in(min(pages, room.left_pages))
+            room.take(sheet.pages(head_bytes[sheet.name]))
+    _use_up(large, head_bytes, room, by_times=by_times)
+    for table in tables:
+        room.hold(table.name, table.nbytes)
+    return Heads({name: nbytes for name, nbytes in head_bytes.items() if nbytes}, tuple(room.held))
+
+
+def _use_up(sheets: Sequence[_Sheet], head_bytes: dict[str, int], room: _Room, *, by_times: bool) -> None:
+    """What rounding has left goes where it saves the most; of equals to each in turn, the largest first."""
+
+    def entry(sheet: _Sheet, turn: int) -> tuple[float, int, int, str]:
+        return -sheet.s_per_byte(head_bytes[sheet.name]) if by_times else 0.0, turn, -sheet.nbytes, sheet.name
+
+    by_name = {sheet.name: sheet for sheet in sheets}
+    waiting = [entry(by_name[name], 0) for name in head_bytes]
+    heapify(waiting)
+    while waiting and room.left_pages:
+        _, turn, _, name = heappop(waiting)
+        sheet, before = by_name[name], head_bytes[name]
+        after = sheet.longer(before)
+        if after == sheet.nbytes:
+            if room.hold(name, sheet.nbytes, instead_of_pages=sheet.pages(before)):
+                del head_bytes[name]
+        elif room.take(sheet.pages(after) - sheet.pages(before)):
+            head_bytes[name] = after
+            heappush(waiting, entry(sheet, turn + 1))
+
+
+class _Room:
+    """What is left of it."""
+
+    def __init__(self, spare: Spare) -> None:
+        self.page_bytes = spare.page_bytes
+        self._alignment_bytes = spare.alignment_bytes
+        self._pages = spare.pages
+        self._held_bytes = 0
+        # In the order in which they lie.
+        self.held: list[str] = []
+
+    @property
+    def left_pages(self) -> int:
+        return self._pages - self._shared_pages(0)
+
+    def take(self, pages: int) -> bool:
+        if pages > self.left_pages:
+            return False
+        self._pages -= pages
+        return True
+
+    def hold(self, name: str, nbytes: int, *, instead_of_pages: int = 0) -> bool:
+        if self._shared_pages(nbytes) > self._pages + instead_of_pages:
+            return False
+        self._pages += instead_of_pages
+        self._held_bytes += self._aligned(nbytes)
+        self.held.append(name)
+        return True
+
+    def _shared_pages(self, more_bytes: int) -> int:
+        return -(-(self._held_bytes + self._aligned(more_bytes)) // self.page_bytes)
+
+    def _aligned(self, nbytes: int) -> int:
+        return -(-nbytes // self._alignment_bytes) * self._alignment_bytes
