@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cleanup.h"
+#include "cuda_linear.h"
 
 namespace penstock {
 namespace {
@@ -261,6 +262,11 @@ void CudaDriver::copy_to_host(void* to, Address from, size_t bytes, Stream strea
 
 void CudaDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
   check(cuda_.fill(to, value, bytes, stream), "cuMemsetD8Async");
+}
+
+void CudaDriver::launch_linear(const LinearRecipe& recipe, const LinearCall& call, Stream stream) {
+  CudaOutcome outcome = penstock::launch_linear(cuda_, recipe, call, stream);
+  check(outcome.code, outcome.call);
 }
 
 void CudaDriver::register_host(const void* start, size_t bytes) {

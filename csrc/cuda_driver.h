@@ -55,6 +55,8 @@ class CudaDriver final : public Driver {
   void copy_to_host(void* to, Address from, size_t bytes, Stream stream) override;
   void fill(Address to, unsigned char value, size_t bytes, Stream stream) override;
 
+  void launch_linear(const LinearRecipe& recipe, const LinearCall& call, Stream stream) override;
+
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
   Address host_address(const void* start, size_t bytes) override;

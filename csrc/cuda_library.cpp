@@ -67,6 +67,8 @@ std::string load_cuda_library() {
   find("cuEventSynchronize", library.event_synchronize);
   find("cuEventQuery", library.event_query);
   find("cuEventElapsedTime", library.event_elapsed);
+  find("cuTensorMapEncodeTiled", library.tensor_map_encode);
+  find("cuLaunchKernelEx", library.launch_kernel);
   find("cuMemHostRegister_v2", library.host_register);
   find("cuMemHostUnregister", library.host_unregister);
   find("cuMemHostAlloc", library.host_alloc);

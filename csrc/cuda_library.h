@@ -35,6 +35,21 @@ struct CudaPoolProperties {
   unsigned short usage;
   unsigned char reserved[54];
 };
+struct CudaLaunchAttribute {
+  int id;
+  unsigned char pad[4];
+  unsigned value[16];
+};
+struct CudaLaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  DeviceStream stream;
+  CudaLaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(CudaLaunchAttribute) == 72, "CUlaunchAttribute");
+static_assert(sizeof(CudaLaunchConfig) == 56 && offsetof(CudaLaunchConfig, stream) == 32, "CUlaunchConfig");
 static_assert(sizeof(CudaAllocationProperties) == 32, "CUmemAllocationProp");
 static_assert(sizeof(CudaPoolProperties) == 88, "CUmemPoolProps");
 
@@ -88,6 +103,11 @@ struct CudaLibrary {
   int (*event_synchronize)(void* event) = nullptr;
   int (*event_query)(void* event) = nullptr;
   int (*event_elapsed)(float* milliseconds, void* from, void* to) = nullptr;
+
+  int (*tensor_map_encode)(void* out, int data_type, uint32_t rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides_bytes, const uint32_t* box, const uint32_t* steps, int interleave,
+                           int swizzle, int promotion, int fill) = nullptr;
+  int (*launch_kernel)(const CudaLaunchConfig* config, void* function, void** arguments, void** extra) = nullptr;
 
   int (*host_register)(void* start, size_t bytes, unsigned flags) = nullptr;
   int (*host_unregister)(void* start) = nullptr;

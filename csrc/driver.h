@@ -24,6 +24,7 @@ enum class Failure : int32_t {
   capture = 7,            // called while the caller's stream is being captured
   torch = 8,              // torch refused to make a tensor
   usage = 9,              // the caller broke the order of calls
+  kernel = 10,            // no kernel could be prepared
 };
 
 class CoreError : public std::runtime_error {
@@ -39,6 +40,9 @@ class DriverError final : public CoreError {
       : CoreError(failure, call + " failed: " + text + " (" + std::to_string(code) + ")"), code(code) {}
   const int code;
 };
+
+struct LinearRecipe;
+struct LinearCall;
 
 using Address = uint64_t;  // a device address
 using Block = uint64_t;    // physical device memory
@@ -114,6 +118,11 @@ class Driver {
   virtual void copy_to_device(Address to, const void* from, size_t bytes, Stream stream) = 0;
   virtual void copy_to_host(void* to, Address from, size_t bytes, Stream stream) = 0;
   virtual void fill(Address to, unsigned char value, size_t bytes, Stream stream) = 0;
+
+  // The kernel of a linear, ordered on the stream.
+  virtual void launch_linear(const LinearRecipe&, const LinearCall&, Stream) {
+    throw CoreError(Failure::usage, "the soft driver launches no kernels: a linear was prepared for a GPU");
+  }
 
   // Read-only registration of memory that exists; pinned memory of our own.
   virtual void register_host(const void* start, size_t bytes) = 0;

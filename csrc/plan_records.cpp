@@ -18,9 +18,15 @@ class Reader {
 
   // A number that must lie in [low, high).
   int64_t next(int64_t low, int64_t high) {
-    int64_t value = next();
+    next();
+    return last(1, low, high);
+  }
+
+  // The same of one that was read before: the `back`-th last.
+  int64_t last(size_t back, int64_t low, int64_t high) const {
+    int64_t value = numbers_[at_ - back];
     if (value < low || value >= high)
-      throw CoreError(Failure::usage, "number " + std::to_string(at_ - 1) + " of the plan's records is " +
+      throw CoreError(Failure::usage, "number " + std::to_string(at_ - back) + " of the plan's records is " +
                                           std::to_string(value) + ", needs to be in [" + std::to_string(low) + ", " +
                                           std::to_string(high) + ")");
     return value;
@@ -49,21 +55,32 @@ PieceRecord read_piece(Reader& in, const PlanRecord& plan) {
   return piece;
 }
 
+AccessRecord read_access(Reader& in, const PlanRecord& plan, int64_t stays) {
+  AccessRecord access{};
+  access.number = in.next();
+  access.bytes = in.next(0, INT64_MAX);
+  access.range = in.next(kDirect, (int64_t)plan.ranges.size());
+  access.range_offset_bytes = in.next();
+  access.stay = in.next(-1, access.range == kDirect ? 0 : stays);
+  // Only what has a range can be split: into two parts that both have bytes, of which the first does not stream.
+  access.head_bytes = in.next(-1, access.range < 0 ? 0 : access.bytes);
+  if (access.is_split()) {
+    in.last(1, 1, access.bytes);
+    in.last(2, -1, 0);
+  }
+  // Whether it lies in the file, the source knows.
+  access.source_offset_bytes = in.next(0, INT64_MAX - access.bytes);
+  int64_t limit = access.range == kDirect ? INT64_MAX - 1 : access.range < 0 ? 0 : plan.ranges[access.range].bytes;
+  in.last(4, 0, limit - (access.is_split() ? access.head_bytes : access.bytes) + 1);
+  return access;
+}
+
 MethodRecord read_method(Reader& in, const PlanRecord& plan) {
   MethodRecord method{};
   method.step_count = in.next(0, INT64_MAX);
   method.accesses.resize(in.length());
   size_t stays = in.length();
-  for (AccessRecord& access : method.accesses) {
-    access.number = in.next();
-    access.bytes = in.next(0, INT64_MAX);
-    access.range = in.next(kDirect, (int64_t)plan.ranges.size());
-    bool is_direct = access.range == kDirect;
-    // Whether a direct access lies in the file, the source knows.
-    int64_t limit = is_direct ? INT64_MAX - 1 : access.range < 0 ? 0 : plan.ranges[access.range].bytes;
-    access.range_offset_bytes = in.next(0, limit - access.bytes + 1);
-    access.stay = in.next(-1, is_direct ? 0 : (int64_t)stays);
-  }
+  for (AccessRecord& access : method.accesses) access = read_access(in, plan, (int64_t)stays);
   method.stays.resize(stays);
   for (StayRecord& stay : method.stays) {
     stay.bytes = in.next(1, INT64_MAX);

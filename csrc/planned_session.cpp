@@ -16,7 +16,7 @@ void PlannedSession::install(PlanRecord plan) {
   Undo undo([&] { uninstall(); });
   create_memory();
   create_events();
-  find_direct();
+  find_in_place();
   fill_residents();
   measure();
   std::vector<Shape> shapes;
@@ -91,11 +91,15 @@ void PlannedSession::create_events() {
   }
 }
 
-void PlannedSession::find_direct() {
+void PlannedSession::find_in_place() {
   for (size_t m = 0; m < methods_.size(); ++m)
-    for (const AccessRecord& access : plan_.methods[m].accesses)
-      methods_[m].direct.push_back(
-          access.range == kDirect ? source_.direct(access.range_offset_bytes, access.bytes) : 0);
+    for (const AccessRecord& access : plan_.methods[m].accesses) {
+      Address address = 0;
+      if (access.range == kDirect) address = source_.direct(access.range_offset_bytes, access.bytes);
+      if (access.is_split())
+        address = source_.direct(access.source_offset_bytes + access.head_bytes, access.bytes - access.head_bytes);
+      methods_[m].in_place.push_back(address);
+    }
 }
 
 void PlannedSession::fill_residents() {
@@ -147,6 +151,7 @@ void PlannedSession::uninstall() noexcept {
   methods_.clear();
   ranges_.clear();
   blocks_.clear();
+  recipes_.clear();
   plan_ = {};
   device_bytes_ = 0;
 }
@@ -155,8 +160,13 @@ Address PlannedSession::address_of(const PieceRecord& piece) const {
   return ranges_[piece.range].address + (Address)piece.range_offset_bytes;
 }
 
+Address PlannedSession::address_of(const AccessRecord& access) const {
+  return access.range < 0 ? 0 : ranges_[access.range].address + (Address)access.range_offset_bytes;
+}
+
 void PlannedSession::begin_run(bool cold) {
   next_copy_ = 0;
+  forget_many_recipes();
   if (!cold) return;
   MethodState& method = methods_[method_];
   forget_copies(method);
@@ -224,7 +234,9 @@ void PlannedSession::issue_until(int64_t position) {
 Address PlannedSession::lend(int64_t position) {
   issue_until(position);
   const AccessRecord& access = plan_.methods[method_].accesses[position];
-  if (access.range == kDirect) return methods_[method_].direct[position];
+  // What kernels read where it lies is nobody's traffic.
+  if (access.range == kDirect) return methods_[method_].in_place[position];
+  if (access.is_split()) return address_of(access);
   run_.bytes_hit += access.bytes;
   if (access.stay >= 0) {
     StayState& stay = methods_[method_].stays[access.stay];
@@ -241,7 +253,7 @@ Address PlannedSession::lend(int64_t position) {
       progress.unread = false;
     }
   }
-  return access.range < 0 ? 0 : ranges_[access.range].address + (Address)access.range_offset_bytes;
+  return address_of(access);
 }
 
 void PlannedSession::step_ended(int64_t index) {

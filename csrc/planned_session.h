@@ -1,10 +1,16 @@
 // Executes a plan: fixed addresses, resident heads, ring pages that stays take in turn. All decisions stand in the plan.
 #pragma once
 
+#include <array>
+#include <map>
+
+#include "linear_recipe.h"
 #include "plan_records.h"
 #include "streaming_session.h"
 
 namespace penstock {
+
+class LinearOperands;
 
 class PlannedSession final : public StreamingSession {
  public:
@@ -16,6 +22,10 @@ class PlannedSession final : public StreamingSession {
   void install(PlanRecord plan);
   void uninstall() noexcept;
 
+  // How linears with weights that lie in two places are launched, on a device whose products the calling thread cannot
+  // make. `always_kernel`: with all others too, so that a result has the same bits wherever the rows lie.
+  void offer_linear(PrepareLinear prepare, bool always_kernel);
+
   // Physical bytes held for weights, now and at most.
   int64_t device_bytes() const { return device_bytes_; }
   int64_t peak_device_bytes() const { return peak_device_bytes_; }
@@ -23,6 +33,7 @@ class PlannedSession final : public StreamingSession {
  protected:
   void begin_run(bool cold) override;
   Address lend(int64_t position) override;
+  void multiply(const LinearRequest& request, TensorHandle* out) override;
   void step_ended(int64_t step) override;
   void end_run() override;
   void reset() noexcept override;
@@ -59,7 +70,7 @@ class PlannedSession final : public StreamingSession {
     bool before_graph = false;  // while captured: the copies were made before the launch
   };
   struct MethodState {
-    std::vector<Address> direct;  // by position; 0: not read directly
+    std::vector<Address> in_place;  // by position: where the bytes that no range holds are read; 0: there are none
     std::vector<StayState> stays;
     std::vector<StepState> steps;
     std::vector<Progress> progress;  // by stay
@@ -74,7 +85,7 @@ class PlannedSession final : public StreamingSession {
 
   void create_memory();
   void create_events();
-  void find_direct();
+  void find_in_place();
   void fill_residents();
   void measure();
   void create_capture_events(MethodState& method);
@@ -87,6 +98,11 @@ class PlannedSession final : public StreamingSession {
   void advance(MethodState& method, int64_t copy);
   static void forget_copies(MethodState& method) noexcept;
   Address address_of(const PieceRecord& piece) const;
+  Address address_of(const AccessRecord& access) const;
+  LinearCase case_of(int64_t position, const LinearOperands& operands) const;
+  void multiply_here(const LinearCase& which, const LinearCall& call);
+  const LinearRecipe& recipe(const LinearCase& which);
+  void forget_many_recipes();
 
   PlanRecord plan_;
   std::vector<Block> blocks_;
@@ -99,6 +115,10 @@ class PlannedSession final : public StreamingSession {
   Event fork_ = nullptr;
   // After the copies that were issued before a launch.
   Event lead_ = nullptr;
+  PrepareLinear prepare_ = nullptr;
+  bool always_kernel_ = false;
+  // By method, access, tokens and rows of the head. They hold addresses of the present plan.
+  std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
   int64_t device_bytes_ = 0;
   int64_t peak_device_bytes_ = 0;
 };

@@ -19,12 +19,25 @@ struct FetchRequest {
   int32_t device_index;
 };
 
+// y = x @ W^T + bias: x is (tokens, depth), the weight (rows, depth).
+struct LinearRequest {
+  TensorHandle x;
+  TensorHandle weight;  // as it was lent
+  TensorHandle bias;    // null: none
+  int64_t access;
+  int32_t device_type;
+};
+
 class Session {
  public:
   virtual ~Session() = default;
 
   // Lends the weight of one access. Returns false after fail().
   virtual bool fetch(const FetchRequest& request, TensorHandle* out) = 0;
+
+  // Multiplies with the weight of an access that was fetched. Returns false after fail(), or after torch refused a
+  // call: torch has then told why.
+  bool linear(const LinearRequest& request, TensorHandle* out);
 
   // The launches of step `step` have all been issued.
   virtual void done(int64_t step) = 0;
@@ -34,6 +47,9 @@ class Session {
   Failure failure() const { return failure_; }
 
  protected:
+  // May throw. Here the library's product, for a weight that lies whole where it was lent.
+  virtual void multiply(const LinearRequest& request, TensorHandle* out);
+
   bool fail(const std::string& message, Failure failure = Failure::divergence) {
     if (error_.empty()) {
       error_ = message;

@@ -131,6 +131,13 @@ TensorHandle StreamingSession::tensor_at(int64_t position, Address address, cons
   return tensor;
 }
 
+int64_t StreamingSession::fetched_position(int64_t number) const {
+  if (lends())
+    for (int64_t position = position_ - 1; position >= 0; --position)
+      if (shapes_[method_].numbers[position] == number) return position;
+  throw CoreError(Failure::divergence, "access " + text(number) + " was multiplied with before it was fetched");
+}
+
 void StreamingSession::done(int64_t step) {
   if (!error().empty()) return;
   if (!lends()) {

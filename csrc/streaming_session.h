@@ -113,6 +113,9 @@ class StreamingSession : public Session {
   virtual void replay_begins(bool cold) = 0;
   virtual void replay_ends() = 0;
 
+  // Where an access that was fetched in this run stands in the schedule; throws if it was not.
+  int64_t fetched_position(int64_t number) const;
+
   // The compute stream waits for a copy; the wait is measured.
   void wait_for_copy(Event ready);
 

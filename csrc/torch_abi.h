@@ -16,6 +16,29 @@ struct TorchAbi {
   int32_t (*delete_tensor_object)(void* tensor) = nullptr;
   int32_t (*device_type_cpu)() = nullptr;
   int32_t (*device_type_cuda)() = nullptr;
+  int32_t (*dtype_bfloat16)() = nullptr;
+  int32_t (*dtype_float16)() = nullptr;
+
+  // What they give is borrowed from the tensor.
+  int32_t (*get_data_ptr)(void* tensor, void** out) = nullptr;
+  int32_t (*get_dim)(void* tensor, int64_t* out) = nullptr;
+  int32_t (*get_sizes)(void* tensor, int64_t** out) = nullptr;
+  int32_t (*get_strides)(void* tensor, int64_t** out) = nullptr;
+  int32_t (*get_storage_offset)(void* tensor, int64_t* out) = nullptr;
+  int32_t (*get_dtype)(void* tensor, int32_t* out) = nullptr;
+  int32_t (*get_device_index)(void* tensor, int32_t* out) = nullptr;
+  int32_t (*empty_strided)(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                           int32_t device_type, int32_t device_index, void** out) = nullptr;
+  int32_t (*reinterpret)(void* tensor, int64_t rank, const int64_t* sizes, const int64_t* strides,
+                         int64_t storage_offset, void** out) = nullptr;
+  int32_t (*copy)(void* to, void* from, int32_t non_blocking) = nullptr;
+  // One for each device; those of CUDA are null in a build of torch without it.
+  struct Products {
+    int32_t (*mm)(void* out, void* left, void* right) = nullptr;
+    int32_t (*addmm)(void* out, void* added, void* left, void* right, double beta, double alpha) = nullptr;
+  };
+  Products cpu, cuda;
+
   // Null in a build of torch without CUDA.
   int32_t (*current_cuda_stream)(int32_t device_index, void** out) = nullptr;
 };

@@ -19,6 +19,8 @@ _i64 = ctypes.c_int64
 
 # void visit(const int64_t* numbers): of one record
 VISITOR = ctypes.CFUNCTYPE(None, ctypes.POINTER(_i64))
+# int32_t prepare(const LinearCase*, LinearRecipe*): 0 when the recipe was made
+PREPARE_LINEAR = ctypes.CFUNCTYPE(_i32, _pointer, _pointer)
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_poison_create": (_pointer, [_i64, _pointer, _pointer, _pointer, _pointer, _i64, _i32]),
@@ -45,6 +47,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     ),
     "penstock_session_destroy": (None, [_pointer]),
     "penstock_session_install": (_i32, [_pointer, _pointer, _i64]),
+    "penstock_session_offer_linear": (_i32, [_pointer, PREPARE_LINEAR, _i32]),
     "penstock_session_uninstall": (_i32, [_pointer]),
     "penstock_session_begin": (_i32, [_pointer, _i64, _pointer]),
     "penstock_session_end": (_i32, [_pointer]),

@@ -40,6 +40,7 @@ ALIKE = {
     "no multicast": Options(multicast=False),
     "x not shared": Options(row_ctas=1),
     "serial": Options(serial=True),
+    "overlapped": Options(overlapped=True),
 }
 
 
@@ -61,7 +62,7 @@ def test_tokens(tokens: int) -> None:
     run_child("tokens", str(tokens))
 
 
-@pytest.mark.parametrize("group", ["plain", "registered", "graph", "again", "large"])
+@pytest.mark.parametrize("group", ["plain", "registered", "graph", "again", "overlapped", "large"])
 def test_group(group: str) -> None:
     run_child(group)
 
@@ -187,6 +188,28 @@ def group_graph(kernel: SplitLinear) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
+
+
+def group_overlapped(kernel: SplitLinear) -> None:
+    """A chain in which each launch reads what the one before it writes, and all write to the same two buffers."""
+    for tokens in (1, 64, 512):
+        weights = [(torch.randn(1024, 1024, device="cuda") / 32).to(torch.bfloat16) for _ in range(3)]
+        tails = [weight[512:].cpu().pin_memory() for weight in weights]
+        heads = [weight[:512].clone() for weight in weights]
+        x = torch.randn(tokens, 1024, device="cuda").to(torch.bfloat16)
+        results = []
+        for overlapped in (False, True):
+            buffers = [x.clone(), torch.full_like(x, torch.nan)]
+            torch.cuda.synchronize()
+            for turn in range(60):
+                to = buffers[(turn + 1) % 2]
+                head, tail = heads[turn % 3], tails[turn % 3]
+                kernel(buffers[turn % 2], head, tail, out=to, options=Options(overlapped=overlapped))
+            torch.cuda.synchronize()
+            results.append(buffers[0].view(torch.int16))
+        print(f"overlapped T={tokens}", flush=True)
+        assert torch.equal(*results)
+        assert results[0].view(torch.bfloat16).isfinite().all()
 
 
 def group_again(kernel: SplitLinear) -> None:

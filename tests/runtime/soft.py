@@ -29,6 +29,7 @@ class Failure(enum.IntEnum):
     CAPTURE = 7
     TORCH = 8
     USAGE = 9
+    KERNEL = 10
 
 
 class SoftError(Exception):

@@ -16,13 +16,13 @@ _SWIZZLE_128_BYTES = 3
 # CUtensorMapL2promotion: device memory comes in pairs of 128 bytes; of the host exactly what is needed is asked.
 PROMOTE_NOTHING, PROMOTE_256_BYTES = 0, 3
 _MAX_DYNAMIC_SHARED_BYTES, _NON_PORTABLE_CLUSTER = 8, 14
-_CLUSTER_DIMENSION = 4
+_CLUSTER_DIMENSION, _OVERLAPS_LAST_LAUNCH = 4, 6
 _DEVICE_POINTER = 3
 _ATTRIBUTES = {"sm_count": 16, "major": 75, "minor": 76, "shared_limit_bytes": 97}
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute with the value of a cluster's dimensions; the union takes 64 bytes."""
+    """CUlaunchAttribute; the union of its values takes 64 bytes."""
 
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
 
@@ -50,13 +50,19 @@ class DeviceLimits:
     shared_limit_bytes: int
 
 
-def launch_config(blocks: int, threads: int, shared_bytes: int, cluster_ctas: int, stream: int) -> LaunchConfig:
-    attribute = LaunchAttribute(id=_CLUSTER_DIMENSION)
-    attribute.value[0], attribute.value[1], attribute.value[2] = cluster_ctas, 1, 1
-    config = LaunchConfig(shared_bytes=shared_bytes, stream=stream, attribute_count=1)
+def launch_config(
+    blocks: int, threads: int, shared_bytes: int, cluster_ctas: int, stream: int, *, overlapped: bool = False
+) -> LaunchConfig:
+    """`overlapped`: it may begin before the launch in front of it has ended; the kernel itself must wait for that."""
+    attributes = (LaunchAttribute * 2)()
+    attributes[0].id = _CLUSTER_DIMENSION
+    attributes[0].value[:3] = (cluster_ctas, 1, 1)
+    attributes[1].id = _OVERLAPS_LAST_LAUNCH
+    attributes[1].value[0] = 1
+    config = LaunchConfig(shared_bytes=shared_bytes, stream=stream, attribute_count=2 if overlapped else 1)
     config.grid[:] = (blocks, 1, 1)
     config.block[:] = (threads, 1, 1)
-    config.attributes = ctypes.pointer(attribute)
+    config.attributes = ctypes.cast(attributes, ctypes.POINTER(LaunchAttribute))
     return config
 
 

@@ -12,6 +12,7 @@ from penstock.direct.source import read_source
 from penstock.direct.tile_shape import PORTABLE_CLUSTER_CTAS, TileShape
 
 ARCHITECTURE = "sm_90a"
+CAPABILITY = (9, 0)
 SOURCE = "split_linear.cu"
 PLAIN_THREADS = 256
 
@@ -48,7 +49,7 @@ class LoadedKernel:
 
 def check_device(limits: DeviceLimits) -> None:
     """The kernel is wgmma and setmaxnreg: compute capability 9.0, neither older nor newer."""
-    if (limits.major, limits.minor) == (9, 0):
+    if (limits.major, limits.minor) == CAPABILITY:
         return
     why = (
         "older GPUs have neither the copy engine nor the matrix instructions it is made of"

@@ -29,6 +29,12 @@ class Limits:
     sm_flop_per_s: float = 4.5e12
     compute_margin: float = 1.5
 
+    def __str__(self) -> str:
+        return (
+            f"{self.host_ctas} blocks face the host with {self.host_inflight_bytes >> 10} KiB under way, "
+            f"{self.link_bytes_per_s / 1e9:.1f} GB/s"
+        )
+
 
 @dataclass(frozen=True)
 class LaunchShape:

@@ -40,19 +40,33 @@ class Options:
     plain: bool = False
     # CTAs that share a tile of x; None: chosen by the number of tokens.
     row_ctas: int | None = None
+    # It may begin, and copy W, before the launch in front of it on the stream has ended: for weights that no kernel
+    # right in front of it writes.
+    overlapped: bool = False
+
+
+@dataclass(frozen=True)
+class Side:
+    """Rows of W that lie in one memory: where the device finds the first, and elements from row to row."""
+
+    address: int
+    rows: int
+    stride: int
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What was checked: sizes, and addresses as the device sees them."""
+    """What was checked: sizes, and both sides of W. A side without rows is not asked for anything."""
 
     tokens: int
-    rows: int
     depth: int
-    head_rows: int
     bf16: bool
-    head_address: int
-    tail_address: int
+    head: Side
+    tail: Side
+
+    @property
+    def rows(self) -> int:
+        return self.head.rows + self.tail.rows
 
 
 class SplitLinear:
@@ -94,6 +108,40 @@ class SplitLinear:
                 kernel = self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits)
         return launch_shape(tokens, rows, depth, head_rows, tile, kernel.most_clusters, options.limits)
 
+    def function(self, tile: TileShape, *, bf16: bool) -> int:
+        """The kernel that `shape` chose this tile for."""
+        with self._driver.context(self._ordinal):
+            return self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits).function
+
+    def fill_weight(
+        self, params: SplitParams, shape: LaunchShape, head: Side, tail: Side, *, bf16: bool, plain: bool = False
+    ) -> None:
+        """The shape of the launch, and where W lies: all but x, y and the bias."""
+        fill_shape(params, shape)
+        for name, side, promotion in (("head", head, PROMOTE_256_BYTES), ("tail", tail, PROMOTE_NOTHING)):
+            # A side without rows has nothing to describe, and no tile asks for it.
+            if not side.rows:
+                continue
+            if not plain:
+                self._encode(params, name, side, shape, bf16, shape.tile.w_box_rows, promotion)
+                self._encode(params, f"{name}_16", side, shape, bf16, GRAIN, promotion)
+            setattr(params, f"{name}_address", side.address)
+            setattr(params, f"{name}_stride", side.stride)
+
+    def _encode(
+        self, params: SplitParams, name: str, side: Side, shape: LaunchShape, bf16: bool, box_rows: int, promotion: int
+    ) -> None:
+        self._driver.encode_map(
+            getattr(params, name),
+            BFLOAT16 if bf16 else FLOAT16,
+            side.address,
+            shape.depth,
+            side.rows,
+            side.stride * ELEMENT_BYTES,
+            box_rows,
+            promotion,
+        )
+
     def _tile(self, tokens: int, options: Options, most_token_ctas: int = TOKEN_CTAS[-1]) -> TileShape:
         return choose_tile(
             tokens,
@@ -119,8 +167,8 @@ class SplitLinear:
         with self._driver.context(self._ordinal):
             operands = self._check(x, head, tail, bias, out, host_bytes)
             y = x.new_empty(operands.tokens, operands.rows) if out is None else out
-            shape = self.shape(operands.tokens, operands.rows, operands.depth, operands.head_rows, x.dtype, options)
-            params = self._params(operands, shape, x, head, tail, bias, y, host_bytes, options.plain)
+            shape = self.shape(operands.tokens, operands.rows, operands.depth, operands.head.rows, x.dtype, options)
+            params = self._params(operands, shape, x, bias, y, host_bytes, options.plain)
             stream = torch.cuda.current_stream(self.device).cuda_stream
             if options.plain:
                 function = self._builds.plain_kernel(bf16=operands.bf16)
@@ -128,8 +176,15 @@ class SplitLinear:
                 config = launch_config(blocks, PLAIN_THREADS, 0, 1, stream)
             else:
                 tile = shape.tile
-                function = self._builds.kernel(tile, bf16=operands.bf16, bounded_waits=self._bounded_waits).function
-                config = launch_config(shape.blocks, tile.threads, tile.shared_bytes, tile.cluster_ctas, stream)
+                function = self.function(tile, bf16=operands.bf16)
+                config = launch_config(
+                    shape.blocks,
+                    tile.threads,
+                    tile.shared_bytes,
+                    tile.cluster_ctas,
+                    stream,
+                    overlapped=options.overlapped,
+                )
             self._driver.launch(function, config, params)
         return y
 
@@ -138,39 +193,16 @@ class SplitLinear:
         operands: Operands,
         shape: LaunchShape,
         x: torch.Tensor,
-        head: torch.Tensor | None,
-        tail: torch.Tensor | None,
         bias: torch.Tensor | None,
         y: torch.Tensor,
         host_bytes: torch.Tensor | None,
         plain: bool,
     ) -> SplitParams:
-        params = aligned_params()
-        fill_shape(params, shape)
-        data_type = BFLOAT16 if operands.bf16 else FLOAT16
-        tokens, depth = operands.tokens, operands.depth
-
-        def encode(name: str, address: int, rows: int, stride: int, box_rows: int, promotion: int) -> None:
-            if plain:
-                return
-            target = getattr(params, name)
-            stride_bytes = stride * ELEMENT_BYTES
-            self._driver.encode_map(target, data_type, address, depth, rows, stride_bytes, box_rows, promotion)
-
-        encode("x", x.data_ptr(), tokens, _stride(x), shape.tile.x_box_rows, PROMOTE_256_BYTES)
-        sides = (
-            ("head", head, operands.head_address, PROMOTE_256_BYTES),
-            ("tail", tail, operands.tail_address, PROMOTE_NOTHING),
-        )
-        for name, tensor, address, promotion in sides:
-            # A side without rows has nothing to describe, and no tile asks for it.
-            if tensor is None or not tensor.shape[0]:
-                continue
-            rows, stride = tensor.shape[0], _stride(tensor)
-            encode(name, address, rows, stride, shape.tile.w_box_rows, promotion)
-            encode(f"{name}_16", address, rows, stride, GRAIN, promotion)
-            setattr(params, f"{name}_address", address)
-            setattr(params, f"{name}_stride", stride)
+        params, bf16 = aligned_params(), operands.bf16
+        self.fill_weight(params, shape, operands.head, operands.tail, bf16=bf16, plain=plain)
+        if not plain:
+            rows = Side(x.data_ptr(), operands.tokens, _stride(x))
+            self._encode(params, "x", rows, shape, bf16, shape.tile.x_box_rows, PROMOTE_256_BYTES)
         params.x_address, params.x_stride = x.data_ptr(), _stride(x)
         params.y_address, params.y_stride = y.data_ptr(), _stride(y)
         params.bias_address = 0 if bias is None else bias.data_ptr()
@@ -195,15 +227,16 @@ class SplitLinear:
         head_rows = 0 if head is None else head.shape[0]
         rows = head_rows + (0 if tail is None else tail.shape[0])
         check_sizes(tokens, rows, depth, head_rows)
-        addresses = {"head": 0, "tail": 0}
+        sides = {"head": Side(0, 0, 0), "tail": Side(0, 0, 0)}
         for name, tensor in (("x", x), ("head", head), ("tail", tail)):
             if tensor is None or not tensor.shape[0]:
                 continue
             _check_matrix(name, tensor, x.dtype, depth, aligned=True)
             if name != "tail" and tensor.device != x.device:
                 raise KernelInputError(f"{name} is on {tensor.device} and x on {x.device}; they must be on one device")
-            if name in addresses:
-                addresses[name] = self._driver.device_address(tensor.data_ptr())
+            if name in sides:
+                address = self._driver.device_address(tensor.data_ptr())
+                sides[name] = Side(address, tensor.shape[0], _stride(tensor))
         if bias is not None and (tuple(bias.shape) != (rows,) or bias.dtype != x.dtype or not bias.is_contiguous()):
             raise KernelInputError(f"bias is {bias.dtype} {tuple(bias.shape)}; needs a contiguous {x.dtype} ({rows},)")
         if out is not None:
@@ -214,8 +247,7 @@ class SplitLinear:
             raise KernelInputError(
                 f"host_bytes is {host_bytes.dtype} on {host_bytes.device}; needs int64 on {x.device}"
             )
-        bf16 = x.dtype == torch.bfloat16
-        return Operands(tokens, rows, depth, head_rows, bf16, addresses["head"], addresses["tail"])
+        return Operands(tokens, depth, x.dtype == torch.bfloat16, sides["head"], sides["tail"])
 
 
 def _stride(matrix: torch.Tensor) -> int:

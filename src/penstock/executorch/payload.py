@@ -17,7 +17,7 @@ from penstock.errors import PackageError
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
 TICKET_MAGIC = b"PNSTKDLG"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 # Magic, version, hash of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")

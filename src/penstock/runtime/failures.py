@@ -16,6 +16,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     7: errors.CaptureError,
     8: errors.DriverCallError,
     9: errors.PenstockError,
+    10: errors.RuntimeFailure,
 }
 
 _STICKY = "; the device context is lost, and only a new process can use the device again"

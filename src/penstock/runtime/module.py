@@ -17,6 +17,9 @@ from typing import Any, Literal
 import torch
 
 from penstock.budget import format_bytes
+from penstock.direct.launch_shape import Limits
+from penstock.direct.limits_search import measure_limits
+from penstock.direct.recipes import Recipes
 from penstock.errors import (
     ClosedError,
     ConcurrentRunError,
@@ -37,6 +40,7 @@ from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_pag
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
+from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.policy import POLICIES, Policy, planning_mode
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
@@ -72,6 +76,8 @@ class Module:
         weights: str | os.PathLike[str] | None = None,
         policy: str = "planned",
         mode: str = "auto",
+        linear: str = "library",
+        split_limits: Limits | Literal["measured"] | None = None,
         device: str | torch.device | None = None,
         host_memory: str = "registered",
         host_memory_cap: int | str | None = None,
@@ -97,6 +103,16 @@ class Module:
         check_build(self.program, self.device)
         if cuda_graph:
             check_capturable(self.device, policy, host_memory)
+        planned_as = planning_mode(mode, policy, host_memory)
+        self._linear = choose_linear(
+            self.program,
+            self.device,
+            linear=linear,
+            mode=mode,
+            policy=policy,
+            host_memory=host_memory,
+            limits=split_limits,
+        )
         index = read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
         self._entries = check_weights(self.program, index)
         if verify:
@@ -110,7 +126,7 @@ class Module:
             stack.callback(driver.close)
             offsets = {weight.name: self._entries[weight.name].offset_bytes for weight in self.program.weights}
             self._policy: Policy = POLICIES[policy](
-                self.program, driver, offsets, planning_mode(mode, policy, host_memory)
+                self.program, driver, offsets, planned_as, can_split=self._linear.can_split
             )
             self._driver = driver
             self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
@@ -125,7 +141,7 @@ class Module:
                 self.device,
                 host_memory=self._policy.host_memory(host_memory),
                 cap=host_memory_cap,
-                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else 0,
+                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self.program.host_state_bytes,
                 progress=progress,
             )
             if prepared.pinned is not None:
@@ -133,6 +149,11 @@ class Module:
             self.host_bytes = prepared.host_bytes
             if core().penstock_load_torch():
                 raise last_exception()
+            limits = measure_limits(self.device) if split_limits == "measured" else split_limits
+            self._split_limits = limits if split_limits == "measured" else None
+            recipes = Recipes(self.device, limits) if self._linear.offers_kernel else None
+            if recipes is not None:
+                stack.callback(recipes.close)
             self._session = Session(
                 driver,
                 Path(index.path),
@@ -142,6 +163,9 @@ class Module:
                 poison=poison,
             )
             stack.callback(self._session.close)
+            if recipes is not None or self._linear.always_kernel:
+                prepare = None if recipes is None else recipes.prepare
+                self._session.offer_linear(prepare, always_kernel=self._linear.always_kernel)
             self._graphs = Graphs(self.device) if cuda_graph else None
             # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
             closing = weakref.WeakMethod(self._close)
@@ -462,6 +486,8 @@ class Module:
             f"floor {format_bytes(self.floor_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
             *self._arranger.arrangement.summary(),
+            *self._linear.summary(),
+            *([f"measured for split weights: {self._split_limits}"] if self._split_limits is not None else []),
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._cuda_graph else []),
             link_text(self.link),

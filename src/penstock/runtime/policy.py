@@ -33,6 +33,11 @@ class Arrangement:
         sizes = {weight.name: weight.nbytes for weight in self.program.weights}
         if self.plan.direct_weights:
             parts.append(f"{format_bytes(sum(sizes[name] for name in self.plan.direct_weights))} read in place")
+        if self.plan.split_weights:
+            placements = (placement for method in self.plan.methods for placement in method.placements)
+            tails = {placement.weight: placement.in_place_bytes for placement in placements if placement.is_split}
+            whole = sum(sizes[name] for name in tails)
+            parts.append(f"{format_bytes(sum(tails.values()))} of {format_bytes(whole)} of split weights read in place")
         parts += [
             f"streamed {format_bytes(method.warm.bytes_streamed)} per run of {method.method}"
             for method in self.plan.methods
@@ -49,9 +54,12 @@ class Arrangement:
 class Policy(ABC):
     is_lru: bool
 
-    def __init__(self, program: Program, driver: Driver, source_offsets: Mapping[str, int], mode: str) -> None:
+    def __init__(
+        self, program: Program, driver: Driver, source_offsets: Mapping[str, int], mode: str, *, can_split: bool
+    ) -> None:
         self._program = program
         self._mode = mode
+        self._can_split = can_split
         self._driver = driver
         self._page_bytes = driver.page_bytes
         self._offsets = source_offsets
@@ -79,7 +87,13 @@ class PlannedPolicy(Policy):
 
     @cached_property
     def _planner(self) -> ModePlanner:
-        return ModePlanner(self._schedules, self._weights, page_bytes=self._page_bytes, mode=self._mode)
+        return ModePlanner(
+            self._schedules,
+            self._weights,
+            page_bytes=self._page_bytes,
+            mode=self._mode,
+            can_split=self._can_split,
+        )
 
     @property
     def floor_bytes(self) -> int:
@@ -173,8 +187,8 @@ def planning_mode(mode: str, policy: str, host_memory: str) -> str:
         if host_memory == "staged"
         else None
     )
-    if mode == "direct" and obstacle:
-        raise PenstockError(f'mode="direct" reads weights where they lie in host memory, and {obstacle}')
+    if mode in ("direct", "split") and obstacle:
+        raise PenstockError(f'mode="{mode}" reads weights where they lie in host memory, and {obstacle}')
     return "streamed" if obstacle else mode
 
 

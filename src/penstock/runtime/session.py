@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.budget import format_bytes
 from penstock.errors import PenstockError
-from penstock.native import VISITOR, core
+from penstock.native import PREPARE_LINEAR, VISITOR, core
 from penstock.runtime.driver import Driver
 from penstock.runtime.failures import exception, last_exception
 from penstock.runtime.records import Numbers
@@ -87,6 +88,29 @@ _COUNTERS = 8
 _LANES = {0: "compute", 1: "copy"}
 
 
+class _Preparation:
+    """What the core calls for a recipe. It lives as long as the core may call it."""
+
+    def __init__(self, prepare: Callable[[int, int], None] | None) -> None:
+        self._errors: list[Exception] = []
+        self.pointer = PREPARE_LINEAR() if prepare is None else PREPARE_LINEAR(_guarded(prepare, self._errors))
+
+    def take_error(self) -> Exception | None:
+        return self._errors.pop() if self._errors else None
+
+
+def _guarded(prepare: Callable[[int, int], None], errors: list[Exception]) -> Callable[[int, int], int]:
+    def call(case: int, recipe: int) -> int:
+        try:
+            prepare(case, recipe)
+        except Exception as error:  # told by Session.abort: between here and there is code that knows no exceptions
+            errors[:] = [error]
+            return 1
+        return 0
+
+    return call
+
+
 class Session:
     """Not for two threads at once. Everything raises one of Penstock's errors."""
 
@@ -110,6 +134,7 @@ class Session:
         )
         if not self._handle:
             raise last_exception()
+        self._preparation = _Preparation(None)
 
     @property
     def handle(self) -> int:
@@ -119,6 +144,16 @@ class Session:
 
     def install(self, numbers: Numbers) -> None:
         self._check(self._core.penstock_session_install(self.handle, numbers, len(numbers)))
+
+    def offer_linear(self, prepare: Callable[[int, int], None] | None, *, always_kernel: bool) -> None:
+        """How linears are launched whose weight lies in two places: `prepare` gets the addresses of a LinearCase and of
+        the LinearRecipe to fill (penstock.direct.recipes). None: the calling thread makes them, on the CPU.
+
+        `always_kernel`: all other linears too, so that a result has the same bits wherever the rows lie.
+        """
+        offered = _Preparation(prepare)
+        self._check(self._core.penstock_session_offer_linear(self.handle, offered.pointer, int(always_kernel)))
+        self._preparation = offered
 
     def uninstall(self) -> None:
         self._check(self._core.penstock_session_uninstall(self.handle))
@@ -130,10 +165,17 @@ class Session:
         self._check(self._core.penstock_session_end(self.handle))
 
     def abort(self) -> PenstockError | None:
-        """Gives the run up; what the core itself has against it, if anything."""
+        """Gives the run up; what the core itself has against it, if anything. Called where the error that generated
+        code made of it is handled."""
         failure = self._core.penstock_session_failure(self.handle)
         text = self._core.penstock_session_failure_text(self.handle).decode()
         self._core.penstock_session_abort(self.handle)
+        cause = self._preparation.take_error()
+        if cause is not None:
+            text = f"{text}: {cause}"
+            reduced = sys.exc_info()[1]
+            if reduced is not None:
+                reduced.__cause__ = cause
         return exception(failure, text) if failure else None
 
     def begin_capture(self, method_index: int, stream: int) -> None:

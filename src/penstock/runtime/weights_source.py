@@ -52,7 +52,7 @@ def prepare_source(
 ) -> PreparedSource:
     """Everything that can be refused before memory is pinned is refused here.
 
-    `extra_bytes` are of the soft driver, whose device memory is host memory too.
+    `extra_bytes` are what else is held there: of the soft driver, whose device memory is host memory too, and state.
     """
     if host_memory not in HOST_MEMORY:
         raise HostMemoryError(f"host_memory is {host_memory!r}; it must be one of {', '.join(map(repr, HOST_MEMORY))}")

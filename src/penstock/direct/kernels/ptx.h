@@ -53,6 +53,11 @@ DEVICE bool elected() {
   return one != 0;
 }
 
+// A launch may begin before the one in front of it on its stream has ended, if it was launched so: behind this wait,
+// all that the other wrote is seen. In any other launch it is no wait. The first says that the launch behind may begin.
+DEVICE void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void await_last_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // All threads of all CTAs of the cluster. Release and acquire: what was written before is seen behind it, in peers too.
 DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");

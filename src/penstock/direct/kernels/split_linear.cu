@@ -10,6 +10,9 @@
 // slice of it to all of them, so a host row crosses the link once however many tokens there are. CTAs with the same
 // tokens and other rows share the tile of x in the same way.
 //
+// Launched to overlap with the launch in front of it, W is copied ahead: weights are not what a launch writes. x, the
+// bias and y wait for that launch to end.
+//
 // Barriers, for each slot of either ring, in every CTA:
 //   full   1 arrival: the own producer's, which announces the bytes of the whole tile, own slice and peers' slices.
 //   empty  (sharing CTAs) x (consumer warps) arrivals: a producer writes into all sharing CTAs, so it waits until the
@@ -141,6 +144,7 @@ DEVICE void produce_x(const SplitParams& p, const Place& at) {
   for (int i = 0; i < p.row_ctas; ++i) peers |= 1u << (i * p.token_ctas + at.token_rank);
   const bool shared = p.row_ctas > 1;
   const u64 policy = policy_keep();
+  await_last_launch();
   Cursor cursor;
   for (int step = 0;; ++step) {
     const SplitItem item = split_item(p.schedule, at.cluster, step);
@@ -262,6 +266,7 @@ DEVICE void consume(const SplitParams& p, const Place& at, int warpgroup) {
 DEVICE void run_split_linear(const SplitParams& p) {
   const Place at = find_place(p);
   const u32 warp = warp_index();
+  allow_next_launch();
   if (thread_index() == 0) {
     for (int slot = 0; slot < at.w_stages; ++slot) {
       init_barrier(at.w_full + 8 * slot, 1);
@@ -285,6 +290,7 @@ DEVICE void run_split_linear(const SplitParams& p) {
     sync_warp();
   } else {
     if constexpr (kMoveRegisters) take_registers<232>();
+    await_last_launch();
     consume(p, at, (int)warp / 4 - 1);
   }
   // A CTA that ends early would take its shared memory away from peers that still copy into it or arrive in it.

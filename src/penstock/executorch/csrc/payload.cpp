@@ -8,7 +8,7 @@
 namespace penstock_executorch {
 namespace {
 
-constexpr uint64_t kVersion = 2;
+constexpr uint64_t kVersion = 3;
 constexpr int kWeightShift = 40;
 
 struct Header {
@@ -127,14 +127,15 @@ class Rebase {
       refuse("a plan of the program ends early");
     at_ += (size_t)(count * each);
   }
-  // One that is read in host memory names its place in the file instead of one in a range.
+  // One that is read in host memory names its place in the file instead of one in a range; all name it at their end.
   void access() {
     constexpr int64_t kDirect = -2;
     next();
     int64_t bytes = next(), range = next();
-    size_t offset_at = at_;
-    skip(2);
+    size_t offset_at = at_, source_at = at_ + 3;
+    skip(4);
     if (range == kDirect) rebase(numbers_[offset_at], bytes);
+    rebase(numbers_[source_at], bytes);
   }
   void piece() {
     size_t source_at = at_;

@@ -1,0 +1,72 @@
+"""Recipes for the native core: how it launches the split linear kernel for one weight and one number of tokens."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import torch
+
+from penstock.direct.launch_shape import Limits
+from penstock.direct.params import TENSOR_MAP_ALIGNMENT, SplitParams
+from penstock.direct.split_linear import Options, Side, SplitLinear
+from penstock.errors import DriverCallError
+
+
+class LinearCase(ctypes.Structure):
+    """What a recipe is for; csrc/linear_recipe.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("method", "access", "tokens", "rows", "depth", "head_rows")),
+        *((name, ctypes.c_uint64) for name in ("head_address", "tail_address")),
+        *((name, ctypes.c_int32) for name in ("is_bf16", "has_bias")),
+    ]
+
+
+_LAUNCH = (
+    ("function", ctypes.c_uint64),
+    *((name, ctypes.c_int64) for name in ("blocks", "threads", "shared_bytes", "cluster_ctas", "x_box_rows")),
+)
+
+
+class LinearRecipe(ctypes.Structure):
+    """A launch without what changes from call to call: x, y and the bias."""
+
+    _fields_ = [
+        *_LAUNCH,
+        # Tensor maps lie aligned.
+        ("pad", ctypes.c_char * (TENSOR_MAP_ALIGNMENT - 8 * len(_LAUNCH))),
+        ("params", SplitParams),
+    ]
+
+
+class Recipes:
+    """On one device. `limits`: of what its link and its SMs can do; None: those of an H200 on PCIe 5 x16."""
+
+    def __init__(self, device: torch.device | str, limits: Limits | None = None, *, cache: Path | None = None) -> None:
+        self._kernel = SplitLinear(device, cache=cache)
+        self._options = Options() if limits is None else Options(limits=limits)
+
+    def prepare(self, case_address: int, recipe_address: int) -> None:
+        """Fills the recipe at this address. Compiles and loads a kernel that is new: not while a stream is captured."""
+        case, recipe = LinearCase.from_address(case_address), LinearRecipe.from_address(recipe_address)
+        bf16 = bool(case.is_bf16)
+        dtype = torch.bfloat16 if bf16 else torch.float16
+        shape = self._kernel.shape(case.tokens, case.rows, case.depth, case.head_rows, dtype, self._options)
+        head = Side(case.head_address, case.head_rows, case.depth)
+        tail = Side(case.tail_address, case.rows - case.head_rows, case.depth)
+        self._kernel.fill_weight(recipe.params, shape, head, tail, bf16=bf16)
+        tile = shape.tile
+        recipe.function = self._kernel.function(tile, bf16=bf16)
+        recipe.blocks, recipe.threads = shape.blocks, tile.threads
+        recipe.shared_bytes, recipe.cluster_ctas = tile.shared_bytes, tile.cluster_ctas
+        recipe.x_box_rows = tile.x_box_rows
+
+    def close(self) -> None:
+        """Unloads the kernels; nothing may still launch them."""
+        try:
+            self._kernel.close()
+        except DriverCallError as error:
+            # A context that is lost refuses even this, and what else is to be given back must not wait for it.
+            print(f"penstock: the kernels of split linears could not be unloaded: {error}", file=sys.stderr)

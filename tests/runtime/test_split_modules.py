@@ -1,0 +1,243 @@
+"""Modules whose linears read weights in two places, from export to result, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.direct.launch_shape import Limits
+from penstock.errors import BelowFloorError, DeviceError, PenstockError
+from penstock.runtime.linear_choice import choose_linear
+from penstock.runtime.session import Session
+from penstock.verify.module import PoisonedModule
+from tests.harness import bits, compiled, offloaded
+from tests.runtime.rig import PAGE
+
+VOCABULARY, WIDTH, WIDE = 608, 64, 176
+DTYPES = (torch.bfloat16, torch.float16, torch.bfloat16)
+
+
+class Tied(nn.Module):
+    """A table that is gathered from and multiplied with; layers of both kinds of floats, with a bias and without, and
+    with other rows than 16s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.bfloat16)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, WIDE + 2, dtype=dtype) for dtype in DTYPES)
+        self.down = nn.ModuleList(nn.Linear(WIDE, WIDTH, bias=False, dtype=dtype) for dtype in DTYPES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.table(tokens)
+        for dtype, up, down in zip(DTYPES, self.up, self.down, strict=True):
+            h = h + down(torch.tanh(up(h.to(dtype)))[..., :WIDE]).to(h.dtype)
+        return h @ self.table.weight.t()
+
+
+def tied() -> Tied:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Tied().eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods: any number of tokens, and one."""
+    count = torch.export.Dim("count", min=2, max=64)
+    methods = {
+        "prefill": offloaded(tied(), (torch.arange(7),), {"tokens": {0: count}}),
+        "decode": offloaded(tied(), (torch.arange(1),)),
+    }
+    return compiled(tmp_path_factory.mktemp("tied"), methods, split_linear=True).program_path
+
+
+CALLS = [("prefill", torch.arange(19) * 31), ("decode", torch.tensor([5])), ("prefill", torch.tensor([607, 0]))]
+
+
+def results(module: penstock.Module) -> list[Tensor]:
+    return [bits(module.run_method(method, tokens)) for method, tokens in CALLS]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    """To the eager model, which rounds between operations that the compiler fuses."""
+    assert (ours - theirs).float().norm() < 0.02 * theirs.float().norm()
+
+
+def opened(path: Path, budget: int | str, **options: Any) -> penstock.Module:
+    return penstock.Module(path, budget, quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def resident(program: Path) -> list[Tensor]:
+    with opened(program, "1TiB", mode="streamed", linear="split") as module:
+        assert module.plan is not None and not any(method.copies for method in module.plan.methods)
+        return results(module)
+
+
+def test_bits_are_the_same_at_every_budget(program: Path, resident: list[Tensor]) -> None:
+    splits = set()
+    with opened(program, "1TiB", mode="split", linear="split") as module:
+        floor, full = module.floor_bytes, module.full_bytes
+        # No linear has to fit: what is left are the biases.
+        assert floor == PAGE
+        budgets = [floor + (full - floor) * part // 12 for part in range(13)]
+        for budget in [*budgets, *reversed(budgets)]:
+            module.set_budget(budget)
+            assert module.plan is not None
+            splits |= set(module.plan.split_weights)
+            for _ in range(2):
+                assert same(results(module), resident), budget
+            assert module.device_memory()[0] <= budget
+            assert module.stats().copies == 0
+    assert splits >= {"table.weight", "up.0.weight", "up.1.weight", "down.0.weight"}
+    with opened(program, floor, mode="split", linear="split") as module:
+        assert same(results(module), resident)
+        assert module.device_memory() == (floor, floor)
+    with pytest.raises(BelowFloorError, match=f"needs at least {floor} bytes"):
+        opened(program, floor - 1, mode="split", linear="split")
+
+
+def test_bits_are_the_same_in_every_mode(program: Path, resident: list[Tensor]) -> None:
+    for mode in ("auto", "streamed", "direct"):
+        with opened(program, "1TiB", mode=mode, linear="split") as module:
+            floor, full = module.floor_bytes, module.full_bytes
+            for part in range(4):
+                module.set_budget(floor + (full - floor) * part // 4)
+                assert same(results(module), resident), (mode, part)
+            if mode == "streamed":
+                assert module.stats().copies
+
+
+def test_the_hundredth_run(program: Path, resident: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_POISON", "1")
+    with opened(program, 10 * PAGE, mode="split", linear="split") as module:
+        assert module.plan is not None and module.plan.split_weights
+        for _ in range(100):
+            assert same(results(module), resident)
+        peak = module.device_memory()[1]
+        assert peak == module.plan.device_bytes <= 10 * PAGE
+
+
+def test_the_library_multiplies_with_what_is_whole(program: Path, resident: list[Tensor]) -> None:
+    """Its sums have an order of their own: what is split comes close."""
+    model = tied()
+    eager = [model(tokens) for _, tokens in CALLS]
+    with opened(program, "1TiB", mode="split") as module:
+        whole = results(module)
+        for budget in (module.floor_bytes, 12 * PAGE, 40 * PAGE):
+            module.set_budget(budget)
+            for wanted, (method, tokens) in zip(eager, CALLS, strict=True):
+                assert_close(module.run_method(method, tokens), wanted)
+        module.set_budget(module.full_bytes)
+        assert same(results(module), whole)
+    with opened(program, "1TiB", policy="lru") as module:
+        assert same(results(module), whole)
+    with opened(program, 48 * PAGE, mode="streamed", host_memory="staged", host_memory_cap=64 * PAGE) as module:
+        assert same(results(module), whole) and module.stats().copies
+    with opened(program, 48 * PAGE, host_memory="staged", host_memory_cap=64 * PAGE, linear="split") as module:
+        assert same(results(module), resident) and module.stats().copies
+
+
+def test_under_poison_every_linear_reads_what_it_was_lent(program: Path) -> None:
+    module = PoisonedModule(program)
+    model = tied()
+    for _ in range(2):
+        for method, tokens in CALLS:
+            assert_close(module.run_method(method, tokens), model(tokens))
+
+
+def test_a_calibration_may_split(program: Path, resident: list[Tensor]) -> None:
+    budget = 40 * PAGE
+    with opened(program, budget, linear="split") as module:
+        with module.calibrate():
+            results(module)
+        with module.calibrate_direct():
+            assert module.device_memory()[0] < 2 * PAGE and same(results(module), resident)
+        assert same(results(module), resident)
+        assert module.device_memory()[0] <= budget
+
+
+def test_what_the_core_is_told(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library may sum in the same order as the core: results alone do not tell who multiplied."""
+    told: list[tuple[object, bool]] = []
+
+    def offer(session: Session, prepare: object, *, always_kernel: bool) -> None:
+        told.append((prepare, always_kernel))
+
+    monkeypatch.setattr(Session, "offer_linear", offer)
+    opened(program, "1TiB", mode="split").close()
+    assert not told
+    opened(program, "1TiB", linear="split").close()
+    assert told == [(None, True)]
+
+
+def test_the_summary_says_what_is_split(program: Path) -> None:
+    with opened(program, 12 * PAGE, mode="split") as module:
+        assert "of split weights read in place" in module.summary
+        assert "every linear" not in module.summary
+        module.set_budget(module.full_bytes)
+        assert "split" not in module.summary
+    with opened(program, "1TiB", linear="split") as module:
+        assert "every linear as those of split weights" in module.summary
+
+
+def test_refusals(program: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"linear": "fast"}, "linear is 'fast'; it must be one of 'library', 'split'"),
+        ({"mode": "split", "policy": "lru"}, 'mode="split" reads weights where they lie .* policy="lru"'),
+        ({"linear": "split", "policy": "lru"}, 'linear="split" is for the weights of a plan'),
+        ({"mode": "split", "host_memory": "staged"}, 'mode="split" reads weights where they lie .*staged'),
+        ({"mode": "split", "split_limits": Limits()}, "split_limits are for the kernel .* on cpu"),
+    ]
+    for options, message in cases:
+        with pytest.raises(PenstockError, match=message):
+            opened(program, "1TiB", **options)
+
+
+def test_a_program_without_such_linears(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(path: Path, **options: Any) -> penstock.Program:
+        read = penstock.read_program(path)
+        methods = []
+        for method in read.methods:
+            accesses = tuple(replace(access, linear=False) for access in method.schedule.accesses)
+            methods.append(replace(method, schedule=replace(method.schedule, accesses=accesses)))
+        return replace(read, methods=tuple(methods))
+
+    monkeypatch.setattr("penstock.runtime.module.read_offloaded", plain)
+    for option in ("linear", "mode"):
+        with pytest.raises(PenstockError, match=f'{option}="split" needs linears .* compile it with split_linear=True'):
+            opened(program, "1TiB", **{option: "split"})
+    opened(program, "1TiB").close()
+
+
+def test_another_gpu_is_told_by_its_capability(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, gpu = penstock.read_program(program), torch.device("cuda:0")
+    usual: dict[str, Any] = {"policy": "planned", "host_memory": "registered", "limits": None}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    for asked in ({"linear": "split", "mode": "auto"}, {"linear": "library", "mode": "split"}):
+        with pytest.raises(DeviceError, match=r'="split" cannot be had on cuda:0: .* capability 10\.0, .* needs 9\.0'):
+            choose_linear(loaded, gpu, **asked, **usual)
+    choice = choose_linear(loaded, gpu, linear="library", mode="auto", **usual)
+    assert not choice.can_split and not choice.offers_kernel
+    (told,) = choice.summary()
+    assert "no weight is split: this GPU has compute capability 10.0" in told
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for linear, host_memory, offered, can_split in (
+        ("library", "registered", True, True),
+        ("library", "staged", False, False),
+        ("split", "staged", True, False),
+    ):
+        options = {**usual, "host_memory": host_memory}
+        choice = choose_linear(loaded, gpu, linear=linear, mode="auto", **options)
+        assert (choice.offers_kernel, choice.can_split) == (offered, can_split)
+    assert not choose_linear(loaded, gpu, linear="library", mode="auto", **{**usual, "policy": "lru"}).offers_kernel
