@@ -26,7 +26,8 @@ DEFAULT_LIMITS = Limits()
 LINK_BYTES_PER_S = 51.4e9
 HBM_BYTES_PER_S = 4.0e12
 FLOP_PER_S = 660e12
-# split_*: the kernel; limits off, multicast off, the split moved off the tiles' borders, x not shared by pairs of CTAs.
+# split_*: the kernel; limits off, multicast off, the split moved off the tiles' borders, x not shared by pairs of CTAs,
+# each launch overlapping with the one before it.
 # *_alone: only that part of the weight, by the kernel. The others are torch.
 WAYS = (
     "split",
@@ -34,6 +35,7 @@ WAYS = (
     "split_no_multicast",
     "split_unaligned",
     "split_own_x",
+    "split_overlapped",
     "hbm_alone",
     "host_alone",
     "cublas_uva",

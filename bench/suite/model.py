@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,8 +99,13 @@ def inputs(shape: ModelShape, tokens: int, device: str) -> Tensor:
 
 
 def write_weights(shape: ModelShape, path: Path) -> None:
-    """A safetensors file with seeded values; holds one block of noise and nothing else."""
+    """A safetensors file with seeded values."""
     tensors = {name: tuple(tensor.shape) for name, tensor in on_meta(shape).state_dict().items()}
+    write_noise(tensors, shape.hidden, path)
+
+
+def write_noise(tensors: Mapping[str, tuple[int, ...]], hidden: int, path: Path) -> None:
+    """Tensors of these shapes in a safetensors file, vectors near one; holds one block of noise and nothing else."""
     table, offset = {}, 0
     for name, size in tensors.items():
         end = offset + math.prod(size) * ITEM_BYTES
@@ -110,7 +115,7 @@ def write_weights(shape: ModelShape, path: Path) -> None:
     header += b" " * (-len(header) % 8)
     generator = torch.Generator().manual_seed(SEED)
     # Keeps the sum over a row near one, so that a wrong weight shows in the output at every size.
-    noise = torch.randn(NOISE_VALUES, generator=generator) * (1.28 / math.sqrt(shape.hidden))
+    noise = torch.randn(NOISE_VALUES, generator=generator) * (1.28 / math.sqrt(hidden))
     values, around_one = noise.to(DTYPE), (noise + 1).to(DTYPE)
     unfinished = path.with_suffix(".partial")
     with unfinished.open("wb") as file:
