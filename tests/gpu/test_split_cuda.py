@@ -13,6 +13,7 @@ from torch import nn
 import penstock
 from penstock.direct.launch_shape import Limits
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
+from penstock.runtime import linear_choice
 from tests.gpu.test_runtime_cuda import device_bytes, same
 
 pytestmark = [
@@ -196,7 +197,7 @@ def test_refusals(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({"host_memory": "staged"}, {"policy": "lru"}):
         with pytest.raises(PenstockError, match='mode="split" reads weights where they lie'):
             opened(program, "64GiB", mode="split", **options)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(linear_choice, "_capability", lambda device: (8, 0))
     for asked in ({"mode": "split"}, {"linear": "split"}):
         with pytest.raises(DeviceError, match=r"compute capability 8\.0, and the kernel .* needs 9\.0"):
             opened(program, "64GiB", **asked)

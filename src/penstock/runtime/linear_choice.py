@@ -70,8 +70,12 @@ def choose_linear(
 def _obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     if capability == CAPABILITY:
         return None
     has, needs = (".".join(map(str, one)) for one in (capability, CAPABILITY))
     return f"this GPU has compute capability {has}, and the kernel that reads a weight in two places needs {needs}"
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

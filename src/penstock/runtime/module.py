@@ -231,7 +231,7 @@ class Module:
 
     @property
     def state_bytes(self) -> int:
-        """Of the buffers that the program mutates. They are on the device and outside the budget."""
+        """Of the buffers that the program mutates: outside the budget, on the device but for far sides of caches."""
         return self.program.state_bytes
 
     @property
