@@ -21,7 +21,18 @@ class InPlace:
         if not self.nbytes:
             return usual_s
         # Both sides are read at once, and neither is read faster for it.
-        return max(usual_s, direct_s * self.nbytes / self.of_bytes) if self.is_split else direct_s
+        return max(usual_s, self._read_s(direct_s)) if self.is_split else direct_s
+
+    def link_s(self, usual_s: float, direct_s: float, link_bytes_per_s: float) -> float:
+        """How long it keeps copies off the link. A step that waits for its reads has it to itself, though it reads
+        slower than copies would: measured, both at once were no faster than one after the other."""
+        if not self.nbytes:
+            return 0.0
+        read_s = self._read_s(direct_s)
+        return read_s if read_s > usual_s else self.nbytes / link_bytes_per_s
+
+    def _read_s(self, direct_s: float) -> float:
+        return direct_s * self.nbytes / self.of_bytes
 
 
 def in_place_by_step(method: MethodPlan, schedule: Schedule) -> list[InPlace]:

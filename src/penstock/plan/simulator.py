@@ -75,20 +75,22 @@ def simulate(
     comes after the last step. Copies and steps of all runs are added to `spans` if it is given.
 
     A step that reads a weight in place takes its time of `direct_step_s`, or of a split weight the part of it that it
-    reads there, and copies stand still as long as those bytes would have taken them: both go over one link. What only
-    gathers takes as long as with the weight in place.
+    reads there, and copies stand still while it reads: both go over one link. What only gathers takes as long as with
+    the weight in place.
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
     in_place = in_place_by_step(method, schedule)
+    link_taken_s = [0.0] * len(step_s)
     if any(one.nbytes for one in in_place):
         if len(direct_step_s) != len(step_s):
             raise ValueError(
                 f"method {method.method!r} reads weights in place, and got the times of {len(direct_step_s)} such "
                 f"steps; it has {len(step_s)}"
             )
-        step_s = [one.step_s(*times) for one, *times in zip(in_place, step_s, direct_step_s, strict=True)]
+        timed = list(zip(in_place, step_s, direct_step_s, strict=True))
+        link_taken_s = [one.link_s(usual_s, direct_s, link.bytes_per_s) for one, usual_s, direct_s in timed]
+        step_s = [one.step_s(usual_s, direct_s) for one, usual_s, direct_s in timed]
         _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
-    link_taken_s = [one.nbytes / link.bytes_per_s for one in in_place]
     streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, link_taken_s, spans)
     ends: list[_RunEnd] = []
     for _ in range(runs):
