@@ -106,6 +106,7 @@ def test_a_compiled_program(cli: Cli, program: Path) -> None:
     assert [step["kernel"] for step in method["steps"]] == [step.kernel for step in read.methods[0].schedule.steps]
     assert told["floor"]["computed_bytes"] == read.floor_bytes
     assert [row["name"] for row in told["weights"] if row["gathered"]] == ["table.weight"]
+    assert not any(row["linear"] for row in told["weights"])
     assert told["floor"]["streamed_bytes"] > told["floor"]["placed_bytes"]
 
 

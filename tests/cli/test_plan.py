@@ -181,6 +181,15 @@ def with_linear(program: Path, folder: Path) -> Path:
     return write_metadata(folder / "linear.pt2", dataclasses.replace(read, methods=(changed,)))
 
 
+def test_inspect_tells_what_may_be_split(cli: Cli, program: Path, tmp_path: Path) -> None:
+    path = with_linear(program, tmp_path)
+    _, *layers = read_program(path).weights
+    told = cli("inspect", path, "--json").document
+    assert {row["name"] for row in told["weights"] if row["linear"]} == {weight.name for weight in layers}
+    assert "may lie on both sides of the link" in cli("inspect", path).stdout
+    assert "may lie on both sides of the link" not in cli("inspect", program).stdout
+
+
 def test_split_weights(cli: Cli, program: Path, tmp_path: Path) -> None:
     path = with_linear(program, tmp_path)
     table, *layers = read_program(path).weights

@@ -168,6 +168,14 @@ def test_refusals(cli: Cli, program: Path, inputs: Path, tmp_path: Path) -> None
     assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--repeat", 0).code == 2
     assert cli("run", program, "--inputs", inputs, "--trace", "t", "--write-step-times", "s").code == 2
     assert cli("run", program, "--weights", program, "--budget", "1GB", "--inputs", inputs).code == 7
+    assert cli("run", tmp_path / "some.pte", "--inputs", inputs, "--linear", "split").code == 2
+
+
+@pytest.mark.parametrize("option", ["mode", "linear"])
+def test_split_is_the_modules_business(cli: Cli, program: Path, inputs: Path, option: str) -> None:
+    """This program was compiled without."""
+    told = cli("run", program, "--budget", "1GB", "--inputs", inputs, f"--{option}", "split")
+    assert told.code and f'{option}="split" needs linears' in " ".join(told.stderr.split())
 
 
 def test_bfloat16_survives_safetensors_and_not_npz(tmp_path: Path) -> None:

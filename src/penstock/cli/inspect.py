@@ -56,6 +56,7 @@ def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
 
 def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
     floor = report.floor
+    splittable = sum(weight.nbytes for weight in report.weights if weight.linear)
     in_place = f'{floor.streamed_bytes} bytes with mode="streamed", where nothing is read in place in host memory'
     built = ", ".join(f"{name} {version}" for name, version in report.built_with.items())
     facts(
@@ -64,6 +65,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
         [
             ("file", f"{short_bytes(report.file_bytes)}, code for {report.device}, built with {built}"),
             ("weights", f"{report.weight_count}, {short_bytes(report.weight_bytes)}"),
+            *([("", f"{short_bytes(splittable)} may lie on both sides of the link")] if splittable else []),
             ("state", short_bytes(report.state_bytes)),
             ("identity", report.identity),
             ("baked budget", "none" if report.baked_budget_bytes is None else short_bytes(report.baked_budget_bytes)),

@@ -24,6 +24,8 @@ class WeightRow:
     # How often one run of each method reads it; and whether it is only gathered from, so that it may stay on the host.
     accesses: int
     gathered: bool
+    # Whether some access does nothing but multiply by its rows, which may then lie on both sides of the link.
+    linear: bool
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ def program_report(subject: Subject) -> ProgramReport:
     accesses = [access for schedule in subject.schedules for access in schedule.accesses]
     uses = Counter(access.weight for access in accesses)
     whole = {access.weight for access in accesses if not access.gathered}
+    multiplied = {access.weight for access in accesses if access.linear}
     return ProgramReport(
         path=subject.path,
         kind=subject.path.suffix.lstrip("."),
@@ -170,7 +173,9 @@ def program_report(subject: Subject) -> ProgramReport:
         floor=_floor(subject),
         methods=tuple(_method(method, subject) for method in program.methods),
         weights=tuple(
-            WeightRow(w.name, w.aliases, w.dtype, w.shape, w.nbytes, uses[w.name], w.name not in whole)
+            WeightRow(
+                w.name, w.aliases, w.dtype, w.shape, w.nbytes, uses[w.name], w.name not in whole, w.name in multiplied
+            )
             for w in program.weights
         ),
         states=tuple(StateRow(s.name, s.dtype, s.shape, s.nbytes, s.init) for s in program.states),

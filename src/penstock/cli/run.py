@@ -65,6 +65,13 @@ class RunReport:
     show_default=True,
     help="How weights that do not fit are reached, as penstock.Module has it.",
 )
+@click.option(
+    "--linear",
+    type=click.Choice(["library", "split"]),
+    default="library",
+    show_default=True,
+    help="Who multiplies, where a program was compiled with --split-linear; split: the same bits at every budget.",
+)
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Runs, back to back.")
 @click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a trace of all runs for Perfetto.")
@@ -79,6 +86,7 @@ def run(
     inputs: Path,
     method: str | None,
     mode: str,
+    linear: str,
     repeat: int,
     weights: Path | None,
     trace: Path | None,
@@ -102,11 +110,18 @@ def run(
             raise click.BadParameter(f"{path} must end in {', '.join(SUFFIXES)}", param_hint=name)
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
+    if program.suffix == ".pte" and linear == "split":
+        raise click.BadParameter("a .pte has no linears of ours; give a .pt2", param_hint="--linear")
+    # Only what was asked for: a .pte's module knows fewer options.
+    usual = {"mode": "auto", "linear": "library"}
+    options = {name: value for name, value in (("mode", mode), ("linear", linear)) if value != usual[name]}
     if trace is not None and write_step_times is not None:
         raise click.UsageError("--trace and --write-step-times record the same runs in different ways; give one")
     refuse_folderless(trace, write_step_times, out)
     with only_json_on_stdout(as_json):
-        report = _run(program, budget, inputs, method, mode, repeat, weights, trace, write_step_times, out, not as_json)
+        report = _run(
+            program, budget, inputs, method, options, repeat, weights, trace, write_step_times, out, not as_json
+        )
     emit(report, as_json, _show)
 
 
@@ -115,7 +130,7 @@ def _run(
     budget: str | None,
     inputs: Path,
     method: str | None,
-    mode: str,
+    options: dict[str, Any],
     repeat: int,
     weights: Path | None,
     trace: Path | None,
@@ -132,7 +147,6 @@ def _run(
     from penstock.cli.tensors_file import dump_tensors, load_tensors
 
     held = load_tensors(inputs)
-    options: dict[str, Any] = {} if mode == "auto" else {"mode": mode}
     began_s = time.perf_counter()
     with penstock.Module(path, budget, weights=weights, quiet=True, **options) as module:
         load_s = time.perf_counter() - began_s
