@@ -252,6 +252,20 @@ def test_copies_stand_still_while_a_weight_is_read_in_place() -> None:
     assert crossing_bytes / 55e9 <= auto.predicted_s(mixed, timed) < 1.1 * crossing_bytes / 55e9
 
 
+def test_where_copying_all_needs_less_the_floor_is_that_of_copying() -> None:
+    """In four steps all stays overlap each other, and a table that is not copied leaves another order to place."""
+    schedule = chain("a", "b c", "a", "~d e")
+    weights = weights_of(a=0, b=1, c=17, d=1, e=17)
+    auto, streamed = planner([schedule], weights, "auto"), planner([schedule], weights, "streamed")
+    without_table = DirectChoice([schedule], weights, PAGE, lambda access: access.gathered)
+    assert streamed.floor_bytes < without_table.floor_bytes, "no odd case any more: find another"
+    assert auto.floor_bytes == auto.floor().floor_bytes == streamed.floor_bytes
+    check_plan(auto.plan(auto.floor_bytes), [schedule], weights, budget_bytes=auto.floor_bytes)
+    assert auto.plan(without_table.floor_bytes).direct_weights == ("d",)
+    with pytest.raises(BelowFloorError):
+        auto.plan(auto.floor_bytes - 1)
+
+
 # ---- at random
 
 

@@ -56,7 +56,7 @@ class ModePlanner:
     @property
     def floor_bytes(self) -> int:
         """The smallest budget that `plan` accepts."""
-        return self._usual.floor_bytes
+        return self._lowest.floor_bytes
 
     @property
     def full_bytes(self) -> int:
@@ -64,14 +64,15 @@ class ModePlanner:
         return self._usual.full_bytes
 
     def floor(self) -> FloorPlan:
-        return self._usual.floor()
+        return self._lowest.floor()
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
         """The plan that takes the least time within the budget, or without a calibration the one that moves the least.
 
         Raises BelowFloorError where no plan is safe and still overlaps.
         """
-        plans = [self._usual.plan(budget_bytes, calibration)]
+        usual = self._usual if budget_bytes >= self._usual.floor_bytes else self._lowest
+        plans = [usual.plan(budget_bytes, calibration)]
         if self._mode != "auto" or calibration is None or not calibration.direct_step_s:
             return plans[0]
         # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
@@ -92,6 +93,14 @@ class ModePlanner:
     @cached_property
     def _usual(self) -> DirectChoice | SplitChoice:
         return self._split_from(1) if self._mode == "split" else self._choice(self._may_be_direct)
+
+    @cached_property
+    def _lowest(self) -> DirectChoice | SplitChoice:
+        """Fewer weights to place are not always easier to place: in a cycle of few steps copying all may need less."""
+        if self._mode in ("streamed", "direct"):
+            return self._usual
+        streamed = self._choice(lambda access: False)
+        return streamed if streamed.floor_bytes < self._usual.floor_bytes else self._usual
 
     @cached_property
     def _with_more_in_place(self) -> list[DirectChoice]:
