@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kv import HostKVCache, ops
+from penstock.kv.cache import HOST_PROGRAMS
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 POSITION_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
@@ -182,7 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shares", type=_shares, default=[0, 0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1], help="far parts")
     parser.add_argument("--share", type=float, default=0.02, help="the far part of the second table")
     parser.add_argument("--programs", type=_numbers, default=[1, 2, 4, 8, 16, 64], help="those of the second table")
-    parser.add_argument("--host-programs", type=int, default=4, help="programs that face the host in the first table")
+    parser.add_argument(
+        "--host-programs", type=int, default=HOST_PROGRAMS, help="programs that face the host in the first table"
+    )
     parser.add_argument("--round", type=float, default=0.3, help="seconds for each figure, about")
     return parser
 
