@@ -20,7 +20,6 @@ struct LinearCase {
   uint64_t head_address;
   uint64_t tail_address;
   int32_t is_bf16;  // 0: fp16
-  int32_t has_bias;
 };
 
 struct LinearRecipe {

@@ -29,7 +29,6 @@ void PlannedSession::multiply(const LinearRequest& request, TensorHandle* out) {
   if (operands.tokens()) {
     LinearCall call = operands.call();
     LinearCase which = case_of(position, operands);
-    which.has_bias = request.bias != nullptr;
     if (prepare_) driver_.launch_linear(recipe(which), call, compute_);
     else if (on_cpu) multiply_here(which, call);
     else throw CoreError(Failure::usage, "no kernel was offered for the linear of access " + text(access.number));

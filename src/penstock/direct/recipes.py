@@ -20,7 +20,7 @@ class LinearCase(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("method", "access", "tokens", "rows", "depth", "head_rows")),
         *((name, ctypes.c_uint64) for name in ("head_address", "tail_address")),
-        *((name, ctypes.c_int32) for name in ("is_bf16", "has_bias")),
+        ("is_bf16", ctypes.c_int32),
     ]
 
 
