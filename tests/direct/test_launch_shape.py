@@ -110,6 +110,8 @@ def test_requests_in_flight_are_those_that_were_set(tokens: int) -> None:
         assert inflight <= 256 << 10, (head_rows, shape)
         # A single tile of the widest kind has no room for more than five slots.
         assert inflight >= (128 << 10 if shape.schedule.host_items > 1 else 64 << 10), (head_rows, shape)
+        if tokens > 512 and shape.host_bytes < 7168 * 7168 // 2:
+            continue  # arithmetic takes longer than the link
         # The last round is nearly as full as the others.
         idle = -shape.schedule.host_items % shape.schedule.host_clusters
         assert idle <= max(1, shape.schedule.host_items // 6), (head_rows, shape)
@@ -130,6 +132,24 @@ def test_who_is_done_helps_where_it_pays() -> None:
     schedule = launch_shape(2048, 14336, 4096, 13904, tile, 16, Limits()).schedule
     most = max(len(list(schedule.items(cluster))) for cluster in range(schedule.clusters))
     assert schedule.helped > 0 and most < -(-schedule.hbm_items // (schedule.clusters - schedule.host_clusters))
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(7168, 7168), (14336, 4096), (4096, 14336)])
+def test_who_waits_for_the_link_is_not_missed(rows: int, depth: int) -> None:
+    """Where arithmetic takes longer than the link: as many rounds of tiles as with everything in device memory."""
+    tile, clusters = choose_tile(2048), 15
+    resident_rounds = -(-rows // tile.cluster_rows // clusters)
+    for host_bands in range(1, -(-rows // tile.cluster_rows // 8)):
+        head_rows = rows - host_bands * tile.cluster_rows
+        shape = launch_shape(2048, rows, depth, head_rows, tile, clusters, Limits())
+        schedule, limits = shape.schedule, Limits()
+        item_s = 2 * tile.cluster_rows * depth * 2048 / (limits.sm_flop_per_s * tile.cluster_ctas)
+        link_s = shape.host_bytes / limits.link_bytes_per_s
+        taken = [len(list(schedule.items(cluster))) for cluster in range(schedule.clusters)]
+        # A cluster that faces the host cannot be done with its share of it before the link is.
+        helping_s = link_s + schedule.helped * item_s
+        assert max(taken) <= resident_rounds, (host_bands, schedule)
+        assert helping_s <= max(resident_rounds * item_s, link_s) * 1.001, (host_bands, schedule)
 
 
 def test_no_congestion_control() -> None:

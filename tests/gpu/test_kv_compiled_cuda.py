@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,15 +56,17 @@ def compile_split(near: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    folder = tmp_path_factory.mktemp("kv")
+    """Kept in PENSTOCK_GPU_PROGRAMS where that is set."""
+    kept = os.environ.get("PENSTOCK_GPU_PROGRAMS")
+    folder = Path(kept) / "kv" if kept else tmp_path_factory.mktemp("kv")
+    paths = {near: folder / f"{near}" / "model.pt2" for near in NEARS}
     children = {
-        near: subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.test_kv_compiled_cuda", str(near), str(folder / f"{near}")]
-        )
-        for near in NEARS
+        near: subprocess.Popen([sys.executable, "-m", "tests.gpu.test_kv_compiled_cuda", str(near), str(path.parent)])
+        for near, path in paths.items()
+        if not path.exists()
     }
-    assert {near: child.wait() for near, child in children.items()} == dict.fromkeys(NEARS, 0)
-    return {near: folder / f"{near}" / "model.pt2" for near in NEARS}
+    assert {near: child.wait() for near, child in children.items()} == dict.fromkeys(children, 0)
+    return paths
 
 
 @pytest.fixture(scope="module")

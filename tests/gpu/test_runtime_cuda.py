@@ -20,6 +20,7 @@ import torch
 import penstock
 from penstock import errors
 from penstock.plan.demand import COPY_OVERHEAD_BYTES
+from penstock.runtime.arranger import FIRST_RUNS
 from tests.gpu import programs
 from tests.harness import bits
 
@@ -227,6 +228,23 @@ def test_set_budget(compiled: dict[str, Path], resident: tuple[list[torch.Tensor
         with pytest.raises(errors.BelowFloorError):
             module.set_budget(floor - 1)
         assert same(generate(module), wanted)
+
+
+def test_the_first_runs_are_measured_and_planned_again(
+    compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]
+) -> None:
+    wanted, full = resident
+    floor = floor_of(compiled["decoder"], "planned")
+    with penstock.Module(
+        compiled["decoder"], budget=(floor + full) // 2, calibration="first-runs", quiet=True
+    ) as module:
+        assert module.calibration is None
+        for _ in range(FIRST_RUNS):
+            assert same(generate(module), wanted)
+        assert module.calibration is not None
+        assert module.device_memory()[1] <= module.budget_bytes
+        for _ in range(3):
+            assert same(generate(module), wanted)
 
 
 def test_automatic_budget(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:

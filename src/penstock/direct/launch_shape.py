@@ -14,6 +14,11 @@ from penstock.direct.failures import KernelInputError
 from penstock.direct.schedule import ELEMENT_BYTES, GRAIN, Schedule
 from penstock.direct.tile_shape import TileShape
 
+# Of the bytes in flight that a calibration found best, what still reaches the link's rate: 192 KiB of 256 do.
+INFLIGHT_NEEDED = 0.75
+# What a plan that gives the host fewer clusters must gain before estimates are believed.
+WORTH_IT = 0.98
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -26,8 +31,8 @@ class Limits:
     link_bytes_per_s: float = 51.4e9
     hbm_bytes_per_s: float = 3.6e12
     # What one SM multiplies, sustained; and how much faster than the link the host side should be able to.
-    sm_flop_per_s: float = 4.5e12
-    compute_margin: float = 1.5
+    sm_flop_per_s: float = 6.3e12
+    compute_margin: float = 2.0
 
     def __str__(self) -> str:
         return (
@@ -98,26 +103,89 @@ def launch_shape(
         helped = -(-bare.hbm_items // host_clusters) if host_clusters else 0
         host_w_stages = tile.w_stages
     else:
-        host_clusters = _host_clusters(bare, tile, clusters, limits)
-        helped = _helped(bare, tile, depth, clusters, host_clusters, limits)
+        host_clusters, helped = _shares(bare, tile, depth, clusters, limits)
         host_w_stages = _host_w_stages(tile, host_clusters, limits)
     schedule = Schedule(split_row, rows, tile.cluster_rows, tile.token_blocks, clusters, host_clusters, helped)
     return LaunchShape(tile, schedule, tokens, depth, host_w_stages)
 
 
-def _host_clusters(bare: Schedule, tile: TileShape, clusters: int, limits: Limits) -> int:
-    """As few as keep the link busy: by requests, and by arithmetic at the rate at which weights arrive."""
+def _shares(bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits) -> tuple[int, int]:
+    """How many clusters face the host, and how many HBM items each of them takes afterwards."""
     if not bare.host_items:
-        return 0
+        return 0, 0
+    pace = _Pace.of(bare, tile, depth, clusters, limits)
+    left_for_hbm = 1 if bare.hbm_items and clusters > 1 else 0
+    most = min(bare.host_items, clusters - left_for_hbm)
+    # Enough for the link: by requests, and by arithmetic at the rate at which weights arrive.
     by_requests = math.ceil(limits.host_ctas / tile.row_ctas)
     cluster_tokens = tile.tile_tokens * tile.token_ctas
     needed_flop_per_s = limits.link_bytes_per_s / ELEMENT_BYTES * 2 * cluster_tokens
     by_arithmetic = math.ceil(limits.compute_margin * needed_flop_per_s / (limits.sm_flop_per_s * tile.cluster_ctas))
-    left_for_hbm = 1 if bare.hbm_items and clusters > 1 else 0
-    most = min(bare.host_items, clusters - left_for_hbm)
     fewest = min(max(by_requests, by_arithmetic), most)
     # Up to twice as many, if the last round is fuller then: a single cluster at the end would leave the link half idle.
-    return min(range(fewest, min(2 * fewest, most) + 1), key=lambda count: -bare.host_items % count)
+    usual = min(range(fewest, min(2 * fewest, most) + 1), key=lambda count: -bare.host_items % count)
+    helped, usual_s = pace.best_help(usual)
+    if by_arithmetic <= by_requests:
+        return usual, helped
+    # Where arithmetic takes longer than the link, clusters that wait for the link are missed on the other side: fewer
+    # of them, as long as their requests still cover its latency.
+    cluster_inflight_bytes = tile.row_ctas * tile.w_slot_bytes * max(tile.w_stages - 1, 1)
+    covering = math.ceil(INFLIGHT_NEEDED * limits.host_inflight_bytes / cluster_inflight_bytes)
+    fewer = [(pace.best_help(count), count) for count in range(min(covering, usual), usual)]
+    if fewer:
+        (other_helped, other_s), count = min(fewer, key=lambda one: (one[0][1], -one[1]))
+        if other_s < WORTH_IT * usual_s:
+            return count, other_helped
+    return usual, helped
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How long the sides are expected to take."""
+
+    hbm_items: int
+    host_items: int
+    clusters: int
+    # One item: of HBM with all clusters at work; over the link, alone on it; and the arithmetic of either.
+    hbm_item_s: float
+    link_item_s: float
+    compute_s: float
+
+    @classmethod
+    def of(cls, bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits) -> _Pace:
+        item_bytes = tile.cluster_rows * depth * ELEMENT_BYTES
+        item_flop = 2 * tile.cluster_rows * depth * tile.tile_tokens * tile.token_ctas
+        compute_s = item_flop / (limits.sm_flop_per_s * tile.cluster_ctas)
+        host_bytes = (bare.rows - bare.split_row) * depth * ELEMENT_BYTES * tile.token_blocks
+        return cls(
+            bare.hbm_items,
+            bare.host_items,
+            clusters,
+            max(item_bytes * clusters / limits.hbm_bytes_per_s, compute_s),
+            host_bytes / bare.host_items / limits.link_bytes_per_s,
+            compute_s,
+        )
+
+    def host_s(self, host_clusters: int) -> float:
+        rounds, rest = divmod(self.host_items, host_clusters)
+        whole_s = rounds * max(host_clusters * self.link_item_s, self.compute_s)
+        return whole_s + (max(rest * self.link_item_s, self.compute_s) if rest else 0)
+
+    def best_help(self, host_clusters: int) -> tuple[int, float]:
+        """How many HBM items each host cluster takes afterwards, so that both sides end together; and when."""
+        most = -(-self.hbm_items // host_clusters)
+        host_s = self.host_s(host_clusters)
+        if host_clusters == self.clusters:
+            return most, host_s + most * self.hbm_item_s
+
+        def longest_s(helped: int) -> float:
+            left = max(self.hbm_items - helped * host_clusters, 0)
+            hbm_s = -(-left // (self.clusters - host_clusters)) * self.hbm_item_s
+            return max(host_s + helped * self.hbm_item_s, hbm_s)
+
+        # Of equals the first: help that gains nothing only disturbs.
+        helped = min(range(most + 1), key=longest_s)
+        return helped, longest_s(helped)
 
 
 def _host_w_stages(tile: TileShape, host_clusters: int, limits: Limits) -> int:
@@ -127,36 +195,3 @@ def _host_w_stages(tile: TileShape, host_clusters: int, limits: Limits) -> int:
     # last chunk until the next has come: that one is not in flight.
     per_stage = max(host_clusters, 1) * tile.row_ctas * tile.w_slot_bytes
     return min(max(limits.host_inflight_bytes // per_stage, 1) + 1, tile.w_stages)
-
-
-def _helped(bare: Schedule, tile: TileShape, depth: int, clusters: int, host_clusters: int, limits: Limits) -> int:
-    """How many HBM items each host cluster takes afterwards, so that both sides are expected to end together."""
-    if not host_clusters:
-        return 0
-    if host_clusters == clusters:
-        return -(-bare.hbm_items // host_clusters)
-    item_bytes = tile.cluster_rows * depth * ELEMENT_BYTES
-    item_flop = 2 * tile.cluster_rows * depth * tile.tile_tokens * tile.token_ctas
-    compute_s = item_flop / (limits.sm_flop_per_s * tile.cluster_ctas)
-    hbm_item_s = max(item_bytes * clusters / limits.hbm_bytes_per_s, compute_s)
-    host_rows = bare.rows - bare.split_row
-    host_s = max(
-        host_rows * depth * ELEMENT_BYTES * tile.token_blocks / limits.link_bytes_per_s,
-        -(-bare.host_items // host_clusters) * compute_s,
-    )
-
-    def longest_s(helped: int) -> float:
-        left = max(bare.hbm_items - helped * host_clusters, 0)
-        return max(host_s + helped * hbm_item_s, -(-left // (clusters - host_clusters)) * hbm_item_s)
-
-    most = -(-bare.hbm_items // host_clusters)
-    best, best_s = 0, longest_s(0)
-    for helped in range(1, most + 1):
-        taken_s = longest_s(helped)
-        if taken_s >= best_s:
-            # The HBM side gets shorter in steps, the host side longer at once.
-            if host_s + helped * hbm_item_s > best_s:
-                break
-            continue
-        best, best_s = helped, taken_s
-    return best
