@@ -38,13 +38,17 @@ def test_tables_and_experts_take_no_device_memory(compiled: dict[str, Path], cud
         assert same(outputs(module), wanted)
     # Not by all of the experts: without them other weights that are needed together set it.
     assert floor < streamed_floor
+    with penstock.Module(path, "64GiB", quiet=True, cuda_graph=cuda_graph) as module:
+        outputs(module)  # kernels are loaded, and torch has made its streams: tens of MiB that no module takes
+    del module
     for part in range(5):
         budget = floor + (full - floor) * part // 4
+        torch.cuda.empty_cache()
         before = device_bytes()
         with penstock.Module(path, budget, quiet=True, cuda_graph=cuda_graph) as module:
             assert module.plan is not None
             # Measured before torch computes anything: what the module itself took.
-            assert device_bytes() - before <= budget + 64 * 2**20
+            assert device_bytes() - before <= budget + 8 * 2**20
             assert ("experts" in module.plan.direct_weights) == (part < 4)
             for _ in range(3):
                 assert same(outputs(module), wanted), part
