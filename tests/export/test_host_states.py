@@ -13,8 +13,10 @@ import penstock
 from penstock.errors import UnsupportedProgramError
 from penstock.export.catalog import build_catalog, state_names
 from penstock.export.host_states import host_states
+from penstock.export.kv_workspace import kv_workspace_bound_bytes
 from penstock.export.weightless import WeightlessProgram, make_weightless
 from penstock.kv import HostKVCache, ops
+from penstock.kv.layout import workspace_bound_bytes
 
 CUDA = torch.device("cuda", 0)
 STARTS, COUNTS = torch.zeros(1, dtype=torch.int32), torch.full((1,), 3, dtype=torch.int32)
@@ -142,3 +144,33 @@ def test_attention_inside_control_flow_is_refused_for_a_gpu() -> None:
 
     with pytest.raises(UnsupportedProgramError, match="penstock::kv_attend at .* stands inside control flow"):
         for_cuda(offloaded(Branching(), Q))
+
+
+@pytest.mark.parametrize(("most", "bounded"), [(40, True), (None, False)])
+def test_what_attention_allocates_is_bounded(most: int | None, bounded: bool) -> None:
+    """By the highest number of tokens, for a GPU; the compiler knows of its result alone."""
+    tokens = torch.export.Dim("tokens", min=2, max=most)
+    with torch.no_grad():
+        dynamic = ({2: tokens}, {2: tokens}, None, None)
+        ep = torch.export.export(Cached(), (Q, K, STARTS, COUNTS), dynamic_shapes=dynamic)
+    ep = penstock.apply_weight_offload(ep)
+    cache = Cached().cache
+    wanted = workspace_bound_bytes(
+        batch=1,
+        heads=4,
+        kv_heads=2,
+        tokens=most or 0,
+        head_dim=8,
+        element_bytes=4,
+        device_positions=cache.split.device_positions,
+        host_positions=cache.split.host_positions,
+        host_programs=cache.host_programs,
+    )
+    assert kv_workspace_bound_bytes(ep, CUDA) == (wanted if bounded else None)
+    assert kv_workspace_bound_bytes(ep, torch.device("cpu")) == 0
+
+
+def test_programs_without_a_cache_need_none() -> None:
+    with torch.no_grad():
+        ep = torch.export.export(nn.Linear(4, 4), (torch.zeros(1, 4),))
+    assert kv_workspace_bound_bytes(ep, CUDA) == 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kv import HostKVCache, KVCacheFullError, ops
 from penstock.kv.failures import KVCacheInputError
+from penstock.kv.layout import workspace_bound_bytes
 from tests.kv.decoder import SplitDecoder, cache_of, generate, generate_plain
 from tests.kv.exact import Ragged
 
@@ -141,6 +142,39 @@ def test_the_cap_is_kept_and_the_far_side_takes_no_device_memory() -> None:
     # Registering takes page tables; the far side itself would be ten times the cap.
     assert free - torch.cuda.mem_get_info()[0] < 2 * cap
     assert all(cache.get_buffer(f"host_kv_{layer}").is_pinned() for layer in range(4))
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 300])
+def test_what_attention_allocates_is_within_its_bound(tokens: int) -> None:
+    """Decoding, a chunk that reads the far side in place, and one for which it is staged."""
+    cache = HostKVCache(
+        layers=1, batch=2, kv_heads=4, head_dim=128, max_length=9000, device_cap_bytes=8 * 2**20, device="cuda"
+    )
+    step = cache.begin(6000)
+    del step
+    step = cache.begin(tokens)
+    q = torch.randn(2, 12, tokens, 128, device="cuda", dtype=torch.bfloat16)
+    arguments = q, cache.device_kv_0, cache.host_kv_0, step.starts, step.counts, 0.1, cache.host_programs
+    ops.ATTEND(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = ops.ATTEND(*arguments)
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before - out.nbytes
+    bound = workspace_bound_bytes(
+        batch=2,
+        heads=12,
+        kv_heads=4,
+        tokens=tokens,
+        head_dim=128,
+        element_bytes=2,
+        device_positions=cache.split.device_positions,
+        host_positions=cache.split.host_positions,
+        host_programs=cache.host_programs,
+    )
+    # The allocator rounds each of three tensors up to 512 bytes.
+    assert 0 < taken <= bound + 3 * 512
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

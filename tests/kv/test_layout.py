@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv.layout import MOST_ROWS, SLOTS, Layout, lay_out
+from penstock.kv.layout import (
+    MOST_MULTIPROCESSORS,
+    MOST_ROWS,
+    SLOTS,
+    Layout,
+    lay_out,
+    workspace_bound_bytes,
+    workspace_bytes,
+)
 
 
 def llama(rows: int, device_positions: int, host_positions: int, host_programs: int = 4) -> Layout:
@@ -62,3 +70,74 @@ def test_all_of_both_sides_is_covered(rows: int, near: int, far: int, programs: 
 def test_no_program_towards_the_host_is_refused() -> None:
     with pytest.raises(ValueError, match="host_programs is 0"):
         llama(1, 1, 1, host_programs=0)
+
+
+@given(
+    batch=st.integers(1, 5),
+    kv_heads=st.integers(1, 9),
+    group=st.integers(1, 9),
+    tokens=st.integers(1, 700),
+    later=st.integers(0, 300),
+    near=st.integers(0, 9000),
+    far=st.integers(0, 9000),
+    programs=st.integers(1, 70),
+    multiprocessors=st.integers(1, MOST_MULTIPROCESSORS),
+)
+def test_the_workspace_has_a_bound(
+    batch: int,
+    kv_heads: int,
+    group: int,
+    tokens: int,
+    later: int,
+    near: int,
+    far: int,
+    programs: int,
+    multiprocessors: int,
+) -> None:
+    """For these tokens and for more, on every GPU; and not a wild one."""
+    position_bytes = 2 * batch * kv_heads * 128 * 2
+    layout = lay_out(
+        batch=batch,
+        kv_heads=kv_heads,
+        rows=group * tokens,
+        position_bytes=position_bytes,
+        device_positions=near,
+        host_positions=far,
+        host_programs=programs,
+        multiprocessors=multiprocessors,
+    )
+    heads = kv_heads * group
+    needed = workspace_bytes(
+        layout, batch=batch, heads=heads, tokens=tokens, head_dim=128, position_bytes=position_bytes
+    )
+    bounds = [
+        workspace_bound_bytes(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            tokens=most,
+            head_dim=128,
+            element_bytes=2,
+            device_positions=near,
+            host_positions=far,
+            host_programs=programs,
+        )
+        for most in (tokens, tokens + later)
+    ]
+    assert needed <= bounds[0] <= bounds[1]
+    if multiprocessors == MOST_MULTIPROCESSORS and group * tokens >= 2 * MOST_ROWS and near and far:
+        assert bounds[0] <= 4 * needed
+
+
+def test_more_multiprocessors_than_the_bound_counts_on() -> None:
+    with pytest.raises(ValueError, match="multiprocessors is 257; it must be 1 to 256"):
+        lay_out(
+            batch=1,
+            kv_heads=1,
+            rows=1,
+            position_bytes=4,
+            device_positions=1,
+            host_positions=0,
+            host_programs=1,
+            multiprocessors=257,
+        )

@@ -7,6 +7,8 @@ import inspect
 import pytest
 import torch
 
+from penstock.torch_private import graph
+
 SCHEDULER_METHODS = ("codegen", "enter_context", "flush")
 NODE_METHODS = ("used_or_aliased_buffer_names", "get_nodes", "get_outputs", "get_name", "get_buffer_names")
 
@@ -114,6 +116,19 @@ def test_storage_key_tells_memory_apart_on_meta_too() -> None:
         assert storage_key(a) == storage_key(a.view(2, 2))
         b = torch.empty(4, device=device)
         assert storage_key(a) != storage_key(b)
+
+
+def test_bounds_of_sizes() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, x]) + 1
+
+    for most, expected in ((9, 18), (None, None)):
+        rows = torch.export.Dim("rows", min=2, max=most)
+        ep = torch.export.export(Doubled(), (torch.zeros(3, 4),), dynamic_shapes=({0: rows},))
+        result = next(node for node in reversed(ep.graph.nodes) if node.op == "call_function").meta["val"]
+        bounds = [graph.size_bound(size, ep.range_constraints) for size in result.shape]
+        assert bounds == [expected, 4]
 
 
 def test_schema_questions() -> None:

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from penstock.errors import CompileError, PenstockError, ScheduleError
 from penstock.export.derive import Derivation, derive
+from penstock.export.kv_workspace import kv_workspace_bound_bytes
 from penstock.export.weightless import WeightlessProgram, make_weightless
 from penstock.export.wrapper import check_weightless, check_wrapper
 from penstock.program import Method, Temporary
@@ -75,7 +76,7 @@ def compile_method(
     files = _compile(name, program, device, folder, recorder, options)
     if recorder.derivation is None:
         raise CompileError(f"method {name!r}: the compiler emitted no main graph")
-    method = _method(name, program, recorder.derivation, weight_names)
+    method = _method(name, program, recorder.derivation, weight_names, kv_workspace_bound_bytes(ep, device))
     source = wrapper_source(files)
     check_wrapper(source, method.schedule)
     check_weightless(source, name)
@@ -104,7 +105,7 @@ def schedule_method(
         _compile(name, program, device, Path(), recorder, {}, stop)
     except _ScheduleOnly:
         assert recorder.derivation is not None
-        return _method(name, program, recorder.derivation, weight_names)
+        return _method(name, program, recorder.derivation, weight_names, kv_workspace_bound_bytes(ep, device))
     raise CompileError(f"method {name!r}: the compiler emitted no main graph")
 
 
@@ -131,7 +132,15 @@ def _first_lines(error: Exception) -> str:
     return f"{type(error).__name__}: " + " | ".join(lines[:6])
 
 
-def _method(name: str, program: WeightlessProgram, derivation: Derivation, weight_names: Mapping[str, str]) -> Method:
+def _method(
+    name: str,
+    program: WeightlessProgram,
+    derivation: Derivation,
+    weight_names: Mapping[str, str],
+    workspace_bound_bytes: int | None,
+) -> Method:
+    bound_bytes = derivation.activation.bound_bytes
+
     def weight(number: int) -> str:
         return weight_names[program.weight_of[number]]
 
@@ -154,7 +163,9 @@ def _method(name: str, program: WeightlessProgram, derivation: Derivation, weigh
         signature=program.signature,
         states=program.states,
         activation_example_bytes=derivation.activation.example_bytes,
-        activation_bound_bytes=derivation.activation.bound_bytes,
+        activation_bound_bytes=(
+            None if bound_bytes is None or workspace_bound_bytes is None else bound_bytes + workspace_bound_bytes
+        ),
         temporaries=tuple(
             Temporary(t.name, t.kernel, t.nbytes, tuple(dict.fromkeys(weight(n) for n in t.accesses)))
             for t in derivation.temporaries

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.kv import kernels, movement
-from penstock.kv.layout import SLOTS, STAGING_BYTES, lay_out
+from penstock.kv.layout import MOST_MULTIPROCESSORS, SLOTS, STAGING_BYTES, lay_out
 
 STAGED_SLOTS = 128
 APPENDED_TOKENS = 16
@@ -184,4 +184,6 @@ def _columns(head_dim: int) -> int:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else int(torch.cuda.get_device_properties(device).multi_processor_count)
+    if device.type == "cpu":
+        return 1
+    return min(int(torch.cuda.get_device_properties(device).multi_processor_count), MOST_MULTIPROCESSORS)

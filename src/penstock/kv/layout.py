@@ -15,6 +15,9 @@ STAGING_BYTES = 32 * 2**20
 SLOTS = 64
 # Tasks for each program that faces the host: enough that they end at about the same time.
 TASKS_PER_HOST_PROGRAM = 4
+# More than any GPU has: what is allocated for partial results has a bound that does not depend on where it runs.
+MOST_MULTIPROCESSORS = 256
+PARTIAL_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def lay_out(
     staging_bytes: int = STAGING_BYTES,
 ) -> Layout:
     """`rows` are query heads of a group times tokens; `position_bytes` is one position of the whole batch."""
+    if not 1 <= multiprocessors <= MOST_MULTIPROCESSORS:
+        raise ValueError(f"multiprocessors is {multiprocessors}; it must be 1 to {MOST_MULTIPROCESSORS}")
     if host_programs < 1:
         raise ValueError(f"host_programs is {host_programs}; at least one program must read the host side")
     block = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
@@ -67,3 +72,40 @@ def lay_out(
         staged_splits=splits(piece, 2 * multiprocessors),
         pieces=math.ceil(host_positions / piece) if staged else 0,
     )
+
+
+def workspace_bytes(layout: Layout, *, batch: int, heads: int, tokens: int, head_dim: int, position_bytes: int) -> int:
+    """What one call of attention allocates beside its output: partial results with their logarithms, and staging."""
+    partials = layout.splits * batch * heads * tokens * (head_dim + 1) * PARTIAL_ELEMENT_BYTES
+    return partials + layout.staged_positions * position_bytes
+
+
+def workspace_bound_bytes(
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    head_dim: int,
+    element_bytes: int,
+    device_positions: int,
+    host_positions: int,
+    host_programs: int,
+) -> int:
+    """The most that `workspace_bytes` can be for up to so many tokens, on any GPU, with a copy of the query."""
+    rows = batch * heads * tokens
+    row_bytes = (head_dim + 1) * PARTIAL_ELEMENT_BYTES
+
+    def partial_rows(positions: int, programs: int) -> int:
+        # `programs` over lines of at most MOST_ROWS rows each, rounded up to one more for every line.
+        return min(programs * MOST_ROWS + rows, math.ceil(positions / SLOTS) * rows)
+
+    position_bytes = 2 * batch * kv_heads * head_dim * element_bytes
+    device_rows = partial_rows(device_positions, 2 * MOST_MULTIPROCESSORS)
+    in_place_bytes = partial_rows(host_positions, TASKS_PER_HOST_PROGRAM * host_programs) * row_bytes
+    staged_bytes = 0
+    if heads // kv_heads * tokens > MOST_ROWS and host_positions:
+        piece = min(host_positions, max(SLOTS, STAGING_BYTES // position_bytes // SLOTS * SLOTS))
+        pieces = math.ceil(host_positions / piece)
+        staged_bytes = piece * position_bytes + pieces * partial_rows(piece, 2 * MOST_MULTIPROCESSORS) * row_bytes
+    return device_rows * row_bytes + max(in_place_bytes, staged_bytes) + rows * head_dim * element_bytes

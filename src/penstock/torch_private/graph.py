@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import Graph, Node
+from torch.utils._sympy.value_ranges import bound_sympy
 
 
 def op_name(target: Any) -> str | None:
@@ -92,3 +93,16 @@ def shape_symbols(tensor: torch.Tensor, declared: Mapping[Any, Any]) -> dict[str
                 finite = found.upper.is_number and found.upper.is_finite and found.upper < 2**62
                 symbols[str(symbol)] = (int(found.lower), int(found.upper) if finite else None)
     return symbols
+
+
+def size_bound(size: int | torch.SymInt, declared: Mapping[Any, Any]) -> int | None:
+    """The largest that a size can be by the ranges of an ExportedProgram; None where there is no bound."""
+    if isinstance(size, int):
+        return size
+    ranges = {**size.node.shape_env.var_to_range, **declared}
+    return finite_bound(size.node.expr, ranges)
+
+
+def finite_bound(expression: Any, ranges: Mapping[Any, Any]) -> int | None:
+    upper = bound_sympy(expression, dict(ranges)).upper
+    return int(upper) if upper.is_number and upper.is_finite and upper.is_integer and upper < 2**62 else None

@@ -19,11 +19,10 @@ from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch.export.pt2_archive._package import package_pt2
 from torch.fx.node import has_side_effect
-from torch.utils._sympy.value_ranges import bound_sympy
 
 from penstock.ops import KEEP, LINEAR, OWN, SETTLE, WEIGHT
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
-from penstock.torch_private.graph import memory_of, op_name
+from penstock.torch_private.graph import finite_bound, memory_of, op_name
 
 MAIN_GRAPH = "main"
 # The wrapper calls this after the launches of each step.
@@ -220,8 +219,7 @@ def _size_hint(expression: Any) -> int:
 def _size_bound(expression: Any) -> int | None:
     if isinstance(expression, int) or expression.is_number:
         return int(expression)
-    upper = bound_sympy(expression, V.graph.sizevars.shape_env.var_to_range).upper
-    return int(upper) if upper.is_number and upper.is_finite and upper.is_integer and upper < 2**62 else None
+    return finite_bound(expression, V.graph.sizevars.shape_env.var_to_range)
 
 
 def _emitted(node: BaseSchedulerNode, real: dict[str, str]) -> EmittedNode:
