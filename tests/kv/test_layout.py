@@ -33,9 +33,27 @@ def llama(rows: int, device_positions: int, host_positions: int, host_programs: 
 def test_decoding_reads_the_host_in_place() -> None:
     layout = llama(rows=4, device_positions=8192, host_positions=8192)
     assert (layout.rows, layout.row_blocks) == (16, 1)
-    assert layout.device_splits == 33, "two programs for each multiprocessor"
+    assert layout.device_splits == 32, "two programs for each multiprocessor, less those that face the host"
     assert layout.host_splits == 2, "four tasks for each of four programs"
     assert layout.pieces == 0
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 64), st.integers(64, 4000), st.integers(0, 4000))
+def test_all_programs_fit_at_once(rows: int, lines: int, programs: int, near: int, far: int) -> None:
+    """Two on each multiprocessor, those that face the host among them; but at least one for each line."""
+    layout = lay_out(
+        batch=1,
+        kv_heads=lines,
+        rows=rows,
+        position_bytes=4096,
+        device_positions=near,
+        host_positions=far,
+        host_programs=programs,
+        multiprocessors=132,
+    )
+    facing = min(programs, lines * layout.host_splits)
+    assert lines * layout.device_splits + facing <= max(264, lines + facing)
+    assert layout.device_splits >= 1
 
 
 def test_a_chunk_is_staged_and_crosses_the_link_once() -> None:

@@ -62,12 +62,17 @@ def lay_out(
         return min(math.ceil(programs / lines), math.ceil(positions / SLOTS))
 
     staged = row_blocks > 1 and host_positions > 0
+    in_place = host_positions > 0 and not staged
+    # Two programs fit on a multiprocessor. One more than all of them hold would begin when the others are done, so those
+    # that face the host are counted, and the near side is cut into whole splits of what is left.
+    near_programs = 2 * multiprocessors - (host_programs if in_place else 0)
+    near_splits = min(max(1, near_programs // lines), math.ceil(device_positions / SLOTS))
     piece = min(host_positions, max(SLOTS, staging_bytes // position_bytes // SLOTS * SLOTS)) if staged else 0
     return Layout(
         rows=block,
         row_blocks=row_blocks,
-        device_splits=splits(device_positions, 2 * multiprocessors),
-        host_splits=0 if staged else splits(host_positions, TASKS_PER_HOST_PROGRAM * host_programs),
+        device_splits=near_splits,
+        host_splits=splits(host_positions, TASKS_PER_HOST_PROGRAM * host_programs) if in_place else 0,
         staged_positions=piece,
         staged_splits=splits(piece, 2 * multiprocessors),
         pieces=math.ceil(host_positions / piece) if staged else 0,
