@@ -27,7 +27,8 @@ LINK_BYTES_PER_S = 51.4e9
 HBM_BYTES_PER_S = 4.0e12
 FLOP_PER_S = 660e12
 # split_*: the kernel; limits off, multicast off, the split moved off the tiles' borders, x not shared by pairs of CTAs,
-# each launch overlapping with the one before it.
+# each launch overlapping with the one before it, the matrix instructions of GPUs newer than Hopper, and all that a GPU
+# of 12.x gets (those instructions, 99 KiB of shared memory, no clusters).
 # *_alone: only that part of the weight, by the kernel. The others are torch.
 WAYS = (
     "split",
@@ -36,6 +37,8 @@ WAYS = (
     "split_unaligned",
     "split_own_x",
     "split_overlapped",
+    "split_mma_sync",
+    "split_small",
     "hbm_alone",
     "host_alone",
     "cublas_uva",
@@ -58,7 +61,7 @@ class Case:
     def worth_running(self) -> bool:
         """Not what equals another case or says nothing."""
         if self.ratio_percent == 0:
-            return self.way in ("split", "copy_then_compute")
+            return self.way in ("split", "split_mma_sync", "split_small", "copy_then_compute")
         if self.way == "hbm_alone":
             return self.ratio_percent < 100
         if self.way == "split_no_multicast":

@@ -24,6 +24,8 @@ ROUNDS = 7
 # A graph lasts about this long, so that what its own launch takes, some microseconds, is not charged to the kernel.
 GRAPH_S = 4e-3
 MOST_TURNS = 20
+# Of a block on GPUs of compute capability 12.x.
+SMALL_SHARED_BYTES = 101_376
 
 
 class HostView:
@@ -123,9 +125,11 @@ def measure(kernel: SplitLinear, case: Case) -> float:
         limits = Limits(host_ctas=case.host_ctas, host_inflight_bytes=case.inflight_kib << 10)
         options = Options(
             limits=None if case.way == "split_unlimited" else limits,
-            multicast=case.way != "split_no_multicast",
+            multicast=case.way not in ("split_no_multicast", "split_small"),
             row_ctas=1 if case.way == "split_own_x" else None,
             overlapped=case.way == "split_overlapped",
+            instructions="mma_sync" if case.way in ("split_mma_sync", "split_small") else "own",
+            shared_limit_bytes=SMALL_SHARED_BYTES if case.way == "split_small" else None,
         )
         side_rows = {"hbm_alone": head_rows, "host_alone": case.rows - head_rows}.get(case.way, case.rows)
         out = y[:, :side_rows]

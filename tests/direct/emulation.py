@@ -56,15 +56,18 @@ class Emulator:
         tile: TileShape,
         edits: tuple[tuple[str, str], ...] = (),
         more: tuple[Path, ...] = (),
+        mma_sync: bool = False,
     ) -> None:
         self.tile = tile
         sources = folder / "kernels"
         shutil.copytree(KERNELS, sources)
-        kernel = sources / "split_linear.cu"
+        texts = {name: (sources / name).read_text() for name in ("split_linear.cu", "mma_sync.h")}
         for old, new in edits:
-            text = kernel.read_text()
-            assert text.count(old) == 1, f"{old!r} is in the kernel {text.count(old)} times"
-            kernel.write_text(text.replace(old, new))
+            found = [name for name, text in texts.items() for _ in range(text.count(old))]
+            assert len(found) == 1, f"{old!r} is in the kernel {len(found)} times"
+            texts[found[0]] = texts[found[0]].replace(old, new)
+        for name, text in texts.items():
+            (sources / name).write_text(text)
         library = folder / "libemulator.so"
         defines = {
             "PENSTOCK_EMULATED": 1,
@@ -73,6 +76,8 @@ class Emulator:
             "ELEMENT_BF16": 1,
             "BOUNDED_WAITS": 0,
             "SERIAL": int(tile.serial),
+            "MMA_SYNC": int(mma_sync),
+            "CLUSTERS": int(not mma_sync or tile.cluster_ctas > 1),
         }
         compile_cpp(
             *(f"-D{name}={value}" for name, value in defines.items()),

@@ -39,7 +39,8 @@ def test_a_process_that_never_starts_ends_the_case_not_the_run() -> None:
 def test_which_cases() -> None:
     every = list(cases([(7168, 7168)], (1, 64, 512), (0, 10, 100), WAYS, ((4, 256), (2, 128))))
     assert len(every) == len(set(every))
-    assert {case.way for case in every if case.ratio_percent == 0} == {"split", "copy_then_compute"}
+    resident = {"split", "split_mma_sync", "split_small", "copy_then_compute"}
+    assert {case.way for case in every if case.ratio_percent == 0} == resident
     assert {case.tokens for case in every if case.way == "split_no_multicast"} == {512}
     assert {case.ratio_percent for case in every if case.way == "hbm_alone"} == {10}
     assert {case.way for case in every} == set(WAYS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ SHARED_X = replace(choose_tile(20), w_stages=3, x_stages=2)
 BOTH_SHARED = TileShape(16, 2, 2, 2, 1, 3, 2)
 SERIAL = choose_tile(10, serial=True)
 WIDE = replace(choose_tile(300), w_stages=2, x_stages=2)
+SMALL_SHARED_BYTES = 101_376
 
 
 def run(
@@ -50,19 +52,25 @@ def run(
     return left
 
 
-@pytest.fixture(scope="module")
-def decode(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("decode"), machine, DECODE)
+@pytest.fixture(scope="module", params=[False, True], ids=["wgmma", "mma_sync"])
+def mma_sync(request: pytest.FixtureRequest) -> bool:
+    """Either way of multiplying, under the same kernel."""
+    return bool(request.param)
 
 
 @pytest.fixture(scope="module")
-def shared_x(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("shared_x"), machine, SHARED_X)
+def decode(tmp_path_factory: pytest.TempPathFactory, machine: Path, mma_sync: bool) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("decode"), machine, DECODE, mma_sync=mma_sync)
 
 
 @pytest.fixture(scope="module")
-def both_shared(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("both_shared"), machine, BOTH_SHARED)
+def shared_x(tmp_path_factory: pytest.TempPathFactory, machine: Path, mma_sync: bool) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("shared_x"), machine, SHARED_X, mma_sync=mma_sync)
+
+
+@pytest.fixture(scope="module")
+def both_shared(tmp_path_factory: pytest.TempPathFactory, machine: Path, mma_sync: bool) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("both_shared"), machine, BOTH_SHARED, mma_sync=mma_sync)
 
 
 @pytest.mark.parametrize("head_rows", [0, 16, 64, 112, 192, 203])
@@ -96,16 +104,16 @@ def test_both_are_shared(both_shared: Emulator, head_rows: int) -> None:
         run(both_shared, 29, 600, 136, head_rows, copies_land=copies_land, seed=head_rows, most_clusters=2)
 
 
-def test_one_slot(tmp_path: Path, machine: Path) -> None:
-    emulator = Emulator(tmp_path, machine, SERIAL)
+def test_one_slot(tmp_path: Path, machine: Path, mma_sync: bool) -> None:
+    emulator = Emulator(tmp_path, machine, SERIAL, mma_sync=mma_sync)
     assert (emulator.tile.w_stages, emulator.tile.x_stages) == (1, 1)
     for head_rows in (0, 80, 100):
         run(emulator, 10, 100, 136, head_rows)
 
 
-def test_wide_tiles(tmp_path: Path, machine: Path) -> None:
+def test_wide_tiles(tmp_path: Path, machine: Path, mma_sync: bool) -> None:
     """The largest kind of tile, as chosen, two warpgroups of consumers and a cluster along the tokens."""
-    emulator = Emulator(tmp_path, machine, WIDE)
+    emulator = Emulator(tmp_path, machine, WIDE, mma_sync=mma_sync)
     assert (WIDE.tile_tokens, WIDE.tile_warpgroups, WIDE.token_ctas) == (192, 2, 2)
     run(emulator, 300, 130, 72, 48)
 
@@ -113,6 +121,14 @@ def test_wide_tiles(tmp_path: Path, machine: Path) -> None:
 def test_cluster_of_16(tmp_path: Path, machine: Path) -> None:
     """Slices of 8 rows, half of the split's grain; as many peers as there are bits in a multicast mask."""
     run(Emulator(tmp_path, machine, TileShape(8, 2, 16, 1, 1, 3, 2)), 121, 300, 136, 48)
+
+
+@pytest.mark.parametrize("tokens", [64, 100, 150])
+def test_tiles_for_little_shared_memory(tmp_path: Path, machine: Path, tokens: int) -> None:
+    """As a GPU of 12.x gets them, stages too: many tokens to few rows, each CTA alone."""
+    tile = choose_tile(tokens, multicast=False, shared_limit_bytes=SMALL_SHARED_BYTES)
+    assert tile.tile_rows == 64 and tile.cluster_ctas == 1
+    run(Emulator(tmp_path, machine, tile, mma_sync=True), tokens + 64, 130, 72 * tile.w_stages, 48)
 
 
 def test_plain_variant(decode: Emulator) -> None:
@@ -148,6 +164,31 @@ FAULTS = {
 }
 
 
+# The same for what is done by mma.sync.
+MMA_SYNC_FAULTS = {
+    "no swizzle": ("return straight ^ ((straight >> 3) & 0x70);", "return straight;"),
+    "the swizzle of a shorter row": ("((straight >> 3) & 0x70)", "((straight >> 3) & 0x30)"),
+    "rows and tokens are exchanged": (
+        "const u32 tokens = lane_address(b, lane / 16 * 8 + lane % 8, lane / 8 % 2);",
+        "const u32 tokens = lane_address(b ? a : b, lane / 16 * 8 + lane % 8, lane / 8 % 2);",
+    ),
+    "matrices of W in the order of x": (
+        "lane_address(a, 16 * warp + lane % 16, lane / 16)",
+        "lane_address(a, 16 * warp + lane / 16 * 8 + lane % 8, lane / 8 % 2)",
+    ),
+    "matrices of x in the order of W": (
+        "lane_address(b, lane / 16 * 8 + lane % 8, lane / 8 % 2)",
+        "lane_address(b, lane % 16, lane / 16)",
+    ),
+    "every warp takes the first rows": ("16 * warp + lane % 16", "0 * warp + lane % 16"),
+    "warps are counted in the block": ("thread_index() / 32 % 4", "thread_index() / 32"),
+    "what was there is always added to": ("if (!add)", "if (add > 1)"),
+    "every product starts from zero": ("if (!add)", "if (add < 2)"),
+    "tokens are half as far apart": ("tokens + i * 2 * 128", "tokens + i * 128"),
+    "columns are exchanged in half of the tokens": ("rows, next_low, next_high", "rows, next_high, next_low"),
+}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_noticed(tmp_path: Path, machine: Path, fault: str) -> None:
     """The emulator would be no evidence if it let these through."""
@@ -155,3 +196,12 @@ def test_faults_are_noticed(tmp_path: Path, machine: Path, fault: str) -> None:
     with pytest.raises(AssertionError, match="assert"):
         for copies_land, seed in itertools.product((AT_RANDOM, AT_ONCE, LATE), (1, 2)):
             run(emulator, 29, 600, 200, 272, copies_land=copies_land, seed=seed, most_clusters=2)
+
+
+@pytest.mark.parametrize("fault", [None, *MMA_SYNC_FAULTS])
+def test_faults_of_mma_sync_are_noticed(tmp_path: Path, machine: Path, fault: str | None) -> None:
+    """Two warpgroups, tokens that are loaded in more than one go, and several items, the second with sums left over."""
+    edits = () if fault is None else (MMA_SYNC_FAULTS[fault],)
+    emulator = Emulator(tmp_path, machine, TileShape(32, 2, 1, 1, 1, 3, 2), edits, mma_sync=True)
+    with nullcontext() if fault is None else pytest.raises(AssertionError, match="assert"):
+        run(emulator, 29, 300, 200, 144, most_clusters=1)

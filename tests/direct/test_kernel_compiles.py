@@ -1,4 +1,4 @@
-"""The CUDA text, compiled for Hopper where a compiler is present: no warning, no spill, no other target."""
+"""The CUDA text, compiled for Hopper and newer where a compiler is present: no warning, no spill, no other target."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from pathlib import Path
 import pytest
 
 from penstock.direct import nvrtc as nvrtc_module
-from penstock.direct.driver_calls import DeviceLimits
+from penstock.direct.architecture import Architecture, architecture_of, mma_sync_on
 from penstock.direct.failures import KernelCompileError, KernelDeviceError
-from penstock.direct.kernel_build import ARCHITECTURE, SOURCE, Variant, check_device
+from penstock.direct.kernel_build import SOURCE, Variant
 from penstock.direct.nvrtc import Nvrtc, cubin_of, load_nvrtc, nvrtc_candidates
 from penstock.direct.source import Source, read_source
 from tests.direct.emulation import KERNELS
 
 # The smallest and the largest; the fullest use of registers with both dtypes.
-VARIANTS = [Variant(8, 1, True, False, False), Variant(256, 2, False, True, False)]
+HOPPER, MMA_SYNC = architecture_of(9, 0), mma_sync_on(9, 0)
+ARCHITECTURES = [HOPPER, MMA_SYNC, architecture_of(10, 0), architecture_of(12, 0)]
+VARIANTS = [
+    variant
+    for architecture in ARCHITECTURES
+    for variant in (Variant(architecture, 8, 1, True, False, False), Variant(architecture, 256, 2, False, True, False))
+]
+
+
+def named(variant: Variant) -> str:
+    return f"{variant.architecture.target}-{variant.architecture.instructions}-{variant.tile_tokens}"
 
 
 def check_report(report: str) -> None:
@@ -32,21 +42,30 @@ def check_report(report: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
 def test_nvcc(tmp_path: Path, variant: Variant) -> None:
-    command = [
-        "nvcc",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "-std=c++17",
-        "-cubin",
-        "-Xptxas",
-        "-v",
-        *variant.options,
-    ]
-    command += [str(KERNELS / SOURCE), "-o", str(tmp_path / "kernel.cubin")]
-    built = subprocess.run(command, capture_output=True, text=True)
+    built = run_nvcc(tmp_path, variant)
     assert built.returncode == 0, built.stderr
     check_report(built.stdout + built.stderr)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_refuses_other_targets(tmp_path: Path) -> None:
+    """wgmma where it is not, and mma.sync where the rest of the kernel is not."""
+    for target, instructions, told in (
+        ("sm_90", "wgmma", "needs sm_90a"),
+        ("sm_89", "mma_sync", "needs sm_90 or newer"),
+    ):
+        architecture = Architecture(target, instructions, clusters=True)  # type: ignore[arg-type]
+        built = run_nvcc(tmp_path, Variant(architecture, 8, 1, True, False, False))
+        assert built.returncode and told in built.stderr
+
+
+def run_nvcc(folder: Path, variant: Variant) -> subprocess.CompletedProcess[str]:
+    target = variant.architecture.target
+    command = ["nvcc", f"-gencode=arch={target.replace('sm', 'compute')},code={target}", "-std=c++17", "-cubin"]
+    command += ["-Xptxas", "-v", *variant.options, str(KERNELS / SOURCE), "-o", str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +76,11 @@ def nvrtc() -> Nvrtc:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
 def test_nvrtc(nvrtc: Nvrtc, variant: Variant) -> None:
     """Without any header of the toolkit."""
-    cubin, log = nvrtc.compile(read_source(SOURCE), ARCHITECTURE, (*variant.options, "--ptxas-options=-v"))
+    options = (*variant.options, "--ptxas-options=-v")
+    cubin, log = nvrtc.compile(read_source(SOURCE), variant.architecture.target, options)
     assert cubin.startswith(b"\x7fELF")
     check_report(log)
 
@@ -121,9 +141,34 @@ def test_wheels_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("major", "minor", "told"), [(8, 0, "8.0: older"), (10, 0, "10.0: newer"), (12, 0, "12.0: newer")]
+    ("major", "minor", "wanted"),
+    [
+        (9, 0, Architecture("sm_90a", "wgmma", clusters=True)),
+        (10, 0, Architecture("sm_100a", "mma_sync", clusters=True)),
+        (10, 3, Architecture("sm_103a", "mma_sync", clusters=True)),
+        (11, 0, Architecture("sm_110a", "mma_sync", clusters=True)),
+        (12, 0, Architecture("sm_120a", "mma_sync", clusters=False)),
+        (12, 1, Architecture("sm_121a", "mma_sync", clusters=False)),
+    ],
 )
-def test_other_gpus_are_refused(major: int, minor: int, told: str) -> None:
-    with pytest.raises(KernelDeviceError, match=f"compute capability 9.0 .sm_90a. and this GPU has {told}"):
-        check_device(DeviceLimits(100, major, minor, 232_448))
-    check_device(DeviceLimits(132, 9, 0, 232_448))
+def test_architectures(major: int, minor: int, wanted: Architecture) -> None:
+    assert architecture_of(major, minor) == wanted
+    assert mma_sync_on(9, 0) == Architecture("sm_90a", "mma_sync", clusters=True)
+
+
+@pytest.mark.parametrize(("major", "minor"), [(7, 5), (8, 0), (8, 9)])
+def test_older_gpus_are_refused(major: int, minor: int) -> None:
+    with pytest.raises(
+        KernelDeviceError, match=rf"capability 9\.0 and newer, and this GPU has {major}\.{minor}: older"
+    ):
+        architecture_of(major, minor)
+
+
+def test_defines() -> None:
+    """What of an architecture reaches the text."""
+    told = {target: Variant(target, 8, 1, True, False, False).options[-2:] for target in ARCHITECTURES}
+    assert list(told.values()) == [
+        ("-DMMA_SYNC=0", "-DCLUSTERS=1"),
+        *[("-DMMA_SYNC=1", "-DCLUSTERS=1")] * 2,
+        ("-DMMA_SYNC=1", "-DCLUSTERS=0"),
+    ]

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from penstock.direct.failures import KernelInputError
 from penstock.direct.launch_shape import LaunchShape, Limits, check_sizes, launch_shape
 from penstock.direct.schedule import CHUNK, GRAIN, Item
-from penstock.direct.tile_shape import SHARED_LIMIT_BYTES, TILE_TOKENS, TOKEN_CTAS, choose_tile
+from penstock.direct.tile_shape import SHARED_LIMIT_BYTES, TILE_TOKENS, TOKEN_CTAS, TileShape, choose_tile
 
 TOKENS = st.one_of(st.integers(1, 300), st.integers(1, 4096), st.sampled_from((1, 8, 64, 512, 2048, 4096)))
+SMALL_SHARED_BYTES = 101_376
 LIMITS = st.one_of(
     st.none(),
     st.builds(
@@ -203,6 +204,72 @@ def test_refused_sizes(sizes: tuple[int, int, int, int], message: str) -> None:
         check_sizes(*sizes)
 
 
+# Up to this many tokens: tokens, warpgroups, CTAs along the tokens, CTAs along the rows, stages of W, stages of x.
+HOPPER_TILES = {
+    8: (8, 1, 1, 1, 24, 8),
+    16: (16, 1, 1, 1, 24, 8),
+    32: (32, 1, 1, 2, 23, 8),
+    64: (64, 1, 1, 2, 21, 6),
+    128: (128, 2, 1, 2, 9, 4),
+    192: (192, 2, 1, 2, 7, 4),
+    256: (256, 2, 1, 2, 5, 4),
+    **{192 * ctas: (192, 2, ctas, 1, 7, 4) for ctas in (2, 4, 8, 16)},
+    **{256 * ctas: (256, 2, ctas, 1, 5, 4) for ctas in (2, 4, 8, 16)},
+}
+
+
+def numbers(tile: TileShape) -> tuple[int, ...]:
+    return (
+        *(tile.tile_tokens, tile.tile_warpgroups, tile.token_ctas, tile.row_ctas),
+        *(tile.w_stages, tile.x_stages),
+    )
+
+
+def test_hopper_keeps_its_tiles() -> None:
+    """Those that were measured: what GPUs with less shared memory need must not move them."""
+    for tokens in range(1, 4097):
+        wanted = HOPPER_TILES[min(most for most in HOPPER_TILES if most >= tokens)]
+        tile = choose_tile(tokens)
+        assert (numbers(tile), tile.token_blocks) == (wanted, 1), tokens
+        alone, stages = choose_tile(tokens, multicast=False), wanted[4:]
+        # Without the barriers of others there is as much room, and tokens take turns.
+        assert numbers(alone) == (*wanted[:2], 1, 1, *stages), tokens
+        assert numbers(choose_tile(tokens, serial=True)) == (*wanted[:2], 1, 1, 1, 1), tokens
+
+
+def test_little_shared_memory() -> None:
+    """99 KiB for a block: every number of tokens gets a tile that fits, with enough of W under way."""
+    for tokens in range(1, 4097):
+        tile = choose_tile(tokens, multicast=False, shared_limit_bytes=SMALL_SHARED_BYTES)
+        assert tile.shared_bytes <= SMALL_SHARED_BYTES, tokens
+        assert tile.w_stages >= 4 and tile.x_stages >= 2 and tile.cluster_ctas == 1, tokens
+        assert tile.tile_tokens in TILE_TOKENS and tile.tile_warpgroups == 1, tokens
+        # The host's rows cross no more often than the largest tile that fits makes them.
+        assert tile.token_blocks == -(-tokens // (192 if tokens > 128 else 128)), tokens
+        assert tile.tile_tokens * tile.token_blocks >= tokens, tokens
+
+
+@given(TOKENS, st.integers(20_672, SHARED_LIMIT_BYTES), st.booleans(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_any_shared_memory(tokens: int, limit_bytes: int, multicast: bool, serial: bool) -> None:
+    """Down to the least: what is chosen fits, and is shared in whole eights."""
+    tile = choose_tile(tokens, multicast=multicast, serial=serial, shared_limit_bytes=limit_bytes)
+    assert tile.shared_bytes <= limit_bytes
+    assert serial or min(tile.w_stages, tile.x_stages) >= 2
+    assert tile.w_box_rows * tile.token_ctas == tile.tile_rows and tile.w_box_rows % 8 == 0
+    assert tile.x_box_rows * tile.row_ctas == tile.tile_tokens and tile.x_box_rows % 8 == 0
+    assert tile.cluster_ctas <= (16 if multicast and not serial else 1)
+    assert tile.tile_tokens * tile.token_ctas * tile.token_blocks >= tokens
+
+
+def test_slices_are_whole_eights_with_any_shared_memory() -> None:
+    """Where 16 CTAs would share 64 rows, four would be left for each: half a swizzle atom."""
+    for tokens in (300, 1025, 2049, 4096, 5000):
+        for limit_bytes in range(25_000, SHARED_LIMIT_BYTES, 5_000):
+            tile = choose_tile(tokens, shared_limit_bytes=limit_bytes)
+            assert tile.w_box_rows % 8 == 0 and tile.x_box_rows % 8 == 0, (tokens, limit_bytes)
+
+
 def test_smaller_clusters() -> None:
     """Where a GPU has no room for 16 CTAs side by side, tokens are taken in turns and the host's bytes say so."""
     tile = choose_tile(4096, most_token_ctas=8)
@@ -214,7 +281,7 @@ def test_smaller_clusters() -> None:
 def test_refused_launches() -> None:
     with pytest.raises(KernelInputError, match="row_ctas is 3"):
         choose_tile(64, row_ctas=3)
-    with pytest.raises(KernelInputError, match="50,000 bytes"):
-        choose_tile(256, shared_limit_bytes=50_000)
+    with pytest.raises(KernelInputError, match="20,671 bytes .* 64 rows of the weight and 8 tokens, needs 20,672"):
+        choose_tile(256, shared_limit_bytes=20_671)
     with pytest.raises(KernelInputError, match="0 clusters of 8 CTAs"):
         launch_shape(2048, 64, 64, 0, choose_tile(2048), 0, Limits())

@@ -75,6 +75,8 @@ def test_constants(arithmetic: ctypes.CDLL) -> None:
     assert set(map(int, sites.values())) == set(faults.SITES)
     products = re.findall(r"TILE_TOKENS == (\d+)", (KERNELS / "wgmma.h").read_text())
     assert tuple(map(int, products)) == tile_shape.TILE_TOKENS
+    assert "static_assert(TILE_TOKENS == 8 || TILE_TOKENS % 16 == 0," in (KERNELS / "mma_sync.h").read_text()
+    assert all(tokens == 8 or tokens % 16 == 0 for tokens in tile_shape.TILE_TOKENS)
 
 
 def test_fault_words() -> None:

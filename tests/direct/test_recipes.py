@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.direct import kernel_build, split_linear
+from penstock.direct import kernel_build, self_check, split_linear
 from penstock.direct.driver_calls import DriverCalls
-from penstock.direct.failures import KernelInputError
+from penstock.direct.failures import KernelDeviceError, KernelInputError
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import LinearCase, LinearRecipe, Recipes
 from penstock.direct.tile_shape import choose_tile
@@ -130,6 +130,24 @@ def test_what_the_kernel_cannot_take_is_refused(emulation: Emulation) -> None:
     weight = whole_numbers(ROWS, DEPTH, seed=2)
     with pytest.raises(KernelInputError, match="a head of 8 rows of 203"):
         prepared(Recipes("cuda:0"), case_of(weight[:8], weight[8:]))
+
+
+def test_a_gpu_of_another_kind_is_checked_first(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel that the recipes are for; one that fails leaves none."""
+    told: list[tuple[torch.device, tuple[int, int]]] = []
+
+    def check(launch: object, device: torch.device, capability: tuple[int, int]) -> None:
+        told.append((device, capability))
+        raise KernelDeviceError("wrong sums")
+
+    monkeypatch.setattr(self_check, "check_products", check)
+    monkeypatch.setattr(self_check, "_checked", set())
+    Recipes("cuda:0").close()
+    assert not told
+    emulation.capability_major = 12
+    with pytest.raises(KernelDeviceError, match="wrong sums"):
+        Recipes("cuda:0")
+    assert told == [(torch.device("cuda:0"), (12, 0))]
 
 
 def test_closing_tells_what_failed(

@@ -12,6 +12,7 @@ import torch
 from penstock.direct import kernel_build, split_linear
 from penstock.direct.driver_calls import DriverCalls
 from penstock.direct.failures import KernelDeviceError, KernelInputError
+from penstock.direct.source import Source
 from penstock.direct.split_linear import Options, SplitLinear
 from penstock.direct.tile_shape import choose_tile
 from penstock.errors import DriverCallError
@@ -27,6 +28,7 @@ class Emulation(ctypes.Structure):
         ("stream", ctypes.c_uint64),
         *((name, ctypes.c_uint) for name in ("shared_limit", "portable_only")),
         ("host_bytes_read", ctypes.c_uint64),
+        ("shared_bytes", ctypes.c_int),
     ]
 
 
@@ -132,7 +134,82 @@ def test_driver_errors_are_named(emulation: Emulation) -> None:
         SplitLinear("cuda:0").shape(4096, 64, 136, 0, torch.bfloat16, Options())
 
 
-def test_other_gpus(emulation: Emulation) -> None:
-    emulation.capability_major = 10
-    with pytest.raises(KernelDeviceError, match=r"this GPU has 10\.0: newer"):
+def test_older_gpus(emulation: Emulation) -> None:
+    emulation.capability_major = 8
+    with pytest.raises(KernelDeviceError, match=r"this GPU has 8\.0: older"):
         SplitLinear("cuda:0")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, emulation: Emulation) -> list[tuple[str, ...]]:
+    """The targets and defines that kernels were compiled for."""
+    told: list[tuple[str, ...]] = []
+
+    def cubin_of(nvrtc: None, source: Source, target: str, options: tuple[str, ...], cache: None) -> bytes:
+        told.append((target, *(option for option in options if "MMA_SYNC" in option or "CLUSTERS" in option)))
+        return b"a cubin\0"
+
+    monkeypatch.setattr(kernel_build, "cubin_of", cubin_of)
+    return told
+
+
+def shapes_of(options: Options) -> list[tuple[int, ...]]:
+    kernel = SplitLinear("cuda:0")
+    tiles = [kernel.shape(tokens, 640, 136, 64, torch.bfloat16, options).tile for tokens in (5, 64, 300, 2048)]
+    return [(t.tile_tokens, t.tile_rows, t.token_ctas, t.row_ctas, t.w_stages, t.x_stages) for t in tiles]
+
+
+def test_which_build_a_gpu_gets(emulation: Emulation, compiled: list[tuple[str, ...]]) -> None:
+    """And that a Hopper GPU can be asked for what the others get."""
+    hopper = shapes_of(Options())
+    assert set(compiled) == {("sm_90a", "-DMMA_SYNC=0", "-DCLUSTERS=1")}
+    compiled.clear()
+    assert shapes_of(Options(instructions="mma_sync")) == hopper
+    assert set(compiled) == {("sm_90a", "-DMMA_SYNC=1", "-DCLUSTERS=1")}
+    compiled.clear()
+    small = shapes_of(Options(instructions="mma_sync", multicast=False, shared_limit_bytes=101_376))
+    assert set(compiled) == {("sm_90a", "-DMMA_SYNC=1", "-DCLUSTERS=0")} and small != hopper
+    compiled.clear()
+    emulation.capability_major = 10
+    assert shapes_of(Options()) == hopper
+    assert set(compiled) == {("sm_100a", "-DMMA_SYNC=1", "-DCLUSTERS=1")}
+    compiled.clear()
+    emulation.capability_major, emulation.shared_bytes = 12, 101_376
+    assert shapes_of(Options()) == shapes_of(Options(instructions="mma_sync")) == small
+    assert set(compiled) == {("sm_120a", "-DMMA_SYNC=1", "-DCLUSTERS=0")}
+
+
+def test_launch_on_another_gpu(emulation: Emulation) -> None:
+    """Shorter rings, and tokens in turns: the host is asked for its rows once in each."""
+    emulation.capability_major, emulation.shared_bytes = 12, 101_376
+    weight = whole_numbers(203, 136, seed=2)
+    head, tail = weight[:48].clone(), on_host(emulation, weight[48:].clone())
+    x, counter = whole_numbers(5, 136, seed=1), torch.zeros(1, dtype=torch.int64)
+    kernel = SplitLinear("cuda:0")
+    y = kernel(x, head, tail, host_bytes=counter)
+    assert torch.equal(y, (x.double() @ weight.double().T).to(torch.bfloat16))
+    assert counter.item() == emulation.host_bytes_read == 155 * 136 * 2
+    turns = kernel.shape(2048, 203, 136, 48, torch.bfloat16, Options())
+    assert turns.tile.cluster_ctas == 1 and turns.host_bytes == 11 * 155 * 136 * 2
+    assert emulation.shared_limit <= 101_376
+
+
+def test_rings_of_another_length(emulation: Emulation) -> None:
+    """Two tiles of one build, in turn: what one was allowed of shared memory is not taken from the other."""
+    x, weight = whole_numbers(5, 136, seed=1), whole_numbers(64, 136, seed=2)
+    kernel = SplitLinear("cuda:0")
+    wanted = (x.double() @ weight.double().T).to(torch.bfloat16)
+    for options in (Options(), Options(shared_limit_bytes=50_000), Options()):
+        assert torch.equal(kernel(x, weight, None, options=options), wanted)
+
+
+def test_what_a_gpu_does_not_have_is_refused(emulation: Emulation) -> None:
+    kernel = SplitLinear("cuda:0")
+    sizes = (64, 640, 136, 64, torch.bfloat16)
+    with pytest.raises(KernelInputError, match="shared_limit_bytes is 232,449, and a block on this GPU has 232,448"):
+        kernel.shape(*sizes, Options(shared_limit_bytes=232_449))
+    with pytest.raises(KernelInputError, match="row_ctas is 2, and in a build without clusters it must be 1"):
+        kernel.shape(*sizes, Options(instructions="mma_sync", multicast=False, row_ctas=2))
+    emulation.capability_major = 12
+    with pytest.raises(KernelInputError, match="row_ctas is 2, and in a build without clusters it must be 1"):
+        SplitLinear("cuda:0").shape(*sizes, Options(row_ctas=2))

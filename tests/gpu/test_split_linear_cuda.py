@@ -1,8 +1,10 @@
-"""The split linear kernel on a Hopper GPU: bits, errors, host bytes. Each group of cases in a child with a time limit.
+"""The split linear kernel on a GPU: bits, errors, host bytes. Each group of cases in a child with a time limit.
 
     python -m pytest tests/gpu/test_split_linear_cuda.py
     python -m tests.gpu.test_split_linear_cuda tokens 64      # one group, in this process
-    compute-sanitizer --tool racecheck python -m tests.gpu.test_split_linear_cuda small
+    python -m tests.gpu.test_split_linear_cuda mma_sync 64    # the same by the build for GPUs newer than Hopper
+    python -m tests.gpu.test_split_linear_cuda as_12 64       # and with what of it a GPU of 12.x gets
+    compute-sanitizer --tool racecheck python -m tests.gpu.test_split_linear_cuda small [mma_sync]
 
 A fault of a barrier hangs a GPU: waits are bounded, and say in the child's last lines which one ran out of time.
 """
@@ -14,13 +16,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from penstock.direct.architecture import architecture_of
+from penstock.direct.failures import KernelDeviceError
 from penstock.direct.launch_shape import Limits
+from penstock.direct.self_check import check_products
 from penstock.direct.split_linear import Options, SplitLinear
 
 pytestmark = [
@@ -32,15 +38,21 @@ TOKENS = (1, 8, 17, 64, 100, 512, 2048, 4096)
 CHILD_LIMIT_S = 150
 # Ragged in rows and columns; then sizes at which every slot of every ring comes round, and several items per cluster.
 SIZES = ((203, 8), (520, 264), (1000, 1096), (4096, 2048))
+# The GPU's own; what 10.x and 11.x get; what 12.x gets, with 99 KiB of shared memory for a block and no clusters.
+BUILDS = {
+    "tokens": Options(),
+    "mma_sync": Options(instructions="mma_sync"),
+    "as_12": Options(instructions="mma_sync", multicast=False, shared_limit_bytes=101_376),
+}
 # All of them give the same bits.
-ALIKE = {
-    "usual": Options(),
-    "no congestion control": Options(limits=None),
-    "one host CTA": Options(limits=Limits(host_ctas=1, host_inflight_bytes=1)),
-    "no multicast": Options(multicast=False),
-    "x not shared": Options(row_ctas=1),
-    "serial": Options(serial=True),
-    "overlapped": Options(overlapped=True),
+ALIKE: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "no congestion control": {"limits": None},
+    "one host CTA": {"limits": Limits(host_ctas=1, host_inflight_bytes=1)},
+    "no multicast": {"multicast": False},
+    "x not shared": {"row_ctas": 1},
+    "serial": {"serial": True},
+    "overlapped": {"overlapped": True},
 }
 
 
@@ -58,13 +70,20 @@ def run_child(*arguments: str, limit_s: int = CHILD_LIMIT_S) -> None:
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_tokens(tokens: int) -> None:
-    run_child("tokens", str(tokens))
+@pytest.mark.parametrize("build", BUILDS)
+def test_tokens(build: str, tokens: int) -> None:
+    run_child(build, str(tokens))
 
 
-@pytest.mark.parametrize("group", ["plain", "registered", "graph", "again", "overlapped", "large"])
+@pytest.mark.parametrize("group", ["plain", "registered", "graph", "again", "overlapped", "large", "self_check"])
 def test_group(group: str) -> None:
     run_child(group)
+
+
+@pytest.mark.parametrize("build", ["mma_sync", "as_12"])
+@pytest.mark.parametrize("group", ["again", "large"])
+def test_group_of_another_build(group: str, build: str) -> None:
+    run_child(group, build)
 
 
 @dataclass(frozen=True)
@@ -115,31 +134,36 @@ def splits(rows: int) -> Iterator[int]:
     yield from sorted({row // 16 * 16 for row in wanted if 0 <= row < rows} | {rows})
 
 
-def check_case(kernel: SplitLinear, case: Case, options: dict[str, Options], label: str) -> None:
+def check_case(kernel: SplitLinear, case: Case, base: Options, changes: dict[str, dict[str, Any]], label: str) -> None:
     rows, depth = case.weight.shape
     tokens = case.x.shape[0]
-    whole, asked = case.run(kernel, rows, Options())
+    whole, asked = case.run(kernel, rows, base)
     assert asked == 0
     assert whole.isfinite().all(), f"{label}: results that were not written"
     mine, own = case.errors(whole)
     assert mine <= own * 1.02 + 1e-12, f"{label}: error {mine:.3e}, torch's own {own:.3e}"
-    for name, option in options.items():
+    if base.instructions == "mma_sync":
+        # Each result is one chain of the same products, whatever the tile: so neither shared memory nor clusters show.
+        other, _ = case.run(kernel, rows, BUILDS["mma_sync"])
+        assert torch.equal(other.view(torch.int16), whole.view(torch.int16)), f"{label}: bits of the tile"
+    for name, change in changes.items():
+        option = replace(base, **change)
         for head_rows in splits(rows):
             print(f"{label} H={head_rows} {name}", flush=True)
             y, asked = case.run(kernel, head_rows, option)
             assert torch.equal(y.view(torch.int16), whole.view(torch.int16)), "other bits"
             shape = kernel.shape(tokens, rows, depth, head_rows, case.x.dtype, option)
             assert asked == shape.host_bytes, f"asked {asked} bytes of the host, planned {shape.host_bytes}"
-            if option.multicast and not option.serial:
+            if option.multicast and not option.serial and architecture_of(*kernel.capability).clusters:
                 assert asked == (rows - head_rows) * depth * 2, "a host row crossed the link more than once"
 
 
-def group_tokens(kernel: SplitLinear, tokens: int) -> None:
+def group_tokens(kernel: SplitLinear, base: Options, tokens: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for number, (rows, depth) in enumerate(SIZES):
             case = Case.random(tokens, rows, depth, dtype, biased=number % 2 == 0)
             label = f"T={tokens} N={rows} K={depth} {dtype}"
-            check_case(kernel, case, ALIKE if number == 2 else {"usual": Options()}, label)
+            check_case(kernel, case, base, ALIKE if number == 2 else {"usual": {}}, label)
 
 
 def group_plain(kernel: SplitLinear) -> None:
@@ -212,52 +236,75 @@ def group_overlapped(kernel: SplitLinear) -> None:
         assert results[0].view(torch.bfloat16).isfinite().all()
 
 
-def group_again(kernel: SplitLinear) -> None:
+def group_again(kernel: SplitLinear, base: Options) -> None:
     """Many launches one behind the other: the same bits each time, also when they overlap on two streams."""
     for tokens in (1, 64, 512, 2048):
         case = Case.random(tokens, 2000, 1096, torch.bfloat16, biased=True)
-        wanted, _ = case.run(kernel, 2000, Options())
+        wanted, _ = case.run(kernel, 2000, base)
         head, tail = case.weight[:1008].clone(), case.host_weight[1008:]
         outputs = [torch.full_like(wanted, torch.nan) for _ in range(40)]
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         torch.cuda.synchronize()
         for turn, out in enumerate(outputs):
             with torch.cuda.stream(streams[turn % 2]):
-                kernel(case.x, head, tail, case.bias, out=out)
+                kernel(case.x, head, tail, case.bias, out=out, options=base)
         torch.cuda.synchronize()
         print(f"again T={tokens}", flush=True)
         assert all(torch.equal(y.view(torch.int16), wanted.view(torch.int16)) for y in outputs)
 
 
-def group_large(kernel: SplitLinear) -> None:
+def group_large(kernel: SplitLinear, base: Options) -> None:
     """The sizes of the benchmark, once each."""
     for tokens, (rows, depth) in ((1, (14336, 4096)), (64, (7168, 7168)), (2048, (7168, 7168))):
         case = Case.random(tokens, rows, depth, torch.bfloat16, biased=False)
-        whole, _ = case.run(kernel, rows, Options())
+        whole, _ = case.run(kernel, rows, base)
         mine, own = case.errors(whole)
         assert mine <= own * 1.02 + 1e-12, (tokens, mine, own)
         for head_rows in (0, rows // 2 // 16 * 16 + 16, rows * 97 // 100 // 16 * 16):
             print(f"large T={tokens} H={head_rows}", flush=True)
-            y, asked = case.run(kernel, head_rows, Options())
+            y, asked = case.run(kernel, head_rows, base)
             assert torch.equal(y.view(torch.int16), whole.view(torch.int16))
-            assert asked == (rows - head_rows) * depth * 2
+            shape = kernel.shape(tokens, rows, depth, head_rows, torch.bfloat16, base)
+            assert asked == (rows - head_rows) * depth * 2 * shape.tile.token_blocks
 
 
-def group_small(kernel: SplitLinear) -> None:
+def group_small(kernel: SplitLinear, base: Options) -> None:
     """What compute-sanitizer watches: every kind of tile and of cluster, little work."""
     for tokens in (1, 17, 64, 300, 600):
         case = Case.random(tokens, 203, 136, torch.bfloat16, biased=True)
-        check_case(kernel, case, {"usual": Options()}, f"small T={tokens}")
+        check_case(kernel, case, base, {"usual": {}}, f"small T={tokens}")
+
+
+def group_self_check(kernel: SplitLinear) -> None:
+    """Every build passes what GPUs that were never tried are asked; a result that is off by one does not."""
+    device = torch.device("cuda")
+    for name, options in BUILDS.items():
+        print(f"self_check {name}", flush=True)
+
+        def launch(x: Any, head: Any, tail: Any, bias: Any, out: Any, options: Options = options) -> None:
+            kernel(x, head, tail, bias, out=out, options=options)
+
+        check_products(launch, device, kernel.capability)
+
+    def wrong(x: Any, head: Any, tail: Any, bias: Any, out: Any) -> None:
+        kernel(x, head, tail, bias, out=out)
+        out[-1, -1] += 16
+
+    with pytest.raises(KernelDeviceError, match="token 4 of row 519"):
+        check_products(wrong, device, kernel.capability)
 
 
 def main(arguments: list[str]) -> None:
     torch.manual_seed(int.from_bytes(arguments[0].encode()[:4], "big"))
     kernel = SplitLinear("cuda", bounded_waits=True)
+    group, *rest = arguments
     try:
-        if arguments[0] == "tokens":
-            group_tokens(kernel, int(arguments[1]))
+        if group in BUILDS:
+            group_tokens(kernel, BUILDS[group], int(rest[0]))
+        elif group in ("again", "large", "small"):
+            globals()[f"group_{group}"](kernel, BUILDS[rest[0] if rest else "tokens"])
         else:
-            globals()[f"group_{arguments[0]}"](kernel)
+            globals()[f"group_{group}"](kernel)
     except BaseException:
         print(f"fault: {kernel.fault}", flush=True)
         raise

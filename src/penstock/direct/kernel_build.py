@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.direct.driver_calls import DeviceLimits, DriverCalls
-from penstock.direct.failures import KernelDeviceError
+from penstock.direct.architecture import Architecture, architecture_of
+from penstock.direct.driver_calls import DriverCalls
 from penstock.direct.nvrtc import cubin_of, cuda_major_of_torch, load_nvrtc
 from penstock.direct.source import read_source
 from penstock.direct.tile_shape import PORTABLE_CLUSTER_CTAS, TileShape
 
-ARCHITECTURE = "sm_90a"
-CAPABILITY = (9, 0)
 SOURCE = "split_linear.cu"
 PLAIN_THREADS = 256
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for, and with."""
 
+    architecture: Architecture
     tile_tokens: int
     tile_warpgroups: int
     bf16: bool
@@ -35,6 +34,8 @@ class Variant:
             "ELEMENT_BF16": int(self.bf16),
             "BOUNDED_WAITS": int(self.bounded_waits),
             "SERIAL": int(self.serial),
+            "MMA_SYNC": int(self.architecture.instructions == "mma_sync"),
+            "CLUSTERS": int(self.architecture.clusters),
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
@@ -47,51 +48,39 @@ class LoadedKernel:
     most_clusters: int
 
 
-def check_device(limits: DeviceLimits) -> None:
-    """The kernel is wgmma and setmaxnreg: compute capability 9.0, neither older nor newer."""
-    if (limits.major, limits.minor) == CAPABILITY:
-        return
-    why = (
-        "older GPUs have neither the copy engine nor the matrix instructions it is made of"
-        if limits.major < 9
-        else "newer GPUs dropped the wgmma instructions; they need a build on tcgen05 or mma.sync, which does not exist"
-    )
-    raise KernelDeviceError(
-        f"split linear is built for compute capability 9.0 ({ARCHITECTURE}) and this GPU has "
-        f"{limits.major}.{limits.minor}: {why}. Weights can be streamed instead"
-    )
-
-
 class KernelBuilds:
     """All builds on one device. In memory; with `cache`, compiled code is also kept in that folder."""
 
     def __init__(self, driver: DriverCalls, ordinal: int, cache: Path | None = None) -> None:
         self.limits = driver.limits(ordinal)
-        check_device(self.limits)
+        self.architecture = architecture_of(self.limits.major, self.limits.minor)
         self._driver = driver
         self._cache = cache
         self._modules: dict[Variant, int] = {}
         self._kernels: dict[tuple[Variant, TileShape], LoadedKernel] = {}
 
-    def kernel(self, tile: TileShape, *, bf16: bool, bounded_waits: bool) -> LoadedKernel:
+    def kernel(self, tile: TileShape, architecture: Architecture, *, bf16: bool, bounded_waits: bool) -> LoadedKernel:
         """Inside the device's context."""
-        variant = Variant(tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits, tile.serial)
+        variant = Variant(architecture, tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits, tile.serial)
         key = (variant, tile)
         if key not in self._kernels:
-            shape = (tile.shared_bytes, tile.cluster_ctas)
-            function = self._driver.function(self._module(variant), "split_linear", *shape, PORTABLE_CLUSTER_CTAS)
-            self._kernels[key] = LoadedKernel(function, self._driver.most_clusters(function, tile.threads, *shape))
+            # All that there is: tiles of one build share the function, and may differ in the length of their rings.
+            allowed = (self.limits.shared_limit_bytes, tile.cluster_ctas, PORTABLE_CLUSTER_CTAS)
+            function = self._driver.function(self._module(variant), "split_linear", *allowed)
+            fitting = self._driver.most_clusters(function, tile.threads, tile.shared_bytes, tile.cluster_ctas)
+            self._kernels[key] = LoadedKernel(function, fitting)
         return self._kernels[key]
 
     def plain_kernel(self, *, bf16: bool) -> int:
         """The variant that is slow and obviously right; any grid of blocks of PLAIN_THREADS threads."""
-        module = self._module(Variant(8, 1, bf16, False, False))
+        module = self._module(Variant(self.architecture, 8, 1, bf16, False, False))
         return self._driver.function(module, "split_linear_plain", 0, 1, PORTABLE_CLUSTER_CTAS)
 
     def _module(self, variant: Variant) -> int:
         if variant not in self._modules:
             nvrtc = load_nvrtc(cuda_major_of_torch())
-            cubin = cubin_of(nvrtc, read_source(SOURCE), ARCHITECTURE, variant.options, self._cache)
+            target = variant.architecture.target
+            cubin = cubin_of(nvrtc, read_source(SOURCE), target, variant.options, self._cache)
             self._modules[variant] = self._driver.load(cubin)
         return self._modules[variant]
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from penstock.direct.launch_shape import Limits
+from penstock.direct.self_check import open_kernel
 from penstock.direct.split_linear import Options, SplitLinear
 
 HOST_CTAS = (1, 2, 4, 8)
@@ -44,7 +45,7 @@ def choose_limits(trials: Sequence[Trial]) -> Limits:
 
 def measure_limits(device: torch.device | str) -> Limits:
     """On an otherwise idle GPU, one token. Takes 64 MiB there and 32 MiB of pinned host memory while it lasts."""
-    kernel = SplitLinear(device)
+    kernel = open_kernel(device)
     try:
         trials = list(_trials(kernel, torch.device(device)))
     finally:

@@ -10,7 +10,8 @@ import torch
 
 from penstock.direct.launch_shape import Limits
 from penstock.direct.params import TENSOR_MAP_ALIGNMENT, SplitParams
-from penstock.direct.split_linear import Options, Side, SplitLinear
+from penstock.direct.self_check import open_kernel
+from penstock.direct.split_linear import Options, Side
 from penstock.errors import DriverCallError
 
 
@@ -42,10 +43,13 @@ class LinearRecipe(ctypes.Structure):
 
 
 class Recipes:
-    """On one device. `limits`: of what its link and its SMs can do; None: those of an H200 on PCIe 5 x16."""
+    """On one device. `limits`: of what its link and its SMs can do; None: those of an H200 on PCIe 5 x16.
+
+    On a GPU of a kind that the kernel was never tried on it is checked first, once: KernelDeviceError if it is wrong.
+    """
 
     def __init__(self, device: torch.device | str, limits: Limits | None = None, *, cache: Path | None = None) -> None:
-        self._kernel = SplitLinear(device, cache=cache)
+        self._kernel = open_kernel(device, cache)
         self._options = Options() if limits is None else Options(limits=limits)
 
     def prepare(self, case_address: int, recipe_address: int) -> None:
@@ -58,7 +62,7 @@ class Recipes:
         tail = Side(case.tail_address, case.rows - case.head_rows, case.depth)
         self._kernel.fill_weight(recipe.params, shape, head, tail, bf16=bf16)
         tile = shape.tile
-        recipe.function = self._kernel.function(tile, bf16=bf16)
+        recipe.function = self._kernel.function(tile, self._options, bf16=bf16)
         recipe.blocks, recipe.threads = shape.blocks, tile.threads
         recipe.shared_bytes, recipe.cluster_ctas = tile.shared_bytes, tile.cluster_ctas
         recipe.x_box_rows = tile.x_box_rows

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from penstock.direct.architecture import Architecture, mma_sync_on
 from penstock.direct.driver_calls import (
     BFLOAT16,
     FLOAT16,
@@ -17,7 +19,7 @@ from penstock.direct.driver_calls import (
 )
 from penstock.direct.failures import KernelInputError
 from penstock.direct.faults import WORDS, describe_fault
-from penstock.direct.kernel_build import PLAIN_THREADS, KernelBuilds
+from penstock.direct.kernel_build import PLAIN_THREADS, KernelBuilds, LoadedKernel
 from penstock.direct.launch_shape import LaunchShape, Limits, check_sizes, launch_shape
 from penstock.direct.params import SplitParams, aligned_params, fill_shape
 from penstock.direct.schedule import ELEMENT_BYTES, GRAIN
@@ -32,7 +34,7 @@ class Options:
 
     # None: no congestion control, every cluster faces the host.
     limits: Limits | None = Limits()  # noqa: RUF009 - frozen
-    # Off: each block of tokens reads the host's rows again.
+    # Off: each block of tokens reads the host's rows again, as on a GPU whose CTAs share nothing.
     multicast: bool = True
     # One slot per ring, no clusters.
     serial: bool = False
@@ -43,6 +45,10 @@ class Options:
     # It may begin, and copy W, before the launch in front of it on the stream has ended: for weights that no kernel
     # right in front of it writes.
     overlapped: bool = False
+    # "own": the fastest that the GPU has. The other is what newer GPUs get: bits of its own, the same at every split.
+    instructions: Literal["own", "mma_sync"] = "own"
+    # Less than the GPU has, for smaller tiles and shorter rings; None: all of it.
+    shared_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,15 @@ class SplitLinear:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise KernelInputError(f"split linear got the device {self.device} and needs a CUDA device")
-        self._ordinal = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self.ordinal = torch.cuda.current_device() if self.device.index is None else self.device.index
         self._driver = DriverCalls()
-        self._builds = KernelBuilds(self._driver, self._ordinal, cache)
+        self._builds = KernelBuilds(self._driver, self.ordinal, cache)
         self._bounded_waits = bounded_waits
-        self._fault = torch.zeros(WORDS, dtype=torch.int32).pin_memory() if bounded_waits else None
+        self._fault: torch.Tensor | None = None
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self._builds.limits.major, self._builds.limits.minor
 
     @property
     def fault(self) -> str | None:
@@ -88,7 +98,7 @@ class SplitLinear:
         return None if self._fault is None else describe_fault(self._fault.tolist())
 
     def close(self) -> None:
-        with self._driver.context(self._ordinal):
+        with self._driver.context(self.ordinal):
             self._builds.unload()
 
     def shape(
@@ -100,18 +110,27 @@ class SplitLinear:
             # It knows no clusters; what is wrong with a build of the other kernel must not keep it from running.
             return launch_shape(tokens, rows, depth, head_rows, self._tile(tokens, options), 1, options.limits)
         bf16 = dtype == torch.bfloat16
-        with self._driver.context(self._ordinal):
-            tile = self._tile(tokens, options)
-            kernel = self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits)
-            if not kernel.most_clusters and tile.cluster_ctas > PORTABLE_CLUSTER_CTAS:
-                tile = self._tile(tokens, options, PORTABLE_CLUSTER_CTAS)
-                kernel = self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits)
+        tile = self._tile(tokens, options)
+        kernel = self._kernel(tile, bf16, options)
+        if not kernel.most_clusters and tile.cluster_ctas > PORTABLE_CLUSTER_CTAS:
+            tile = self._tile(tokens, options, PORTABLE_CLUSTER_CTAS)
+            kernel = self._kernel(tile, bf16, options)
         return launch_shape(tokens, rows, depth, head_rows, tile, kernel.most_clusters, options.limits)
 
-    def function(self, tile: TileShape, *, bf16: bool) -> int:
-        """The kernel that `shape` chose this tile for."""
-        with self._driver.context(self._ordinal):
-            return self._builds.kernel(tile, bf16=bf16, bounded_waits=self._bounded_waits).function
+    def function(self, tile: TileShape, options: Options, *, bf16: bool) -> int:
+        """The kernel that `shape` chose this tile for, with the same options."""
+        return self._kernel(tile, bf16, options).function
+
+    def _kernel(self, tile: TileShape, bf16: bool, options: Options) -> LoadedKernel:
+        architecture = self._architecture(options)
+        with self._driver.context(self.ordinal):
+            return self._builds.kernel(tile, architecture, bf16=bf16, bounded_waits=self._bounded_waits)
+
+    def _architecture(self, options: Options) -> Architecture:
+        if options.instructions == "own":
+            return self._builds.architecture
+        usual = mma_sync_on(*self.capability)
+        return replace(usual, clusters=usual.clusters and options.multicast)
 
     def fill_weight(
         self, params: SplitParams, shape: LaunchShape, head: Side, tail: Side, *, bf16: bool, plain: bool = False
@@ -143,13 +162,21 @@ class SplitLinear:
         )
 
     def _tile(self, tokens: int, options: Options, most_token_ctas: int = TOKEN_CTAS[-1]) -> TileShape:
+        clusters = self._architecture(options).clusters
+        if not clusters and options.row_ctas not in (None, 1):
+            raise KernelInputError(f"row_ctas is {options.row_ctas}, and in a build without clusters it must be 1")
+        has_bytes = self._builds.limits.shared_limit_bytes
+        if options.shared_limit_bytes is not None and options.shared_limit_bytes > has_bytes:
+            raise KernelInputError(
+                f"shared_limit_bytes is {options.shared_limit_bytes:,}, and a block on this GPU has {has_bytes:,}"
+            )
         return choose_tile(
             tokens,
-            multicast=options.multicast,
+            multicast=options.multicast and clusters,
             serial=options.serial,
             row_ctas=options.row_ctas,
             most_token_ctas=most_token_ctas,
-            shared_limit_bytes=self._builds.limits.shared_limit_bytes,
+            shared_limit_bytes=options.shared_limit_bytes or has_bytes,
         )
 
     def __call__(
@@ -164,7 +191,7 @@ class SplitLinear:
         host_bytes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """On the current stream. `host_bytes`, one int64 on the device, is added what was asked of the host."""
-        with self._driver.context(self._ordinal):
+        with self._driver.context(self.ordinal):
             operands = self._check(x, head, tail, bias, out, host_bytes)
             y = x.new_empty(operands.tokens, operands.rows) if out is None else out
             shape = self.shape(operands.tokens, operands.rows, operands.depth, operands.head.rows, x.dtype, options)
@@ -176,7 +203,7 @@ class SplitLinear:
                 config = launch_config(blocks, PLAIN_THREADS, 0, 1, stream)
             else:
                 tile = shape.tile
-                function = self.function(tile, bf16=operands.bf16)
+                function = self.function(tile, options, bf16=operands.bf16)
                 config = launch_config(
                     shape.blocks,
                     tile.threads,
@@ -207,6 +234,8 @@ class SplitLinear:
         params.y_address, params.y_stride = y.data_ptr(), _stride(y)
         params.bias_address = 0 if bias is None else bias.data_ptr()
         params.host_bytes_address = 0 if host_bytes is None else host_bytes.data_ptr()
+        if self._bounded_waits and self._fault is None:
+            self._fault = torch.zeros(WORDS, dtype=torch.int32).pin_memory()
         params.fault_address = 0 if self._fault is None else self._driver.device_address(self._fault.data_ptr())
         return params
 

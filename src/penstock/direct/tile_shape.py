@@ -6,6 +6,7 @@ bit for bit at every split.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from penstock.direct.failures import KernelInputError
@@ -18,6 +19,8 @@ TOKEN_CTAS = (1, 2, 4, 8, 16)
 PORTABLE_CLUSTER_CTAS = 8
 # Hopper's limit for one block; 227 KiB.
 SHARED_LIMIT_BYTES = 232_448
+# What must be under way of W before anything else gets room; a tile that cannot have as much needs 2 to work at all.
+ENOUGH_W_STAGES, LEAST_STAGES = 4, 2
 # Enough that HBM is busy with fewer SMs than there are; more would only lengthen the set-up.
 MOST_W_STAGES = 24
 ROW_BYTES = CHUNK * ELEMENT_BYTES
@@ -77,12 +80,10 @@ class TileShape:
 
     @property
     def shared_bytes(self) -> int:
-        return _fixed_bytes(self) + self.w_stages * (self.w_slot_bytes + 2 * BARRIER_BYTES)
-
-
-def _fixed_bytes(tile: TileShape) -> int:
-    out_bytes = tile.tile_warpgroups * min(tile.tile_tokens, 32) * OUT_STRIDE_BYTES
-    return SWIZZLE_PERIOD_BYTES + out_bytes + tile.x_stages * (tile.x_slot_bytes + 2 * BARRIER_BYTES)
+        out_bytes = self.tile_warpgroups * min(self.tile_tokens, 32) * OUT_STRIDE_BYTES
+        x_bytes = self.x_stages * (self.x_slot_bytes + 2 * BARRIER_BYTES)
+        w_bytes = self.w_stages * (self.w_slot_bytes + 2 * BARRIER_BYTES)
+        return SWIZZLE_PERIOD_BYTES + out_bytes + x_bytes + w_bytes
 
 
 def choose_tile(
@@ -97,50 +98,94 @@ def choose_tile(
     """The tile for this many tokens.
 
     `multicast=False` takes the tokens in turns instead of sharing tiles of W in a cluster, and `serial` one slot per
-    ring: both give the same bits, slower, and are for comparing and for finding faults. `most_token_ctas` is for a GPU
-    that has no room for larger clusters.
+    ring: with Hopper's shared memory the tile stays the same. `most_token_ctas` is for a GPU that has no room for
+    larger clusters.
     """
     if tokens < 1:
         raise KernelInputError(f"split linear got {tokens} tokens and needs at least 1")
-    tile_tokens, token_ctas = _tokens_of(tokens, most_token_ctas)
-    if not multicast or serial:
+    alone = not multicast or serial
+    tile_tokens, token_ctas = _tokens_of(tokens, most_token_ctas, TILE_TOKENS[-1])
+    if alone:
         token_ctas = 1
+    if row_ctas is not None:
+        _check_row_ctas(row_ctas, tile_tokens, token_ctas)
+
+    def candidates() -> Iterator[TileShape]:
+        yield from _bare_tiles(tokens, tile_tokens, token_ctas, row_ctas, alone, serial)
+        for size, sharing in _smaller_sizes(tokens, tile_tokens, most_token_ctas, alone):
+            yield from _bare_tiles(tokens, size, sharing, row_ctas, alone, serial)
+
+    for wanted in (1,) if serial else (ENOUGH_W_STAGES, LEAST_STAGES):
+        for bare in candidates():
+            room = (shared_limit_bytes - bare.shared_bytes) // (bare.w_slot_bytes + 2 * BARRIER_BYTES)
+            if room >= wanted:
+                return replace(bare, w_stages=min(room, 1 if serial else MOST_W_STAGES))
+    least = 1 if serial else LEAST_STAGES
+    smallest = min((replace(bare, w_stages=least) for bare in candidates()), key=lambda tile: tile.shared_bytes)
+    raise KernelInputError(
+        f"shared memory of {shared_limit_bytes:,} bytes is too little for split linear: its smallest tile, "
+        f"{smallest.tile_rows} rows of the weight and {smallest.tile_tokens} tokens, needs {smallest.shared_bytes:,}"
+    )
+
+
+def _bare_tiles(
+    tokens: int, tile_tokens: int, token_ctas: int, row_ctas: int | None, alone: bool, serial: bool
+) -> Iterator[TileShape]:
+    """Without stages of W: as many of x as are good for it, then fewer, then the same with half of the rows.
+
+    Rows go before tokens: however few there are in a tile, all host rows cross the link as often. Both are shared in
+    slices of whole eights, the rows of a swizzle atom.
+    """
     if row_ctas is None:
         # Where x is read as fast as W, two CTAs share it; with several token CTAs each has tokens of its own.
-        row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and multicast and not serial else 1
+        row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and not alone else 1
+    if tile_tokens % (8 * row_ctas) or token_ctas * row_ctas > TOKEN_CTAS[-1]:
+        return
+    most_x_stages = 8 if tile_tokens <= 32 else 6 if tile_tokens == 64 else 4
+    for warpgroups in (2, 1) if tile_tokens >= 128 else (1,):
+        if 64 * warpgroups % (8 * token_ctas):
+            continue
+        for x_stages in (1,) if serial else range(most_x_stages, LEAST_STAGES - 1, -1):
+            yield TileShape(
+                tile_tokens=tile_tokens,
+                tile_warpgroups=warpgroups,
+                token_ctas=token_ctas,
+                row_ctas=row_ctas,
+                token_blocks=-(-tokens // (tile_tokens * token_ctas)),
+                w_stages=0,
+                x_stages=x_stages,
+                serial=serial,
+            )
+
+
+def _smaller_sizes(tokens: int, tile_tokens: int, most_token_ctas: int, alone: bool) -> Iterator[tuple[int, int]]:
+    """Tokens of a CTA, and CTAs, where shared memory has no room for the tile that is best."""
+    most_sharing = min(most_token_ctas, 64 // 8)  # of a tile that has 64 rows alone
+    for most in [size for size in reversed(TILE_TOKENS) if size < tile_tokens]:
+        if alone:
+            # In turns: any number of them, so the fewest, and then what leaves the least empty.
+            yield min(TILE_TOKENS[: TILE_TOKENS.index(most) + 1], key=lambda size: (-(-tokens // size), size)), 1
+        else:
+            yield _tokens_of(tokens, most_sharing, most)
+
+
+def _check_row_ctas(row_ctas: int, tile_tokens: int, token_ctas: int) -> None:
     if row_ctas < 1 or tile_tokens % (8 * row_ctas) or token_ctas * row_ctas > TOKEN_CTAS[-1]:
         raise KernelInputError(
             f"row_ctas is {row_ctas}: tiles of {tile_tokens} tokens are shared in slices that are multiples of 8, in "
             f"clusters of at most {TOKEN_CTAS[-1]} CTAs of which {token_ctas} share a tile of W"
         )
-    bare = TileShape(
-        tile_tokens=tile_tokens,
-        tile_warpgroups=2 if tile_tokens >= 128 else 1,
-        token_ctas=token_ctas,
-        row_ctas=row_ctas,
-        token_blocks=-(-tokens // (tile_tokens * token_ctas)),
-        w_stages=1,
-        x_stages=1 if serial else 8 if tile_tokens <= 32 else 6 if tile_tokens == 64 else 4,
-        serial=serial,
-    )
-    room = (shared_limit_bytes - _fixed_bytes(bare)) // (bare.w_slot_bytes + 2 * BARRIER_BYTES)
-    w_stages = min(room, 1 if serial else MOST_W_STAGES)
-    if w_stages < (1 if serial else 2):
-        raise KernelInputError(
-            f"shared memory of {shared_limit_bytes:,} bytes holds {w_stages} stages of {bare.w_slot_bytes:,} bytes of "
-            f"the weight beside x: split linear needs 2 with tiles of {tile_tokens} tokens"
-        )
-    return replace(bare, w_stages=w_stages)
 
 
-def _tokens_of(tokens: int, most_token_ctas: int) -> tuple[int, int]:
+def _tokens_of(tokens: int, most_token_ctas: int, most_tile_tokens: int) -> tuple[int, int]:
     """Tokens of a CTA, and CTAs: the least that holds all tokens; of equals, the fewest CTAs."""
-    for tile_tokens in TILE_TOKENS:
+    usable = [size for size in TILE_TOKENS if size <= most_tile_tokens]
+    for tile_tokens in usable:
         if tokens <= tile_tokens:
             return tile_tokens, 1
     sizes = [count for count in TOKEN_CTAS if count <= most_token_ctas]
-    fits = [(t * c, c, t) for t in TILE_TOKENS for c in sizes if t * c >= tokens]
+    fits = [(t * c, c, t) for t in usable for c in sizes if t * c >= tokens]
     if not fits:
-        return TILE_TOKENS[-1], sizes[-1]
+        return usable[-1], sizes[-1]
     _, token_ctas, tile_tokens = min(fits)
     return tile_tokens, token_ctas

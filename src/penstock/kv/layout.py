@@ -63,8 +63,8 @@ def lay_out(
 
     staged = row_blocks > 1 and host_positions > 0
     in_place = host_positions > 0 and not staged
-    # Two programs fit on a multiprocessor. One more than all of them hold would begin when the others are done, so those
-    # that face the host are counted, and the near side is cut into whole splits of what is left.
+    # Two programs fit on a multiprocessor, and one more than all of them hold would begin when the others are done. So
+    # those that face the host are counted, and the near side is cut into whole splits of what is left.
     near_programs = 2 * multiprocessors - (host_programs if in_place else 0)
     near_splits = min(max(1, near_programs // lines), math.ceil(device_positions / SLOTS))
     piece = min(host_positions, max(SLOTS, staging_bytes // position_bytes // SLOTS * SLOTS)) if staged else 0

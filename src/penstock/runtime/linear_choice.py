@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from penstock.direct.kernel_build import CAPABILITY
+from penstock.direct.architecture import OLDEST_CAPABILITY, capability_text
 from penstock.direct.launch_shape import Limits
 from penstock.errors import DeviceError, PenstockError
 from penstock.program import Program
@@ -71,10 +71,11 @@ def _obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     capability = _capability(device)
-    if capability == CAPABILITY:
+    if capability >= OLDEST_CAPABILITY:
         return None
-    has, needs = (".".join(map(str, one)) for one in (capability, CAPABILITY))
-    return f"this GPU has compute capability {has}, and the kernel that reads a weight in two places needs {needs}"
+    has, needs = capability_text(capability), capability_text(OLDEST_CAPABILITY)
+    kernel = f"the kernel that reads a weight in two places needs {needs} or newer"
+    return f"this GPU has compute capability {has}, and {kernel}"
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

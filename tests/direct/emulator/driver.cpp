@@ -22,7 +22,8 @@ struct Emulation {
   uint64_t stream;
   unsigned shared_limit, portable_only;
   uint64_t host_bytes_read;
-} emulation = {0, 0, 9, 3, 0, 0, 0, 0, 1, 0};
+  int shared_bytes;               // that a block has
+} emulation = {0, 0, 9, 3, 0, 0, 0, 0, 1, 0, 232448};
 
 static std::string failure;
 
@@ -48,7 +49,10 @@ Result cuInit(unsigned flags) { return flags ? 1 : 0; }
 Result cuDeviceGet(int* device, int ordinal) { return *device = 40 + ordinal, 0; }
 Result cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (device != 40) return 101;
-  *value = attribute == 75 ? emulation.capability_major : attribute == 97 ? 232448 : attribute == 16 ? 132 : 0;
+  *value = attribute == 75   ? emulation.capability_major
+           : attribute == 97 ? emulation.shared_bytes
+           : attribute == 16 ? 132
+                             : 0;
   return 0;
 }
 Result cuDevicePrimaryCtxRetain(void** context, int device) { return *context = (void*)0x7f0000000001, device != 40; }

@@ -134,16 +134,24 @@ void settle_products() {
 u32 pack(float low, float high) { return to_bits(low) | (u32)to_bits(high) << 16; }
 float unpack(unsigned short bits) { return from_bits(bits); }
 
-// Lane l holds the address of row l % 8 of stored matrix l / 8; element (i, j) of a fragment is in lane 4i + j / 2.
+// Every lane of the warp has shown its registers; lane l's are at [l].
+static const u32 (*shown(const u32* registers, u32 count))[6] {
+  Cta& cta = *self().cta;
+  auto& exchange = cta.exchange[self().exchanges++ % 2];
+  for (u32 m = 0; m < count; ++m) exchange[self().thread][m] = registers[m];
+  sync_warp();
+  return exchange + (self().thread - lane_index());
+}
+
+// Lane l holds the address of row l % 8 of matrix l / 8; element (i, j) of a fragment is in lane 4i + j / 2.
 static void store_matrices(u32 address, const u32* registers, u32 count) {
   Cta& cta = *self().cta;
-  const u32 lane = lane_index(), first = self().thread - lane;
-  for (u32 m = 0; m < count; ++m) cta.exchange[self().thread][m] = registers[m];
-  sync_warp();
+  const u32 lane = lane_index();
+  const auto* lanes = shown(registers, count);
   if (lane < 8 * count) {
     if (address % 16) throw std::runtime_error("a matrix row that is not aligned");
     for (u32 i = 0; i < 8; ++i) {
-      const u32 held = cta.exchange[first + 4 * i + lane % 8 / 2][lane / 8];
+      const u32 held = lanes[4 * i + lane % 8 / 2][lane / 8];
       const unsigned short bits = (unsigned short)(held >> (16 * (lane % 2)));
       std::memcpy(cta.at(address + 2 * i, 2), &bits, 2);
     }
@@ -157,6 +165,45 @@ void store_matrices(u32 address, u32 a, u32 b) {
 void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 registers[4] = {a, b, c, d};
   store_matrices(address, registers, 4u);
+}
+
+// Others go on meanwhile: what they overwrite before all lanes have shown their addresses is read.
+static void load_matrices(u32 address, u32* registers, u32 count) {
+  const u32 lane = lane_index();
+  machine().yield();
+  const auto* lanes = shown(&address, 1);
+  for (u32 m = 0; m < count; ++m) {
+    const u32 row = lanes[8 * m + lane / 4][0];
+    if (row % 16) throw std::runtime_error("a matrix row that is not aligned");
+    std::memcpy(&registers[m], self().cta->at(row + lane % 4 * 4, 4), 4);
+  }
+}
+void load_matrices(u32 address, u32& a, u32& b) {
+  u32 registers[2];
+  load_matrices(address, registers, 2u);
+  a = registers[0], b = registers[1];
+}
+void load_matrices(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  u32 registers[4];
+  load_matrices(address, registers, 4u);
+  a = registers[0], b = registers[1], c = registers[2], d = registers[3];
+}
+
+// Rows 0-7 and 8-15 of A's first 8 columns are its registers 0 and 1, of the others 2 and 3; those of B are 4 and 5.
+void multiply_16x8x16(float& d0, float& d1, float& d2, float& d3, const Words4& a, u32 b_low, u32 b_high) {
+  const u32 registers[6] = {a.word[0], a.word[1], a.word[2], a.word[3], b_low, b_high};
+  const auto* lanes = shown(registers, 6);
+  const u32 lane = lane_index();
+  float* sums[4] = {&d0, &d1, &d2, &d3};
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (u32 k = 0; k < 16; ++k) {
+      const u32 from_a = lanes[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      const u32 from_b = lanes[column * 4 + k % 8 / 2][4 + k / 8];
+      const u32 shift = 16 * (k % 2);
+      *sums[i] += from_bits((unsigned short)(from_a >> shift)) * from_bits((unsigned short)(from_b >> shift));
+    }
+  }
 }
 
 Words4 load_shared(u32 address) {

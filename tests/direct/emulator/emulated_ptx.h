@@ -1,4 +1,5 @@
-// The instructions of src/penstock/direct/kernels/ptx.h and wgmma.h under the same names, in plain C++, for one cluster at a time.
+// The instructions of src/penstock/direct/kernels/ptx.h and wgmma.h under the same names, in plain C++, for one cluster
+// at a time. mma_sync.h is written against those of ptx.h, and its own text runs.
 // What the documentation fixes is acted out as it is documented: the swizzle, descriptors, fragments, transaction
 // counts, phases, multicast to equal offsets. Memory ordering is not modelled.
 #pragma once
@@ -35,10 +36,11 @@ u64 policy_read_once();
 u64 policy_keep();
 void copy_box_to(u32 peers, u32 to, const TensorMap* map, int column, int row, u32 barrier, u64);
 void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy);
-void fence_products();
-void commit_products();
 u32 pack(float low, float high);
 float unpack(unsigned short bits);
+void load_matrices(u32 address, u32& a, u32& b);
+void load_matrices(u32 address, u32& a, u32& b, u32& c, u32& d);
+void multiply_16x8x16(float& d0, float& d1, float& d2, float& d3, const Words4& a, u32 b_low, u32 b_high);
 void store_matrices(u32 address, u32 a, u32 b);
 void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d);
 Words4 load_shared(u32 address);
@@ -57,6 +59,9 @@ inline void give_registers() {}
 template <int>
 inline void take_registers() {}
 
+#if !MMA_SYNC
+void fence_products();
+void commit_products();
 void await_products(int pending);
 template <int kPending>
 inline void await_products() {
@@ -66,5 +71,6 @@ void multiply(float* sums, u32 count, u64 a, u64 b, u32 add);
 inline void multiply(float (&d)[TILE_TOKENS / 2], u64 a, u64 b, u32 add) { multiply(d, TILE_TOKENS / 2, a, b, add); }
 void settle_products();
 inline void settle_products(float (&)[TILE_TOKENS / 2]) { settle_products(); }
+#endif
 
 }  // namespace penstock

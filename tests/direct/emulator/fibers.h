@@ -54,7 +54,8 @@ struct Cta {
   std::map<u32, Barrier> barriers;
   std::map<u32, Meeting> named;
   std::map<u32, Meeting> warps;
-  u32 exchange[512][4];
+  // What lanes of a warp show one another, in turns: who is ahead writes where nobody still reads.
+  u32 exchange[2][512][6];
   // Threads that have not ended. Without any the shared memory is gone.
   u32 left = 0;
 
@@ -76,6 +77,7 @@ struct Fiber {
   Cta* cta = nullptr;
   u32 thread = 0;
   u32 site = 0;
+  u32 exchanges = 0;
   int committed = 0;
   std::deque<std::function<void()>> products;
   std::vector<char> stack;

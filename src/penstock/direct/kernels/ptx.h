@@ -1,5 +1,5 @@
-// Hopper's instructions, one small function each, and nothing else: the kernel is written against these names, so that
-// the tests can run the same kernel text against an implementation in plain C++.
+// The instructions of Hopper and of GPUs that are newer, one small function each, and nothing else: the kernel is
+// written against these names, so that the tests can run the same kernel text against an implementation in plain C++.
 //
 // Addresses of shared memory are 32-bit offsets in the shared window. Those of the own CTA are valid in the shared
 // window of the cluster too; a peer's address is the own one, mapped to its rank.
@@ -7,13 +7,21 @@
 
 #include "split_params.h"
 
-#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "split_linear needs sm_90a: wgmma and setmaxnreg exist on no other target"
+#if MMA_SYNC
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 900
+#error "split_linear on mma.sync needs sm_90 or newer: the copy engine and clusters are on no older target"
+#endif
+#elif !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "split_linear on wgmma needs sm_90a: wgmma and setmaxnreg exist on no other target"
 #endif
 
 #define DEVICE __device__ __forceinline__
 
 namespace penstock {
+
+struct Words4 {
+  u32 word[4];
+};
 
 DEVICE u32 thread_index() { return threadIdx.x; }
 // The same in all lanes, and known to be by the compiler: roles are branches that whole warps take.
@@ -66,7 +74,8 @@ DEVICE void sync_cluster() {
 // The 128 threads of one warpgroup; barrier 0 is left to __syncthreads.
 DEVICE void sync_warpgroup(u32 barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
 
-// Registers go from the warps that only issue copies to those that hold accumulators. Both need a launch bound.
+// Registers go from the warps that only issue copies to those that hold accumulators. Both need a launch bound, and a
+// target of one architecture alone (sm_90a).
 template <int kRegisters>
 DEVICE void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -156,11 +165,18 @@ DEVICE u64 policy_keep() {
   return policy;
 }
 
+// On 12.x a copy into the cluster's window takes a stack, and one into the CTA's own does not.
+#if CLUSTERS
+#define PENSTOCK_OWN_MEMORY "shared::cluster"
+#else
+#define PENSTOCK_OWN_MEMORY "shared::cta"
+#endif
+
 // Coordinates: column first (the dimension that is contiguous), then row. A box always counts in full towards the
 // barrier, also where parts of it, or all of it, lie outside of the matrix and are filled with zeros.
 DEVICE void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      "cp.async.bulk.tensor.2d." PENSTOCK_OWN_MEMORY ".global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
       "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(column), "r"(row), "l"(policy)
       : "memory");
@@ -173,6 +189,34 @@ DEVICE void copy_box_to(u32 peers, u32 to, const TensorMap* map, int column, int
       " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(to),
       "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(column), "r"(row), "h"((unsigned short)peers), "l"(policy)
       : "memory");
+}
+
+// ---- matrix products of one warp.
+
+// Matrix i of 8x8 lies in the 16-byte rows whose addresses lanes 8i to 8i+7 hold. Of each, lane l gets row l / 4,
+// columns 2 * (l % 4) and the next.
+DEVICE void load_matrices(u32 address, u32& a, u32& b) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "r"(address) : "memory");
+}
+DEVICE void load_matrices(u32 address, u32& a, u32& b, u32& c, u32& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(address)
+               : "memory");
+}
+
+// 16 rows of A times 8 rows of B over 16 columns, added. A: rows 0-7 and rows 8-15 of columns 0-7, then of columns
+// 8-15; B: columns 0-7, columns 8-15. Of the sums lane l holds rows l / 4 (d0, d1) and l / 4 + 8 (d2, d3), columns
+// 2 * (l % 4) and the next.
+DEVICE void multiply_16x8x16(float& d0, float& d1, float& d2, float& d3, const Words4& a, u32 b_low, u32 b_high) {
+#if ELEMENT_BF16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+               : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]), "r"(b_low), "r"(b_high));
 }
 
 // ---- the way out: accumulators, shared memory, global memory.
@@ -208,10 +252,6 @@ DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
                "r"(c), "r"(d)
                : "memory");
 }
-
-struct Words4 {
-  u32 word[4];
-};
 
 DEVICE Words4 load_shared(u32 address) {
   Words4 v;

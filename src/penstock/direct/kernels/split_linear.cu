@@ -20,15 +20,20 @@
 // A peer's bytes cannot run ahead of a phase: it copies into a slot only after all consumers, those of this CTA too,
 // have released it, and they release what they have seen full.
 //
-// Hopper alone (sm_90a): its matrix instructions, wgmma, are not on older GPUs and were dropped from newer ones. Those
-// would need other functions in wgmma.h, on tcgen05 or mma.sync, with the same meaning; the rest is plain sm_90.
+// Matrix products are Hopper's own (wgmma.h, sm_90a), or those that newer GPUs have too (mma_sync.h): one interface,
+// and the rest is plain sm_90. On GPUs newer than Hopper it was compiled for and has not run; see self_check.py.
 //
 // Compiled with: TILE_TOKENS, TILE_WARPGROUPS (1 or 2), ELEMENT_BF16 (0: fp16), BOUNDED_WAITS, SERIAL (1: each product
-// completes before the next slot is awaited, which is what rings of one slot need).
+// completes before the next slot is awaited, which is what rings of one slot need), MMA_SYNC (0: wgmma), CLUSTERS (0:
+// every CTA is alone).
 #if defined(PENSTOCK_EMULATED)
 #include "emulated_ptx.h"
 #else
 #include "ptx.h"
+#endif
+#if MMA_SYNC
+#include "mma_sync.h"
+#elif !defined(PENSTOCK_EMULATED)
 #include "wgmma.h"
 #endif
 #include "descriptor.h"
@@ -50,7 +55,7 @@ constexpr u32 kOutStride = 64 * 2 + 16;
 constexpr u32 kOutBytes = kOutTokens * kOutStride;
 // With 128 accumulators and two consumer warpgroups the even share of 168 registers would not do: 65536 registers are
 // 512 for each lane of the three warpgroups together, in steps of 8: 40 + 2 * 232 = 504.
-constexpr bool kMoveRegisters = TILE_TOKENS >= 192;
+constexpr bool kMoveRegisters = TILE_TOKENS >= 192 && !MMA_SYNC;
 
 // What a bounded wait reports, mirrored in src/penstock/direct/faults.py.
 constexpr u32 kSiteWEmpty = 1, kSiteXEmpty = 2, kSiteWFull = 3, kSiteXFull = 4;
@@ -94,8 +99,12 @@ struct Cursor {
 
 DEVICE void copy_rows(u32 peers, bool shared, u32 to, const TensorMap* map, int column, int row, u32 barrier,
                       u64 policy) {
-  if (shared) copy_box_to(peers, to, map, column, row, barrier, policy);
-  else copy_box(to, map, column, row, barrier, policy);
+#if CLUSTERS
+  if (shared) return copy_box_to(peers, to, map, column, row, barrier, policy);
+#else
+  (void)peers, (void)shared;
+#endif
+  copy_box(to, map, column, row, barrier, policy);
 }
 
 // One thread. Copies this CTA's slice of each tile of W, from whichever side its rows lie on, to all that share it.

@@ -1,0 +1,121 @@
+"""Products with results known to the bit, for a kind of GPU that the kernel was never tried on, before it is used.
+
+All operands are small whole numbers, so that every sum is exact in 32 bits, in whatever order it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.direct.architecture import capability_text
+from penstock.direct.failures import KernelDeviceError
+from penstock.direct.split_linear import SplitLinear
+
+# Compute capabilities of GPUs on which the tests of the kernel have run.
+TRIED_CAPABILITIES = frozenset({(9, 0)})
+# Both ragged. The columns are more than the longest ring holds, so every slot is filled twice; the rows are several
+# tiles of the largest kind.
+ROWS, DEPTH = 520, 1608
+# None, one grain, off the borders of every tile, all.
+HEAD_ROWS = (0, 16, 272, ROWS)
+# One for each size of tile, tokens that several CTAs share, and more than one cluster takes at a time.
+BF16_TOKENS = (5, 12, 30, 64, 100, 150, 256, 300, 4100)
+# What differs between the kinds of floats is one word of an instruction.
+FP16_TOKENS = (8, 200)
+LARGEST = 4
+
+# x, head, tail, bias, out: y = x @ W^T + bias, written to `out`.
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+_checked: set[int] = set()
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands in host memory, and the results they must have."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    wanted: torch.Tensor
+
+
+def open_kernel(device: torch.device | str, cache: Path | None = None) -> SplitLinear:
+    """The kernel, ready for use. Where it was never tried it is checked first, and its waits are bounded.
+
+    A barrier that behaves otherwise there ends in an error of the launch, and not in a GPU that hangs.
+    """
+    kernel = SplitLinear(device, cache=cache)
+    if kernel.capability in TRIED_CAPABILITIES:
+        return kernel
+    kernel.close()
+    kernel = SplitLinear(device, bounded_waits=True, cache=cache)
+    try:
+        check_first_use(kernel)
+    except BaseException:
+        kernel.close()
+        raise
+    return kernel
+
+
+def check_first_use(kernel: SplitLinear) -> None:
+    """Once for each device of the process."""
+    if kernel.ordinal in _checked:
+        return
+
+    def launch(x: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
+        kernel(x, head, tail, bias, out=out)
+
+    check_products(launch, kernel.device, kernel.capability)
+    _checked.add(kernel.ordinal)
+
+
+def check_products(launch: Launch, device: torch.device, capability: tuple[int, int]) -> None:
+    """Raises KernelDeviceError at the first product that differs from exact arithmetic in any bit."""
+    for product in products():
+        x, bias = product.x.to(device), product.bias.to(device)
+        for head_rows in HEAD_ROWS:
+            # Copies: what lies behind a side's last row is not the other side.
+            head, tail = product.weight[:head_rows].clone().to(device), product.weight[head_rows:].clone()
+            if device.type == "cuda":
+                tail = tail.pin_memory()
+            out = torch.full(product.wanted.shape, torch.nan, dtype=x.dtype, device=device)
+            launch(x, head, tail, bias, out)
+            found = out.cpu()
+            wrong = (found.view(torch.int16) != product.wanted.view(torch.int16)).nonzero()
+            if len(wrong):
+                raise KernelDeviceError(_complaint(product, head_rows, found, wrong, device, capability))
+
+
+def products() -> Iterator[Product]:
+    for dtype, counts in ((torch.bfloat16, BF16_TOKENS), (torch.float16, FP16_TOKENS)):
+        for tokens in counts:
+            generator = torch.Generator().manual_seed(tokens)
+            x, weight, bias = (
+                torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator).to(dtype)
+                for shape in ((tokens, DEPTH), (ROWS, DEPTH), (ROWS,))
+            )
+            yield Product(x, weight, bias, (x.double() @ weight.double().T + bias.double()).to(dtype))
+
+
+def _complaint(
+    product: Product,
+    head_rows: int,
+    found: torch.Tensor,
+    wrong: torch.Tensor,
+    device: torch.device,
+    capability: tuple[int, int],
+) -> str:
+    tokens, rows = found.shape
+    token, row = (int(index) for index in wrong[0])
+    sizes = f"T={tokens}, N={rows}, K={product.x.shape[1]}, {found.dtype}, {head_rows} rows in device memory"
+    return (
+        f"split linear multiplies wrongly on {device}: it has compute capability {capability_text(capability)}, on "
+        f"which the kernel had not been tried. With {sizes}, {len(wrong):,} of {found.numel():,} results differ; the "
+        f"first, token {token} of row {row}, is {found[token, row].item()} and must be "
+        f"{product.wanted[token, row].item()}. Programs that are compiled without split_linear do not need it"
+    )
