@@ -180,6 +180,7 @@ MMA_SYNC_FAULTS = {
         "lane_address(b, lane / 16 * 8 + lane % 8, lane / 8 % 2)",
         "lane_address(b, lane % 16, lane / 16)",
     ),
+    "CTAs read the first one's memory": ("shared_base() & ~0x3ffffu", "shared_base() & 0u"),
     "every warp takes the first rows": ("16 * warp + lane % 16", "0 * warp + lane % 16"),
     "warps are counted in the block": ("thread_index() / 32 % 4", "thread_index() / 32"),
     "what was there is always added to": ("if (!add)", "if (add > 1)"),
@@ -200,8 +201,9 @@ def test_faults_are_noticed(tmp_path: Path, machine: Path, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", [None, *MMA_SYNC_FAULTS])
 def test_faults_of_mma_sync_are_noticed(tmp_path: Path, machine: Path, fault: str | None) -> None:
-    """Two warpgroups, tokens that are loaded in more than one go, and several items, the second with sums left over."""
+    """Two CTAs of two warpgroups, tokens that are loaded in more than one go, and several items, the second with sums
+    left over."""
     edits = () if fault is None else (MMA_SYNC_FAULTS[fault],)
-    emulator = Emulator(tmp_path, machine, TileShape(32, 2, 1, 1, 1, 3, 2), edits, mma_sync=True)
+    emulator = Emulator(tmp_path, machine, TileShape(32, 2, 1, 2, 1, 3, 2), edits, mma_sync=True)
     with nullcontext() if fault is None else pytest.raises(AssertionError, match="assert"):
         run(emulator, 29, 300, 200, 144, most_clusters=1)

@@ -32,7 +32,7 @@ u32 cluster_rank() { return self().cta->rank; }
 u32 block_index() { return machine().cluster * (u32)machine().ctas.size() + self().cta->rank; }
 u32 block_count() { return machine().clusters * (u32)machine().ctas.size(); }
 u32 block_threads() { return machine().threads; }
-u32 shared_base() { return (kSharedStart + 1023) & ~1023u; }
+u32 shared_base() { return in_cta((kSharedStart + 1023) & ~1023u, self().cta->rank); }
 
 void sync_warp() { machine().meet(self().cta->warps[warp_index()], 32); }
 void sync_cluster() { machine().meet(machine().everyone, machine().threads * (u32)machine().ctas.size()); }
@@ -49,7 +49,7 @@ void arrive_expecting(u32 barrier, u32 bytes) {
 }
 void arrive_at(u32 barrier, u32 rank) {
   if (rank >= machine().ctas.size()) throw std::runtime_error("an arrival in a CTA that is not in the cluster");
-  machine().ctas[rank].barrier(barrier).arrive();
+  machine().ctas[rank].barrier(in_cta(barrier, rank)).arrive();
 }
 void wait(u32 barrier, u32 parity, u64, u32 site) {
   self().site = site;
@@ -70,12 +70,12 @@ static void land(const TensorMap& map, const Cta& from, u32 peers, u32 to, int c
         unsigned short bits = 0;
         const u64 source = map.words[kAddress] + at_row * map.words[kStrideBytes] + 2 * at_column;
         if (inside) std::memcpy(&bits, (const void*)source, 2);
-        std::memcpy(cta.at(swizzled(to + r * 128 + c * 2), 2), &bits, 2);
+        std::memcpy(cta.at(in_cta(swizzled(to + r * 128 + c * 2), cta.rank), 2), &bits, 2);
         if (inside && map.words[kOnHost] && cta.rank == from.rank) machine().host_bytes_read += 2;
       }
     }
-    cta.barrier(barrier).bytes -= box_bytes;
-    cta.barrier(barrier).settle();
+    cta.barrier(in_cta(barrier, cta.rank)).bytes -= box_bytes;
+    cta.barrier(in_cta(barrier, cta.rank)).settle();
   }
 }
 void copy_box_to(u32 peers, u32 to, const TensorMap* map, int column, int row, u32 barrier, u64) {
@@ -92,7 +92,7 @@ void copy_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u6
 // A descriptor taken apart as the documentation says.
 static float element(const Cta& cta, u64 descriptor, u32 row, u32 k) {
   if (descriptor >> 62 != 1 || (descriptor >> 49 & 7)) throw std::runtime_error("a descriptor of another layout");
-  const u32 start = (u32)(descriptor & 0x3fff) << 4;
+  const u32 start = in_cta((u32)(descriptor & 0x3fff) << 4, cta.rank);
   const u32 stride = (u32)(descriptor >> 32 & 0x3fff) << 4;
   unsigned short bits;
   std::memcpy(&bits, const_cast<Cta&>(cta).at(swizzled(start + row / 8 * stride + row % 8 * 128 + k * 2), 2), 2);

@@ -21,6 +21,9 @@ namespace penstock {
 
 // Where a block's own shared memory starts: no place that a kernel could count on.
 constexpr u32 kSharedStart = 1040;
+// Addresses of shared memory have the rank of its CTA above these bits.
+constexpr u32 kRankShift = 24;
+constexpr u32 in_cta(u32 address, u32 rank) { return (address & ((1u << kRankShift) - 1)) | rank << kRankShift; }
 
 struct Barrier {
   u32 count = 0;
@@ -61,9 +64,11 @@ struct Cta {
 
   unsigned char* at(u32 address, u32 bytes) {
     if (!left) throw std::runtime_error("shared memory of a CTA that has ended");
-    if (address < kSharedStart || address + bytes > memory.size())
-      throw std::runtime_error("shared memory at " + std::to_string(address) + " of " + std::to_string(memory.size()));
-    return memory.data() + address;
+    if (address >> kRankShift != rank) throw std::runtime_error("shared memory of another CTA");
+    const u32 offset = in_cta(address, 0);
+    if (offset < kSharedStart || offset + bytes > memory.size())
+      throw std::runtime_error("shared memory at " + std::to_string(offset) + " of " + std::to_string(memory.size()));
+    return memory.data() + offset;
   }
   Barrier& barrier(u32 address) {
     if (!left) throw std::runtime_error("a barrier of a CTA that has ended");

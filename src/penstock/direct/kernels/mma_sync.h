@@ -28,8 +28,11 @@ DEVICE void await_products() {
 
 // Where a lane finds its 16 bytes of an operand: of this row, the first or the second 8 of the 16 columns that the
 // descriptor starts at. Address bits 4-6 are xored with bits 7-9, the row within its eight, as the copy engine wrote.
+// A descriptor has the 18 bits of an address that lie within a CTA's memory; the bits above them say which CTA of the
+// cluster, and without them all would read the first one's.
 DEVICE u32 lane_address(u64 descriptor, u32 row, u32 half) {
-  const u32 straight = ((u32)(descriptor & 0x3fff) << 4) + row * 128 + half * 16;
+  const u32 own = shared_base() & ~0x3ffffu;
+  const u32 straight = own + ((u32)(descriptor & 0x3fff) << 4) + row * 128 + half * 16;
   return straight ^ ((straight >> 3) & 0x70);
 }
 
