@@ -11,6 +11,9 @@ A loaded slot always lies below the sequence's length: what is beyond it, NaN in
 import triton
 import triton.language as tl
 
+# Slots: what a range is a multiple of. Less than a tile, or much of a short side would be with few programs.
+SHARE_GRAIN = tl.constexpr(16)
+
 
 @triton.jit
 def _attend_slots(
@@ -96,10 +99,11 @@ def _partial(
     `side_positions` are those that lie on this side from `first_position` on. Keys of one head of one sequence (a line)
     begin `line_stride` elements after those of the one before, and their values `value_offset` elements later.
     """
-    split = task % splits
-    row_block = (task // splits) % row_blocks
-    head = (task // (splits * row_blocks)) % kv_heads
-    sequence = task // (splits * row_blocks * kv_heads)
+    # Splits go last: those of a short sequence that have nothing to do fall to all programs alike.
+    row_block = task % row_blocks
+    head = (task // row_blocks) % kv_heads
+    sequence = (task // (row_blocks * kv_heads)) % batch
+    split = task // (row_blocks * kv_heads * batch)
     start = tl.load(starts + sequence).to(tl.int32)
     count = tl.load(counts + sequence).to(tl.int32)
 
@@ -111,7 +115,7 @@ def _partial(
     seen = tl.minimum(start + last_token - first_position, side_positions)
     seen = tl.where((row_block * ROWS) // GROUP < count, tl.maximum(seen, 0), 0)
     # Equal shares of what there is now, not of what there is room for: every program has work at every length.
-    share = tl.cdiv(tl.cdiv(seen, splits), SLOTS) * SLOTS
+    share = tl.cdiv(tl.cdiv(seen, splits), SHARE_GRAIN) * SHARE_GRAIN
     begin = tl.minimum(split * share, seen)
     end = tl.minimum(begin + share, seen)
 
