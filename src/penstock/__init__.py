@@ -15,15 +15,15 @@ from penstock.version import VERSION as __version__
 if TYPE_CHECKING:
     from penstock.export.compile import Compiled, compile
     from penstock.export.offload import apply_weight_offload
+    from penstock.module import Module
     from penstock.program import read_program
-    from penstock.runtime.module import Module
 
 __all__ = ["Compiled", "Module", "PenstockError", "__version__", "apply_weight_offload", "compile", "read_program"]
 
 # Imported when first used: reading a file's index or its metadata needs no torch, and torch takes seconds to import.
 _HOMES = {
     "Compiled": "penstock.export.compile",
-    "Module": "penstock.runtime.module",
+    "Module": "penstock.module",
     "apply_weight_offload": "penstock.export.offload",
     "compile": "penstock.export.compile",
     "read_program": "penstock.program",

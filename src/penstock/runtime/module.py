@@ -54,18 +54,8 @@ POISON_VARIABLE = "PENSTOCK_POISON"
 class Module:
     """Loads `path` (a .pt2 of penstock.compile) and its weights, and runs it within a budget of device bytes.
 
-    Loading runs native code from the file: load only what you trust. Nothing of it is run before its format, its
-    identity and its weights have been checked.
-
-    A .pte gives a penstock.executorch.Module, whose surface is the same as far as ExecuTorch allows.
+    penstock.Module is this, and takes a .pte too.
     """
-
-    def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **keywords: Any) -> Any:
-        if cls is not Module or Path(path).suffix != ".pte":
-            return super().__new__(cls)
-        from penstock import executorch
-
-        return executorch.Module(path, *arguments, **keywords)
 
     def __init__(
         self,
