@@ -21,6 +21,7 @@ BOTH_SHARED = TileShape(16, 2, 2, 2, 1, 3, 2)
 SERIAL = choose_tile(10, serial=True)
 WIDE = replace(choose_tile(300), w_stages=2, x_stages=2)
 SMALL_SHARED_BYTES = 101_376
+FLOP_PER_S = 3e12
 
 
 def run(
@@ -39,7 +40,7 @@ def run(
 ) -> Emulated:
     """One run, compared with exact arithmetic: the results, what was not to be written, and the host's bytes."""
     tile = replace(emulator.tile, token_blocks=-(-tokens // (emulator.tile.tile_tokens * emulator.tile.token_ctas)))
-    shape = launch_shape(tokens, rows, depth, head_rows, tile, most_clusters, limits)
+    shape = launch_shape(tokens, rows, depth, head_rows, tile, most_clusters, limits, FLOP_PER_S)
     x, weight = whole_numbers(tokens, depth, seed=seed), whole_numbers(rows, depth, seed=seed + 1)
     bias = whole_numbers(rows, seed=seed + 2) if biased else None
     left = emulator.run(shape, x, weight, bias, y_stride=y_stride, copies_land=copies_land, seed=seed)
@@ -132,7 +133,7 @@ def test_tiles_for_little_shared_memory(tmp_path: Path, machine: Path, tokens: i
 
 
 def test_plain_variant(decode: Emulator) -> None:
-    shape = launch_shape(5, 203, 200, 112, DECODE, 3, Limits())
+    shape = launch_shape(5, 203, 200, 112, DECODE, 3, Limits(), FLOP_PER_S)
     x, weight, bias = whole_numbers(5, 200, seed=1), whole_numbers(203, 200, seed=2), whole_numbers(203, seed=3)
     left = decode.run(shape, x, weight, bias, plain=True)
     assert left.failure == ""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.direct.architecture import architecture_of
 from penstock.direct.failures import KernelInputError
 from penstock.direct.launch_shape import LaunchShape, Limits, check_sizes, launch_shape
 from penstock.direct.schedule import CHUNK, GRAIN, Item
@@ -15,6 +16,9 @@ from penstock.direct.tile_shape import SHARED_LIMIT_BYTES, TILE_TOKENS, TOKEN_CT
 
 TOKENS = st.one_of(st.integers(1, 300), st.integers(1, 4096), st.sampled_from((1, 8, 64, 512, 2048, 4096)))
 SMALL_SHARED_BYTES = 101_376
+# Of one warpgroup.
+HOPPER = architecture_of(9, 0).warpgroup_flop_per_s
+FLOP_PER_S = st.floats(1e11, 1e13)
 LIMITS = st.one_of(
     st.none(),
     st.builds(
@@ -22,7 +26,6 @@ LIMITS = st.one_of(
         host_ctas=st.integers(1, 16),
         host_inflight_bytes=st.integers(1, 1 << 22),
         link_bytes_per_s=st.floats(1e9, 1e12),
-        sm_flop_per_s=st.floats(1e11, 1e13),
     ),
 )
 
@@ -33,7 +36,7 @@ def shapes(draw: st.DrawFn) -> LaunchShape:
     depth = 8 * draw(st.integers(1, 40))
     head_rows = draw(st.one_of(st.sampled_from((0, rows)), st.integers(0, rows // GRAIN).map(lambda n: n * GRAIN)))
     tile = choose_tile(tokens, multicast=draw(st.booleans()), serial=draw(st.booleans()))
-    return launch_shape(tokens, rows, depth, head_rows, tile, draw(st.integers(1, 140)), draw(LIMITS))
+    return launch_shape(tokens, rows, depth, head_rows, tile, draw(st.integers(1, 140)), draw(LIMITS), draw(FLOP_PER_S))
 
 
 def all_items(shape: LaunchShape) -> list[tuple[int, Item]]:
@@ -105,7 +108,7 @@ def test_requests_in_flight_are_those_that_were_set(tokens: int) -> None:
     """On a GPU of 132 SMs, at every ratio: enough to cover the link's latency, and not more."""
     tile = choose_tile(tokens)
     for head_rows in range(0, 7168, 112):
-        shape = launch_shape(tokens, 7168, 7168, head_rows, tile, 132 // tile.cluster_ctas, Limits())
+        shape = launch_shape(tokens, 7168, 7168, head_rows, tile, 132 // tile.cluster_ctas, Limits(), HOPPER)
         # Consumers keep one slot while they wait for the next.
         inflight = shape.schedule.host_clusters * tile.row_ctas * tile.w_slot_bytes * (shape.host_w_stages - 1)
         assert inflight <= 256 << 10, (head_rows, shape)
@@ -122,7 +125,7 @@ def test_some_clusters_are_left_to_hbm() -> None:
     """However many may face the host; but a single cluster does both."""
     greedy = Limits(host_ctas=1000)
     for clusters in (1, 2, 50):
-        schedule = launch_shape(8, 7168, 7168, 3584, choose_tile(8), clusters, greedy).schedule
+        schedule = launch_shape(8, 7168, 7168, 3584, choose_tile(8), clusters, greedy, HOPPER).schedule
         assert schedule.host_clusters == max(clusters - 1, 1)
         assert (schedule.helped > 0) == (clusters == 1)
 
@@ -130,7 +133,7 @@ def test_some_clusters_are_left_to_hbm() -> None:
 def test_who_is_done_helps_where_it_pays() -> None:
     """Much arithmetic, little on the host: with help the last cluster is done sooner than HBM's alone would be."""
     tile = choose_tile(2048)
-    schedule = launch_shape(2048, 14336, 4096, 13904, tile, 16, Limits()).schedule
+    schedule = launch_shape(2048, 14336, 4096, 13904, tile, 16, Limits(), HOPPER).schedule
     most = max(len(list(schedule.items(cluster))) for cluster in range(schedule.clusters))
     assert schedule.helped > 0 and most < -(-schedule.hbm_items // (schedule.clusters - schedule.host_clusters))
 
@@ -142,9 +145,9 @@ def test_who_waits_for_the_link_is_not_missed(rows: int, depth: int) -> None:
     resident_rounds = -(-rows // tile.cluster_rows // clusters)
     for host_bands in range(1, -(-rows // tile.cluster_rows // 8)):
         head_rows = rows - host_bands * tile.cluster_rows
-        shape = launch_shape(2048, rows, depth, head_rows, tile, clusters, Limits())
+        shape = launch_shape(2048, rows, depth, head_rows, tile, clusters, Limits(), HOPPER)
         schedule, limits = shape.schedule, Limits()
-        item_s = 2 * tile.cluster_rows * depth * 2048 / (limits.sm_flop_per_s * tile.cluster_ctas)
+        item_s = 2 * tile.cluster_rows * depth * 2048 / (2 * HOPPER * tile.cluster_ctas)
         link_s = shape.host_bytes / limits.link_bytes_per_s
         taken = [len(list(schedule.items(cluster))) for cluster in range(schedule.clusters)]
         # A cluster that faces the host cannot be done with its share of it before the link is.
@@ -153,9 +156,21 @@ def test_who_waits_for_the_link_is_not_missed(rows: int, depth: int) -> None:
         assert helping_s <= max(resident_rounds * item_s, link_s) * 1.001, (host_bands, schedule)
 
 
+def test_slower_arithmetic_needs_more_to_face_the_host() -> None:
+    """Tokens in turns, one warpgroup: as many clusters as multiply what arrives as fast as it does."""
+    tile = choose_tile(2048, multicast=False, shared_limit_bytes=SMALL_SHARED_BYTES)
+    slow = architecture_of(12, 0).warpgroup_flop_per_s
+    few, many = (
+        launch_shape(2048, 7168, 7168, 3584, tile, 132, Limits(), flop_per_s).schedule.host_clusters
+        for flop_per_s in (HOPPER, slow)
+    )
+    arriving_flop_per_s = Limits().link_bytes_per_s * tile.tile_tokens
+    assert few < many and slow * many >= arriving_flop_per_s
+
+
 def test_no_congestion_control() -> None:
     tile = choose_tile(8)
-    shape = launch_shape(8, 7168, 7168, 3584, tile, 132, None)
+    shape = launch_shape(8, 7168, 7168, 3584, tile, 132, None, HOPPER)
     assert (shape.schedule.host_clusters, shape.host_w_stages) == (shape.schedule.clusters, tile.w_stages)
 
 
@@ -164,7 +179,7 @@ def test_tiles_do_not_depend_on_the_split() -> None:
     for tokens in (1, 100, 3000):
         tile = choose_tile(tokens)
         for head_rows in range(0, 513, 16):
-            assert launch_shape(tokens, 512, 72, head_rows, tile, 100, Limits()).tile == tile
+            assert launch_shape(tokens, 512, 72, head_rows, tile, 100, Limits(), HOPPER).tile == tile
 
 
 def test_variants_keep_the_tile() -> None:
@@ -274,7 +289,7 @@ def test_smaller_clusters() -> None:
     """Where a GPU has no room for 16 CTAs side by side, tokens are taken in turns and the host's bytes say so."""
     tile = choose_tile(4096, most_token_ctas=8)
     assert (tile.tile_tokens, tile.token_ctas, tile.token_blocks) == (256, 8, 2)
-    shape = launch_shape(4096, 512, 64, 256, tile, 16, Limits())
+    shape = launch_shape(4096, 512, 64, 256, tile, 16, Limits(), HOPPER)
     assert shape.host_bytes == 2 * 256 * 64 * 2
 
 
@@ -284,4 +299,4 @@ def test_refused_launches() -> None:
     with pytest.raises(KernelInputError, match="20,671 bytes .* 64 rows of the weight and 8 tokens, needs 20,672"):
         choose_tile(256, shared_limit_bytes=20_671)
     with pytest.raises(KernelInputError, match="0 clusters of 8 CTAs"):
-        launch_shape(2048, 64, 64, 0, choose_tile(2048), 0, Limits())
+        launch_shape(2048, 64, 64, 0, choose_tile(2048), 0, Limits(), HOPPER)

@@ -72,7 +72,7 @@ def no_bias(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) ->
     [
         (
             stale,
-            "T=5, N=520, K=1608, torch.bfloat16, 0 rows .* 1 of 2,600 results differ.* token 3 of row 70, is nan and",
+            "T=5, N=520, K=3080, torch.bfloat16, 0 rows .* 1 of 2,600 results differ.* token 3 of row 70, is nan and",
         ),
         (swapped, "272 rows in device memory.* row 256, is"),
         (short, "0 rows in device memory.* token 0 of row 0, is .* and must be"),
@@ -101,8 +101,8 @@ def test_every_tile_is_tried() -> None:
         tried = [choose_tile(tokens, **options) for tokens in self_check.BF16_TOKENS]  # type: ignore[arg-type]
         assert {tile.tile_tokens for tile in tried} == every
         assert max(tile.token_blocks for tile in tried) > 1
-        # Every slot of the longest ring is filled more than once.
-        assert all(64 * tile.w_stages < self_check.DEPTH for tile in tried)
+        # Every slot of the longest ring is filled twice.
+        assert all(2 * 64 * tile.w_stages < self_check.DEPTH for tile in tried)
     assert max(self_check.BF16_TOKENS) > TILE_TOKENS[-1] * TOKEN_CTAS[-1]
 
 

@@ -276,7 +276,7 @@ def group_small(kernel: SplitLinear, base: Options) -> None:
 
 
 def group_self_check(kernel: SplitLinear) -> None:
-    """Every build passes what GPUs that were never tried are asked; a result that is off by one does not."""
+    """Every build passes what GPUs that were never tried are asked; one result that is off does not."""
     device = torch.device("cuda")
     for name, options in BUILDS.items():
         print(f"self_check {name}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.direct.failures import KernelCompileError, KernelDeviceError
 from penstock.direct.launch_shape import Limits
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
+from penstock.runtime import linear_choice
 from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.session import Session
 from penstock.verify.module import PoisonedModule
@@ -233,14 +236,50 @@ def test_another_gpu_is_told_by_its_capability(program: Path, monkeypatch: pytes
     assert not choice.can_split and not choice.offers_kernel
     (told,) = choice.summary()
     assert "no weight is split: this GPU has compute capability 8.9" in told
+    opened_on: list[torch.device] = []
+
+    def open_kernel(device: torch.device) -> Any:
+        opened_on.append(device)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(linear_choice, "open_kernel", open_kernel)
     for capability in ((9, 0), (10, 3), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for linear, host_memory, offered, can_split in (
-            ("library", "registered", True, True),
-            ("library", "staged", False, False),
-            ("split", "staged", True, False),
+        for linear, mode, host_memory, offered, can_split in (
+            ("library", "auto", "registered", True, True),
+            ("library", "split", "registered", True, True),
+            ("library", "streamed", "registered", False, False),
+            ("library", "direct", "registered", False, False),
+            ("split", "streamed", "registered", True, True),
+            ("library", "auto", "staged", False, False),
+            ("split", "auto", "staged", True, False),
         ):
+            opened_on.clear()
             options = {**usual, "host_memory": host_memory}
-            choice = choose_linear(loaded, gpu, linear=linear, mode="auto", **options)
+            choice = choose_linear(loaded, gpu, linear=linear, mode=mode, **options)
             assert (choice.offers_kernel, choice.can_split) == (offered, can_split)
+            # Where it was never tried it is tried before anything is planned for it; elsewhere it costs nothing.
+            untried = capability != (9, 0) and (linear == "split" or mode in ("auto", "split"))
+            assert opened_on == ([gpu] if untried else [])
     assert not choose_linear(loaded, gpu, linear="library", mode="auto", **{**usual, "policy": "lru"}).offers_kernel
+
+
+@pytest.mark.parametrize("failure", [KernelCompileError("NVRTC knows no sm_103a"), KernelDeviceError("wrong sums")])
+def test_a_gpu_that_fails_the_check_still_runs_the_program(
+    program: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    """By the library, and says why; unless the kernel was asked for."""
+    loaded, gpu = penstock.read_program(program), torch.device("cuda:0")
+    usual: dict[str, Any] = {"policy": "planned", "host_memory": "registered", "limits": None}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+
+    def fail(device: torch.device) -> Any:
+        raise failure
+
+    monkeypatch.setattr(linear_choice, "open_kernel", fail)
+    choice = choose_linear(loaded, gpu, linear="library", mode="auto", **usual)
+    assert not choice.can_split and not choice.offers_kernel
+    assert choice.summary() == [f"no weight is split: {failure}"]
+    for asked in ({"linear": "split", "mode": "auto"}, {"linear": "library", "mode": "split"}):
+        with pytest.raises(DeviceError, match=f'="split" cannot be had on cuda:0: {failure}'):
+            choose_linear(loaded, gpu, **asked, **usual)

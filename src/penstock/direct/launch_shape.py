@@ -30,8 +30,7 @@ class Limits:
     host_inflight_bytes: int = 256 << 10
     link_bytes_per_s: float = 51.4e9
     hbm_bytes_per_s: float = 3.6e12
-    # What one SM multiplies, sustained; and how much faster than the link the host side should be able to.
-    sm_flop_per_s: float = 6.3e12
+    # How much faster than the link the host side should be able to multiply.
     compute_margin: float = 2.0
 
     def __str__(self) -> str:
@@ -85,6 +84,7 @@ def launch_shape(
     tile: TileShape,
     most_clusters: int,
     limits: Limits | None,
+    warpgroup_flop_per_s: float,
 ) -> LaunchShape:
     """`most_clusters`: how many clusters of this tile the GPU holds at once. `limits=None`: no congestion control."""
     check_sizes(tokens, rows, depth, head_rows)
@@ -103,24 +103,27 @@ def launch_shape(
         helped = -(-bare.hbm_items // host_clusters) if host_clusters else 0
         host_w_stages = tile.w_stages
     else:
-        host_clusters, helped = _shares(bare, tile, depth, clusters, limits)
+        host_clusters, helped = _shares(bare, tile, depth, clusters, limits, warpgroup_flop_per_s)
         host_w_stages = _host_w_stages(tile, host_clusters, limits)
     schedule = Schedule(split_row, rows, tile.cluster_rows, tile.token_blocks, clusters, host_clusters, helped)
     return LaunchShape(tile, schedule, tokens, depth, host_w_stages)
 
 
-def _shares(bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits) -> tuple[int, int]:
+def _shares(
+    bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits, warpgroup_flop_per_s: float
+) -> tuple[int, int]:
     """How many clusters face the host, and how many HBM items each of them takes afterwards."""
     if not bare.host_items:
         return 0, 0
-    pace = _Pace.of(bare, tile, depth, clusters, limits)
+    cluster_flop_per_s = warpgroup_flop_per_s * tile.tile_warpgroups * tile.cluster_ctas
+    pace = _Pace.of(bare, tile, depth, clusters, limits, cluster_flop_per_s)
     left_for_hbm = 1 if bare.hbm_items and clusters > 1 else 0
     most = min(bare.host_items, clusters - left_for_hbm)
     # Enough for the link: by requests, and by arithmetic at the rate at which weights arrive.
     by_requests = math.ceil(limits.host_ctas / tile.row_ctas)
     cluster_tokens = tile.tile_tokens * tile.token_ctas
     needed_flop_per_s = limits.link_bytes_per_s / ELEMENT_BYTES * 2 * cluster_tokens
-    by_arithmetic = math.ceil(limits.compute_margin * needed_flop_per_s / (limits.sm_flop_per_s * tile.cluster_ctas))
+    by_arithmetic = math.ceil(limits.compute_margin * needed_flop_per_s / cluster_flop_per_s)
     fewest = min(max(by_requests, by_arithmetic), most)
     # Up to twice as many, if the last round is fuller then: a single cluster at the end would leave the link half idle.
     usual = min(range(fewest, min(2 * fewest, most) + 1), key=lambda count: -bare.host_items % count)
@@ -152,10 +155,12 @@ class _Pace:
     compute_s: float
 
     @classmethod
-    def of(cls, bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits) -> _Pace:
+    def of(
+        cls, bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits, cluster_flop_per_s: float
+    ) -> _Pace:
         item_bytes = tile.cluster_rows * depth * ELEMENT_BYTES
         item_flop = 2 * tile.cluster_rows * depth * tile.tile_tokens * tile.token_ctas
-        compute_s = item_flop / (limits.sm_flop_per_s * tile.cluster_ctas)
+        compute_s = item_flop / cluster_flop_per_s
         host_bytes = (bare.rows - bare.split_row) * depth * ELEMENT_BYTES * tile.token_blocks
         return cls(
             bare.hbm_items,
@@ -183,9 +188,14 @@ class _Pace:
             hbm_s = -(-left // (self.clusters - host_clusters)) * self.hbm_item_s
             return max(host_s + helped * self.hbm_item_s, hbm_s)
 
-        # Of equals the first: help that gains nothing only disturbs.
-        helped = min(range(most + 1), key=longest_s)
-        return helped, longest_s(helped)
+        best, best_s = 0, longest_s(0)
+        for helped in range(1, most + 1):
+            if host_s + helped * self.hbm_item_s >= best_s:
+                break
+            # Of equals the first: help that gains nothing only disturbs.
+            if longest_s(helped) < best_s:
+                best, best_s = helped, longest_s(helped)
+        return best, best_s
 
 
 def _host_w_stages(tile: TileShape, host_clusters: int, limits: Limits) -> int:

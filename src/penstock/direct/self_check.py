@@ -17,9 +17,9 @@ from penstock.direct.split_linear import SplitLinear
 
 # Compute capabilities of GPUs on which the tests of the kernel have run.
 TRIED_CAPABILITIES = frozenset({(9, 0)})
-# Both ragged. The columns are more than the longest ring holds, so every slot is filled twice; the rows are several
-# tiles of the largest kind.
-ROWS, DEPTH = 520, 1608
+# Both ragged. The columns are more than twice what the longest ring holds, so every slot is filled twice and more; the
+# rows are several tiles of the largest kind.
+ROWS, DEPTH = 520, 3080
 # None, one grain, off the borders of every tile, all.
 HEAD_ROWS = (0, 16, 272, ROWS)
 # One for each size of tile, tokens that several CTAs share, and more than one cluster takes at a time.

@@ -108,14 +108,20 @@ class SplitLinear:
         check_sizes(tokens, rows, depth, head_rows)
         if options.plain:
             # It knows no clusters; what is wrong with a build of the other kernel must not keep it from running.
-            return launch_shape(tokens, rows, depth, head_rows, self._tile(tokens, options), 1, options.limits)
+            return self._shape(tokens, rows, depth, head_rows, self._tile(tokens, options), 1, options)
         bf16 = dtype == torch.bfloat16
         tile = self._tile(tokens, options)
         kernel = self._kernel(tile, bf16, options)
         if not kernel.most_clusters and tile.cluster_ctas > PORTABLE_CLUSTER_CTAS:
             tile = self._tile(tokens, options, PORTABLE_CLUSTER_CTAS)
             kernel = self._kernel(tile, bf16, options)
-        return launch_shape(tokens, rows, depth, head_rows, tile, kernel.most_clusters, options.limits)
+        return self._shape(tokens, rows, depth, head_rows, tile, kernel.most_clusters, options)
+
+    def _shape(
+        self, tokens: int, rows: int, depth: int, head_rows: int, tile: TileShape, clusters: int, options: Options
+    ) -> LaunchShape:
+        flop_per_s = self._architecture(options).warpgroup_flop_per_s
+        return launch_shape(tokens, rows, depth, head_rows, tile, clusters, options.limits, flop_per_s)
 
     def function(self, tile: TileShape, options: Options, *, bf16: bool) -> int:
         """The kernel that `shape` chose this tile for, with the same options."""
@@ -129,6 +135,8 @@ class SplitLinear:
     def _architecture(self, options: Options) -> Architecture:
         if options.instructions == "own":
             return self._builds.architecture
+        if options.instructions != "mma_sync":
+            raise KernelInputError(f"instructions is {options.instructions!r}; it must be 'own' or 'mma_sync'")
         usual = mma_sync_on(*self.capability)
         return replace(usual, clusters=usual.clusters and options.multicast)
 
@@ -176,7 +184,7 @@ class SplitLinear:
             serial=options.serial,
             row_ctas=options.row_ctas,
             most_token_ctas=most_token_ctas,
-            shared_limit_bytes=options.shared_limit_bytes or has_bytes,
+            shared_limit_bytes=has_bytes if options.shared_limit_bytes is None else options.shared_limit_bytes,
         )
 
     def __call__(

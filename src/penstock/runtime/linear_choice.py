@@ -8,7 +8,9 @@ from typing import Literal
 import torch
 
 from penstock.direct.architecture import OLDEST_CAPABILITY, capability_text
+from penstock.direct.failures import KernelCompileError, KernelDeviceError
 from penstock.direct.launch_shape import Limits
+from penstock.direct.self_check import TRIED_CAPABILITIES, open_kernel
 from penstock.errors import DeviceError, PenstockError
 from penstock.program import Program
 
@@ -46,7 +48,9 @@ def choose_linear(
         raise PenstockError(f"linear is {linear!r}; it must be one of {', '.join(map(repr, LINEARS))}")
     asked = [f'{name}="split"' for name, value in (("linear", linear), ("mode", mode)) if value == "split"]
     has_linears = any(access.linear for method in program.methods for access in method.schedule.accesses)
-    obstacle = _obstacle(device) if has_linears else None
+    # In the other modes a weight lies in one place, and the library multiplies.
+    wanted = has_linears and policy == "planned" and (mode in ("auto", "split") or linear == "split")
+    obstacle = _obstacle(device) if wanted else None
     if asked and not has_linears:
         raise PenstockError(
             f"{asked[0]} needs linears that can read a weight in two places, and the program has none: compile it with "
@@ -56,26 +60,33 @@ def choose_linear(
         raise DeviceError(f"{asked[0]} cannot be had on {device}: {obstacle}")
     if linear == "split" and policy == "lru":
         raise PenstockError('linear="split" is for the weights of a plan, and policy="lru" makes none')
-    usable = has_linears and obstacle is None and policy == "planned"
+    usable = wanted and obstacle is None
     can_split = usable and host_memory == "registered"
     offers_kernel = device.type == "cuda" and (can_split or (usable and linear == "split"))
     if limits is not None and not offers_kernel:
         raise PenstockError(
-            f"split_limits are for the kernel that reads weights in two places, and on {device} with policy={policy!r} "
-            f"and host_memory={host_memory!r} this program has no use for it"
+            f"split_limits are for the kernel that reads weights in two places, and on {device} with mode={mode!r}, "
+            f"policy={policy!r} and host_memory={host_memory!r} this program has no use for it"
         )
     return LinearChoice(can_split, linear == "split", offers_kernel, obstacle)
 
 
 def _obstacle(device: torch.device) -> str | None:
+    """Where nobody asked for the kernel by name, a GPU that cannot have it still runs the program."""
     if device.type != "cuda":
         return None
     capability = _capability(device)
-    if capability >= OLDEST_CAPABILITY:
+    if capability < OLDEST_CAPABILITY:
+        has, needs = capability_text(capability), capability_text(OLDEST_CAPABILITY)
+        kernel = f"the kernel that reads a weight in two places needs {needs} or newer"
+        return f"this GPU has compute capability {has}, and {kernel}"
+    if capability in TRIED_CAPABILITIES:
         return None
-    has, needs = capability_text(capability), capability_text(OLDEST_CAPABILITY)
-    kernel = f"the kernel that reads a weight in two places needs {needs} or newer"
-    return f"this GPU has compute capability {has}, and {kernel}"
+    try:
+        open_kernel(device).close()
+    except (KernelCompileError, KernelDeviceError) as error:
+        return str(error)
+    return None
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
