@@ -1,3 +1,4 @@
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,10 @@ from hypothesis import HealthCheck, settings
 # Nothing is asserted about time: a busy machine is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# What a shell starts in the background ignores interrupts, and hands that on. Tests send themselves some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,14 @@ def public_classes() -> list[type]:
 
 
 def public_functions() -> Iterator[tuple[str, Any]]:
-    """Functions, and the methods and properties that a public class defines itself."""
+    """Functions, and the methods and properties that a public class or a base of it among ours defines."""
     for name in penstock.__all__:
         value = getattr(penstock, name)
         if inspect.isfunction(value):
             yield name, value
     for kind in public_classes():
-        for name, member in vars(kind).items():
+        ours = [base for base in reversed(kind.__mro__) if base.__module__.startswith("penstock")]
+        for name, member in {name: member for base in ours for name, member in vars(base).items()}.items():
             if name.startswith("_") and name not in ("__call__", "__init__"):
                 continue
             function = member.fget if isinstance(member, property) else getattr(member, "func", member)
