@@ -10,7 +10,8 @@ from penstock.direct.failures import KernelDeviceError
 # The copy engine, clusters and barriers that count bytes came with it.
 OLDEST_CAPABILITY = (9, 0)
 _HOPPER = (9, 0)
-# Where CTAs of a cluster are sent the same bytes by one read. 12.x has the instruction and no gain by it.
+# Where CTAs of a cluster are sent the same bytes by one read. 12.x has the instruction too, and the assembler advises
+# against it there: substantially slower, it says.
 _SHARING_MAJORS = (9, 10, 11)
 
 

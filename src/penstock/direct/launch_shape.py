@@ -86,7 +86,10 @@ def launch_shape(
     limits: Limits | None,
     warpgroup_flop_per_s: float,
 ) -> LaunchShape:
-    """`most_clusters`: how many clusters of this tile the GPU holds at once. `limits=None`: no congestion control."""
+    """`most_clusters`: how many clusters of this tile the GPU holds at once. `limits=None`: no congestion control.
+
+    `warpgroup_flop_per_s`: what the consumers of 64 rows multiply, of the build that is launched.
+    """
     check_sizes(tokens, rows, depth, head_rows)
     if most_clusters < 1:
         raise KernelInputError(

@@ -13,8 +13,8 @@ from penstock.kv.failures import KVCacheFullError, KVCacheInputError
 from penstock.kv.host_block import host_tensor
 from penstock.kv.split import CacheShape, StepTraffic, split_within, step_traffic
 
-# As many programs as took the least time where both sides take about equally long (docs/direct.md): fewer leave the
-# link idle between their loads, many more get in the way of those that read device memory.
+# Where both sides take about equally long (docs/direct.md), fewer leave the link idle between their loads. With more it
+# was faster at one share and slower at the next: they get in the way of those that read device memory.
 HOST_PROGRAMS = 16
 
 

@@ -67,7 +67,7 @@ def lay_out(
     # those that face the host are counted, and the near side is cut into whole splits of what is left.
     near_programs = 2 * multiprocessors - (host_programs if in_place else 0)
     near_splits = min(max(1, near_programs // lines), math.ceil(device_positions / SLOTS))
-    piece = min(host_positions, max(SLOTS, staging_bytes // position_bytes // SLOTS * SLOTS)) if staged else 0
+    piece = _piece_positions(host_positions, position_bytes, staging_bytes) if staged else 0
     return Layout(
         rows=block,
         row_blocks=row_blocks,
@@ -77,12 +77,6 @@ def lay_out(
         staged_splits=splits(piece, 2 * multiprocessors),
         pieces=math.ceil(host_positions / piece) if staged else 0,
     )
-
-
-def workspace_bytes(layout: Layout, *, batch: int, heads: int, tokens: int, head_dim: int, position_bytes: int) -> int:
-    """What one call of attention allocates beside its output: partial results with their logarithms, and staging."""
-    partials = layout.splits * batch * heads * tokens * (head_dim + 1) * PARTIAL_ELEMENT_BYTES
-    return partials + layout.staged_positions * position_bytes
 
 
 def workspace_bound_bytes(
@@ -97,7 +91,8 @@ def workspace_bound_bytes(
     host_positions: int,
     host_programs: int,
 ) -> int:
-    """The most that `workspace_bytes` can be for up to so many tokens, on any GPU, with a copy of the query."""
+    """The most that one call of attention allocates beside its output for up to so many tokens, on any GPU: partial
+    results with their logarithms, staging, and a copy of the query."""
     rows = batch * heads * tokens
     row_bytes = (head_dim + 1) * PARTIAL_ELEMENT_BYTES
 
@@ -110,7 +105,11 @@ def workspace_bound_bytes(
     in_place_bytes = partial_rows(host_positions, TASKS_PER_HOST_PROGRAM * host_programs) * row_bytes
     staged_bytes = 0
     if heads // kv_heads * tokens > MOST_ROWS and host_positions:
-        piece = min(host_positions, max(SLOTS, STAGING_BYTES // position_bytes // SLOTS * SLOTS))
+        piece = _piece_positions(host_positions, position_bytes, STAGING_BYTES)
         pieces = math.ceil(host_positions / piece)
         staged_bytes = piece * position_bytes + pieces * partial_rows(piece, 2 * MOST_MULTIPROCESSORS) * row_bytes
     return device_rows * row_bytes + max(in_place_bytes, staged_bytes) + rows * head_dim * element_bytes
+
+
+def _piece_positions(host_positions: int, position_bytes: int, staging_bytes: int) -> int:
+    return min(host_positions, max(SLOTS, staging_bytes // position_bytes // SLOTS * SLOTS))

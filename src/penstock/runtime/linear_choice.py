@@ -48,8 +48,8 @@ def choose_linear(
         raise PenstockError(f"linear is {linear!r}; it must be one of {', '.join(map(repr, LINEARS))}")
     asked = [f'{name}="split"' for name, value in (("linear", linear), ("mode", mode)) if value == "split"]
     has_linears = any(access.linear for method in program.methods for access in method.schedule.accesses)
-    # In the other modes a weight lies in one place, and the library multiplies.
-    wanted = has_linears and policy == "planned" and (mode in ("auto", "split") or linear == "split")
+    # In every mode: what lies on the host as a whole is the kernel's too, and calibrate_direct() puts everything there.
+    wanted = has_linears and policy == "planned" and (host_memory == "registered" or linear == "split")
     obstacle = _obstacle(device) if wanted else None
     if asked and not has_linears:
         raise PenstockError(
@@ -65,8 +65,8 @@ def choose_linear(
     offers_kernel = device.type == "cuda" and (can_split or (usable and linear == "split"))
     if limits is not None and not offers_kernel:
         raise PenstockError(
-            f"split_limits are for the kernel that reads weights in two places, and on {device} with mode={mode!r}, "
-            f"policy={policy!r} and host_memory={host_memory!r} this program has no use for it"
+            f"split_limits are for the kernel that reads weights in two places, and on {device} with policy={policy!r} "
+            f"and host_memory={host_memory!r} this program has no use for it"
         )
     return LinearChoice(can_split, linear == "split", offers_kernel, obstacle)
 

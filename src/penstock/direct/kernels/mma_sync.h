@@ -19,10 +19,10 @@ DEVICE void settle_products(float (&)[TILE_TOKENS / 2]) {}
 // Between the reads of a slot and the arrival that gives it back. The reads are loads of this warp's lanes, and neither
 // compiler moves them behind the arrival: in the text they are volatile and clobber memory, as it does, and to the
 // assembler the arrival is a release, which no earlier load of its lane may pass. The meeting puts the loads of all
-// other lanes before that lane's arrival too. So who has seen it in this CTA, and copies into the slot then, writes behind
-// all of them. A peer counts on the products that stand in between: they were not begun before their operands had come
-// (arrive_at says what the memory model makes of that). No proxy fence: that is for writes which the copy engine is to
-// see, and nobody here writes into a slot.
+// other lanes before that lane's arrival too. So who has seen it in this CTA, and copies into the slot then, writes
+// behind all of them. A peer counts on the products that stand in between: they were not begun before their operands
+// had come (arrive_at says what the memory model makes of that). No proxy fence: that is for writes which the copy
+// engine is to see, and nobody here writes into a slot.
 template <int>
 DEVICE void await_products() {
   sync_warp();

@@ -100,10 +100,10 @@ DEVICE void arrive_expecting(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// One arrival on the barrier that lies at the same offset in the CTA of this rank. It orders reads of a slot before what
-// the copy engine writes there next; nothing that was written is handed over. The default scope, a CTA's, costs nothing;
-// a release at cluster scope costs a fence of all the GPU's memory per slot. To a peer the memory model promises less
-// by it than is relied upon here: that what the tensor cores were given by then has been read.
+// One arrival on the barrier that lies at the same offset in the CTA of this rank. It orders reads of a slot before
+// what the copy engine writes there next; nothing that was written is handed over. The default scope, a CTA's, costs
+// nothing; a release at cluster scope costs a fence of all the GPU's memory per slot. To a peer the memory model
+// promises less by it than is relied upon here: that what the tensor cores were given by then has been read.
 DEVICE void arrive_at(u32 barrier, u32 rank) {
   asm volatile(
       "{\n\t.reg .b32 remote;\n\t"
