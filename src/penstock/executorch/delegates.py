@@ -6,7 +6,6 @@ ExecuTorch calls the delegates; what they run in is made here, by the same code 
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.program import Method, Program
 from penstock.runtime.module import Module
+from penstock.runtime.operation_lock import OperationLock
 from penstock.runtime.weights_source import read_weights_index
 
 _REASONS = {
@@ -44,7 +44,7 @@ class Delegates(Module):
         code: bytes,
         names: Sequence[str],
         tied: Iterable[Sequence[str]],
-        lock: threading.Lock,
+        lock: OperationLock,
         budget: int | str | None,
         *,
         weights: Path,
