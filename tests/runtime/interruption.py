@@ -38,7 +38,8 @@ class LineCounter:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "call":
-            if not frame.f_code.co_filename.startswith(_FOLDERS):
+            # Of a place that is known only its own file is looked at: tracing is slow.
+            if not frame.f_code.co_filename.startswith(_FOLDERS if self._place is None else self._place[0]):
                 return None
             frame.f_trace_opcodes = self._opcodes
             return self

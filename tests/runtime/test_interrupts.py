@@ -21,7 +21,7 @@ from penstock.errors import ClosedError, NotCopyableError
 from penstock.native import core
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from tests.runtime.interruption import Interrupter, LineCounter, Place, interrupted_at, is_pure, places, traced
-from tests.runtime.modules import SCRIPTS, KeptDrivers, check_memory, play, same
+from tests.runtime.modules import SCRIPTS, KeptDrivers, check_memory, hooks, play, same
 from tests.runtime.rig import INLINE, PAGE, Rig, chain, write_model
 
 SIGNALS = 2000
@@ -65,8 +65,8 @@ class Subject:
             "read_state": lambda: self.module.read_state("total"),
             "reset_state": lambda: self.module.reset_state(),
             "figures": self.figures,
-            "load": self.load_and_close,
-            "close": self.close_one,
+            "load": self.load_another,
+            "close": self.close,
         }
 
     @property
@@ -100,12 +100,12 @@ class Subject:
         module = self.module
         _ = module.last_run, module.stats(), module.link, module.device_memory(), module.summary, module.plan
 
-    def load_and_close(self) -> None:
-        self.load().close()
-
-    def close_one(self) -> None:
+    def load_another(self) -> None:
         self.module.close()
         self.module = self.load()
+
+    def close(self) -> None:
+        self.module.close()
 
     def check(self) -> None:
         """Whatever came before: runs as it should, and holds what it says."""
@@ -134,6 +134,17 @@ def descriptors() -> int:
 
 def threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def one_is_open(kept: KeptDrivers) -> None:
+    """What an interrupted load made it has given back: all drivers but the present module's are closed and empty."""
+    open_drivers = [driver for driver in kept.made if not driver.closed]
+    assert len(open_drivers) == 1
+    for driver in kept.made:
+        if driver.closed:
+            assert not hooks(driver).counts().alive()
+            driver.destroy()
+    kept.made[:] = open_drivers
 
 
 OPERATIONS = (
@@ -169,6 +180,7 @@ def _interrupt_at_every_line(subject: Subject, kept: KeptDrivers, name: str, wan
     operation = subject.operations()[name]
     operation()
     subject.check()
+    one_is_open(kept)
     before = descriptors(), threads()
     interrupted = 0
     for place, at in places(operation):
@@ -179,14 +191,7 @@ def _interrupt_at_every_line(subject: Subject, kept: KeptDrivers, name: str, wan
             subject.check()
         except Exception as error:
             raise AssertionError(f"{name} was interrupted at {place}, the {at}. time") from error
-        if name in ("load", "close"):
-            # What an interrupted load made it has given back, though its traceback was alive.
-            open_drivers = [driver for driver in kept.made if not driver.closed]
-            assert len(open_drivers) == 1, place
-            for driver in kept.made:
-                if driver.closed:
-                    driver.destroy()
-            kept.made[:] = open_drivers
+        one_is_open(kept)
     assert interrupted > 20
     gc.collect()
     assert (descriptors(), threads()) == before
@@ -207,8 +212,9 @@ def test_at_every_instruction(subject: Subject, name: str) -> None:
 
 def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
     """Real ones, from another thread. What must hold holds at any moment, so the times prove nothing but themselves."""
-    operations = subject.operations()
+    operations = {name: each for name, each in subject.operations().items() if name != "close"}  # loads close, too
     subject.check()
+    one_is_open(kept)
     before = descriptors(), threads()
     sent = 0
     with Interrupter(seed=14) as interrupter:
@@ -217,10 +223,11 @@ def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
                 begin = time.perf_counter()
                 operation()
                 duration_s = time.perf_counter() - begin
-                for _ in range(SIGNALS // len(operations) // 10 + 1):
+                for _ in range(SIGNALS // len(operations) // 10):
                     interrupter.interrupt(operation, duration_s)
                     sent += 1
                     subject.check()
+                    one_is_open(kept)
     assert sent >= SIGNALS
     gc.collect()
     assert (descriptors(), threads()) == before
