@@ -32,6 +32,13 @@ class Reader {
     return value;
   }
 
+  // So many bytes more, of a sum that must stay a number.
+  int64_t next_of(int64_t& sum) {
+    int64_t value = next(1, INT64_MAX - sum);
+    sum += value;
+    return value;
+  }
+
   size_t length() { return (size_t)next(0, (int64_t)count_ + 1); }
 
   void finish() const {
@@ -49,7 +56,7 @@ class Reader {
 PieceRecord read_piece(Reader& in, const PlanRecord& plan) {
   PieceRecord piece{};
   piece.source_offset_bytes = in.next(0, INT64_MAX);
-  piece.bytes = in.next(1, INT64_MAX);
+  piece.bytes = in.next(1, INT64_MAX - piece.source_offset_bytes);
   piece.range = in.next(0, (int64_t)plan.ranges.size());
   piece.range_offset_bytes = in.next(0, plan.ranges[piece.range].bytes - piece.bytes + 1);
   return piece;
@@ -103,13 +110,17 @@ PlanRecord read_plan(const int64_t* numbers, size_t count) {
   Reader in(numbers, count);
   PlanRecord plan;
   plan.block_bytes.resize(in.length());
-  for (int64_t& bytes : plan.block_bytes) bytes = in.next(1, INT64_MAX);
+  int64_t all_bytes = 0;
+  for (int64_t& bytes : plan.block_bytes) bytes = in.next_of(all_bytes);
   plan.ranges.resize(in.length());
   for (RangeRecord& range : plan.ranges) {
     range.bytes = 0;
     for (size_t i = in.length(); i > 0; --i) {
       range.blocks.push_back(in.next(0, (int64_t)plan.block_bytes.size()));
-      range.bytes += plan.block_bytes[range.blocks.back()];
+      int64_t bytes = plan.block_bytes[range.blocks.back()];
+      if (bytes > all_bytes - range.bytes)
+        throw CoreError(Failure::usage, "a range of the plan has more bytes than all blocks: it maps one twice");
+      range.bytes += bytes;
     }
   }
   for (size_t i = in.length(); i > 0; --i) plan.fills.push_back(read_piece(in, plan));

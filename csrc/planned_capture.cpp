@@ -52,6 +52,9 @@ void PlannedSession::restore_progress() noexcept {
 void PlannedSession::replay_begins(bool cold) {
   driver_.record(lead_, copy_stream_);
   if (!cold) return;
+  // S1: copies that the last run made for a run of its own method may still be on their way to any page, and the copies
+  // of a graph are not behind them on their stream. In a warm run what they bring is read before it is overwritten.
+  driver_.wait(compute_, lead_);
   const MethodState& method = methods_[method_];
   for (size_t s = 0; s < method.stays.size(); ++s)
     if (method.stays[s].crosses) run_.bytes_hit -= plan_.methods[method_].stays[s].bytes;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cleanup.h"
+#include "plan_check.h"
 
 namespace penstock {
 namespace {
@@ -11,6 +12,7 @@ constexpr int64_t kMeasuredBytes = 64 << 20;
 }  // namespace
 
 void PlannedSession::install(PlanRecord plan) {
+  check_plan(plan, (int64_t)driver_.granularity_bytes());
   uninstall();
   plan_ = std::move(plan);
   Undo undo([&] { uninstall(); });

@@ -80,6 +80,17 @@ def test_never_slower_than_uniform_ratios(ops: list[Operation], ratio: float) ->
     assert allocate(ops, ratio).seconds <= uniform(ops, ratio).seconds + 1e-9
 
 
+def test_what_rounding_leaves_is_not_the_way_to_the_next_corner() -> None:
+    """A sum of segments that misses what was asked for by a bit: the ratio was then the begin of the next segment."""
+    ends = (np.concatenate(([0.0], np.cumsum([6, 11, 1, 48, 50]) / 116)) * 0.75).tolist()
+    times = np.concatenate(([0.0], np.cumsum(np.diff(ends) * [0, 1, 1, 1, 1]))).tolist()
+    operation = Operation("one", 31, TimeCurve(tuple(zip(ends, times, strict=True))))
+    ratio = 0.10507395840265274
+    found = allocate([operation], ratio)
+    assert found.ratios == pytest.approx((ratio,), rel=1e-12)
+    assert found.seconds <= uniform([operation], ratio).seconds + 1e-12
+
+
 @given(operations, st.floats(0, 0.75))
 def test_what_is_reported_is_what_the_ratios_come_to(ops: list[Operation], ratio: float) -> None:
     found = allocate(ops, ratio)

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import PenstockError, WeightsChangedError
+from penstock.plan.check import check_plan
+from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, slow_copies, staged, write_model
 from tests.runtime.soft import SoftDriver, SoftError, library
 
@@ -475,6 +477,15 @@ def _there_and_back(folder: Path) -> Model:
     return write_model(folder / "weights.ptd", schedules, dict.fromkeys(names, 2 * PAGE))
 
 
+def _run_with_late_copies(rig: Rig, method: int, stream: int) -> None:
+    """What it copies for its next run comes late."""
+    rig.begin(method, stream)
+    for _ in rig.steps(method, stream):
+        pass
+    rig.driver.launch_sleep(rig.session.copy_stream, KERNEL_NS)
+    rig.end()
+
+
 @scenario
 def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
     model = _there_and_back(folder)
@@ -482,8 +493,7 @@ def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
         plan = rig.install(model.floor_bytes)
         assert plan.methods[0].entering
         captured, stream = rig.capture(), rig.stream()
-        rig.run(1, stream)
-        rig.driver.launch_sleep(rig.session.copy_stream, KERNEL_NS)
+        _run_with_late_copies(rig, 0, stream)
         rig.replay(captured, stream, order=KERNELS_FIRST)
 
 
@@ -496,7 +506,7 @@ def graph_copies_follow_those_made_before_it(folder: Path) -> None:
         method = plan.methods[0]
         ahead = method.copies[method.entering[0]]
         position = method.stays[ahead.stay].accesses[0]
-        half = ahead.piece.nbytes // 2
+        half = ahead.piece.nbytes // 2 // PAGE * PAGE
         second = replace(
             ahead.piece,
             nbytes=ahead.piece.nbytes - half,
@@ -512,8 +522,38 @@ def graph_copies_follow_those_made_before_it(folder: Path) -> None:
         rig.install_plan(replace(plan, methods=(halved, *plan.methods[1:])))
         assert any(copies[copy].piece.nbytes == half for copy in halved.entering)
         captured, stream = rig.capture(), rig.stream()
-        rig.run(1, stream)
-        rig.driver.launch_sleep(rig.session.copy_stream, KERNEL_NS)
+        _run_with_late_copies(rig, 0, stream)
+        rig.replay(captured, stream, order=COPIES_FIRST)
+
+
+@scenario
+def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
+    """A run has copied ahead for its next one; the graph of another method copies to the same page, and waits for no
+    kernel before it does."""
+    schedules = [chain("a", "r", method="ahead"), chain("r", "b", method="other")]
+    model = write_model(folder / "weights.ptd", schedules, dict.fromkeys("abr", PAGE))
+    ahead = MethodPlan(
+        "ahead",
+        (Placement(0, "a", PAGE, 0, 0, 0), Placement(1, "r", PAGE, 2, 0, None)),
+        (Stay("a", PAGE, (0,), 0),),
+        (Copy(0, Piece("a", 0, PAGE, 0, 0), 2, 0),),
+        2,
+    )
+    other = MethodPlan(
+        "other",
+        (Placement(0, "r", PAGE, 2, 0, None), Placement(1, "b", PAGE, 1, 0, 0)),
+        (Stay("b", PAGE, (1,), 1),),
+        (Copy(0, Piece("b", 0, PAGE, 1, 0), 1, 1),),
+        2,
+    )
+    ranges = (Range(PAGE, (0,)), Range(PAGE, (0,)), Range(PAGE, (1,)))
+    blocks = (Block(PAGE, ring=True), Block(PAGE, ring=False))
+    plan = Plan(PAGE, blocks, ranges, (Piece("r", 0, PAGE, 2, 0),), (ahead, other))
+    check_plan(plan, schedules, model.weights)
+    with Rig(model, poison=False) as rig:
+        rig.install_plan(plan)
+        captured, stream = rig.capture(1, delay_ns=2 * KERNEL_NS), rig.stream()
+        _run_with_late_copies(rig, 0, stream)
         rig.replay(captured, stream, order=COPIES_FIRST)
 
 

@@ -73,6 +73,9 @@ DELETIONS = {
     "planned_capture.cpp replay_begins: driver_.record(lead_, copy_stream_)": (
         "graph_copies_follow_those_made_before_it"
     ),
+    "planned_capture.cpp replay_begins: driver_.wait(compute_, lead_)": (
+        "a_graph_follows_copies_made_for_another_method"
+    ),
     "lru_session.cpp install: driver_.synchronize_stream(copy_stream_)": "lru_tells_at_load_what_could_not_be_copied",
     "lru_session.cpp uninstall: finish()": "lru_closing_waits_for_kernels",
     # S4

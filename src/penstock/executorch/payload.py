@@ -17,7 +17,7 @@ from penstock.errors import PackageError
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
 TICKET_MAGIC = b"PNSTKDLG"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 # Magic, version, hash of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")
@@ -40,10 +40,18 @@ class Rung:
     # As penstock.runtime.records writes them, with source offsets of (number of the weight << WEIGHT_SHIFT) + offset.
     numbers: bytes
 
+    def packed(self) -> bytes:
+        return _RUNG.pack(self.device_bytes, len(self.numbers) // 8) + self.numbers
+
+    @property
+    def seal(self) -> int:
+        """Of the plan as it stands in the file, its size included."""
+        return fnv64(self.packed())
+
 
 def pack_payload(description: Mapping[str, Any], rungs: Sequence[Rung], code: bytes) -> bytes:
     text = json.dumps(description).encode()
-    table = b"".join(_RUNG.pack(rung.device_bytes, len(rung.numbers) // 8) + rung.numbers for rung in rungs)
+    table = b"".join(rung.packed() for rung in rungs)
     return _sealed(PAYLOAD_MAGIC, _LENGTHS.pack(len(text), len(table), len(code)) + text + table + code)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import UnsupportedProgramError
 from penstock.executorch.payload import WEIGHT_SHIFT, Rung
+from penstock.plan.check import check_plan
 from penstock.plan.modes import ModePlanner
+from penstock.plan.plan import Plan
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -38,6 +40,8 @@ class Ladder:
             "floor_bytes": self.floor_bytes,
             "full_bytes": self.full_bytes,
             "rungs": len(self.rungs),
+            # One for each rung: a plan that is changed, or stands in the place of another, is not what was proved.
+            "seals": [f"{rung.seal:016x}" for rung in self.rungs],
         }
 
 
@@ -65,7 +69,14 @@ def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, pa
         named = {weight.name: weight for weight in weights if weight.name in read}
         planner = ModePlanner(chosen, named, page_bytes=page_bytes, mode=mode)
         between = BETWEEN if methods == everything else BETWEEN_ALONE
-        return _ladder(methods, planner, places, page_bytes, between)
+
+        def rung(budget_bytes: int) -> tuple[Plan, Rung]:
+            plan = planner.plan(budget_bytes)
+            # Whoever reads the file knows no schedule: what a plan is trusted for is shown here.
+            check_plan(plan, chosen, named, budget_bytes=budget_bytes)
+            return plan, Rung(plan.device_bytes, bytes(plan_numbers(plan, places)))
+
+        return _ladder(methods, planner, rung, page_bytes, between)
 
     places = {weight.name: number << WEIGHT_SHIFT for number, weight in enumerate(weights)}
     ladders = [ladder(methods, "auto") for methods in groups]
@@ -73,7 +84,11 @@ def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, pa
 
 
 def _ladder(
-    methods: tuple[int, ...], planner: ModePlanner, places: Mapping[str, int], page_bytes: int, between: int
+    methods: tuple[int, ...],
+    planner: ModePlanner,
+    rung_at: Callable[[int], tuple[Plan, Rung]],
+    page_bytes: int,
+    between: int,
 ) -> Ladder:
     floor_bytes, full_bytes = planner.floor_bytes, planner.full_bytes
     # Pages are whole: the floor of a small program may exceed what its weights take.
@@ -81,8 +96,8 @@ def _ladder(
     rungs: dict[int, Rung] = {}
     reads_in_place = False
     for budget_bytes in budgets_between(floor_bytes, top_bytes, page_bytes, between):
-        plan = planner.plan(budget_bytes)
+        plan, rung = rung_at(budget_bytes)
         reads_in_place |= bool(plan.direct_weights)
         # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
-        rungs.setdefault(plan.device_bytes, Rung(plan.device_bytes, bytes(plan_numbers(plan, places))))
+        rungs.setdefault(rung.device_bytes, rung)
     return Ladder(methods, floor_bytes, full_bytes, tuple(rungs[held] for held in sorted(rungs)), reads_in_place)

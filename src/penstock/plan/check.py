@@ -1,7 +1,18 @@
-"""An independent check of a plan: the host's calls of several runs, acted out page by page. No code of the planner's.
+"""An independent check of a plan: the host's calls of two runs of each method, acted out. No code of the planner's.
 
 What the device does is judged by what its order guarantees, not by one lucky timing: kernels run in the order of their
-steps, copies in the order of their issue, and between the two there are only the waits.
+steps, and a copy has waited for what it names itself, and for no more. In a run it also stands behind the copies before
+it; in a replay those that a run needs lie in the graph and the others come behind its launch, so that a wait which a
+copy only inherits may be none.
+
+Every step of it is one that a page takes as a whole. Ring pieces begin with a page, and end with one or with their
+weight; all pieces of a stay lie in one range, where all its accesses read them, and no range maps a page twice. So a
+page that was last written by a copy of a stay holds what that stay's accesses read there, and who wrote it is all that
+need be known of it.
+
+Two runs are enough, a cold one and a warm one. Each run issues the same list of copies, every one once, and makes the
+same accesses. So who wrote each page last, and who reads it last, is the same at the end of every run: the second run
+begins as all later ones do. A run that is cold later on waits for everything before it, and begins as the first.
 """
 
 from __future__ import annotations
@@ -11,197 +22,289 @@ from dataclasses import dataclass
 
 from penstock.plan.check_memory import (
     Filled,
+    Layout,
+    Pages,
     PlanError,
     check_fills,
-    check_memory,
     check_piece,
     resident_matches,
-    spans,
+    whole,
 )
 from penstock.plan.check_split import check_heads, check_split
-from penstock.plan.plan import Copy, MethodPlan, Piece, Plan, Stay
-from penstock.schedule import Schedule
+from penstock.plan.plan import DIRECT, NO_RANGE, MethodPlan, Piece, Placement, Plan, Stay
+from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
 __all__ = ["PlanError", "check_plan"]
 
 
-@dataclass
-class _Page:
-    """What lies in one ring page, and who may still be reading it. Resident content is checked on its own."""
-
-    # The byte of the weight that the page begins with; None: never written.
-    content: tuple[str, int] | None = None
-    # The stay whose copy wrote it.
-    stay: int | None = None
-    # The last step, counted over all runs, of a kernel that reads the content.
-    read_until: int = -1
-
-
 def check_plan(
     plan: Plan, schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, budget_bytes: int | None = None
 ) -> None:
-    """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules."""
+    """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules.
+
+    The schedules are sound: `floor.check_schedules` has seen them.
+    """
+    layout = Layout(plan)
     if budget_bytes is not None and plan.device_bytes > budget_bytes:
         raise PlanError(f"the plan takes {plan.device_bytes} bytes of a budget of {budget_bytes}")
-    check_memory(plan)
     check_heads(plan)
-    filled = check_fills(plan, weights)
+    filled = check_fills(plan, layout, weights)
     if [method.method for method in plan.methods] != [schedule.method for schedule in schedules]:
         raise PlanError("the plan's methods are not those of the schedules, in their order")
     for schedule, method in zip(schedules, plan.methods, strict=True):
-        _check_records(plan, schedule, method, weights, filled)
-        _act_out(plan, schedule, method, runs=4)
+        pages = _Records(layout, schedule, method, weights, filled).check()
+        _Run(schedule, method, pages, len(plan.blocks)).act_out()
 
 
-def _check_records(
-    plan: Plan, schedule: Schedule, method: MethodPlan, weights: Mapping[str, Weight], filled: Filled
-) -> None:
+@dataclass(frozen=True)
+class _RingPages:
+    """Of one method: where its copies write, by copy and by stay."""
+
+    of_copy: list[list[Pages]]
+    of_stay: list[list[Pages]]
+
+
+class _Records:
     """What does not depend on time: every byte of every access is either filled or in its stay's pieces."""
-    where = f"method {schedule.method!r}"
-    if method.step_count != len(schedule.steps):
-        raise PlanError(f"{where} has {len(schedule.steps)} steps; the plan says {method.step_count}")
-    if len(method.placements) != len(schedule.accesses):
-        raise PlanError(f"{where} has {len(schedule.accesses)} accesses; the plan places {len(method.placements)}")
-    pieces_of: list[list[Piece]] = [[] for _ in method.stays]
-    for index, copy in enumerate(method.copies):
-        piece, stay = copy.piece, method.stays[copy.stay]
-        pieces_of[copy.stay].append(piece)
-        check_piece(plan, piece, weights)
-        if piece.weight != stay.weight:
-            raise PlanError(f"{where}, stay {copy.stay} of {stay.weight!r} copies {piece.weight!r}")
-        for block, _, _, _ in spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
-            if not plan.blocks[block].ring:
-                raise PlanError(f"{where}, stay {copy.stay} of {stay.weight!r} copies into resident block {block}")
-        if not 0 <= copy.issue_before <= len(schedule.accesses):
-            raise PlanError(f"{where}, copy {index} of {stay.weight!r} is issued before {copy.issue_before}")
-        if index and method.copies[index - 1].issue_before > copy.issue_before:
-            raise PlanError(f"{where}, copy {index} of {stay.weight!r} is listed out of the order of issue")
-    for index, stay in enumerate(method.stays):
-        if sum(piece.nbytes for piece in pieces_of[index]) != stay.nbytes:
-            raise PlanError(f"{where}, stay {index} of {stay.weight!r} has {stay.nbytes} bytes, its copies do not")
-        if stay.last_step != _last_step(schedule, stay):
-            raise PlanError(f"{where}, stay {index} of {stay.weight!r}: its last reader is not step {stay.last_step}")
+
+    def __init__(
+        self, layout: Layout, schedule: Schedule, method: MethodPlan, weights: Mapping[str, Weight], filled: Filled
+    ) -> None:
+        self._layout = layout
+        self._schedule = schedule
+        self._method = method
+        self._weights = weights
+        self._filled = filled
+        self._where = f"method {schedule.method!r}"
+        self._pieces_of: list[list[Piece]] = [[] for _ in method.stays]
+
+    def check(self) -> _RingPages:
+        schedule, method, where = self._schedule, self._method, self._where
+        if method.step_count != len(schedule.steps):
+            raise PlanError(f"{where} has {len(schedule.steps)} steps; the plan says {method.step_count}")
+        if len(method.placements) != len(schedule.accesses):
+            raise PlanError(f"{where} has {len(schedule.accesses)} accesses; the plan places {len(method.placements)}")
+        pages = self._check_copies()
+        for index, stay in enumerate(method.stays):
+            self._check_stay(index, stay)
+        for position, (access, placed) in enumerate(zip(schedule.accesses, method.placements, strict=True)):
+            self._check_placement(position, access, placed)
+        return pages
+
+    def _check_copies(self) -> _RingPages:
+        method, where = self._method, self._where
+        pages = _RingPages([], [[] for _ in method.stays])
+        issued = 0
+        for index, copy in enumerate(method.copies):
+            piece = copy.piece
+            stay_index = whole(copy.stay, 0, len(method.stays), f"{where}, copy {index}: its stay")
+            stay = method.stays[stay_index]
+            what = f"{where}, copy {index} of {piece.weight!r}"
+            check_piece(piece, self._weights)
+            if piece.weight != stay.weight:
+                raise PlanError(f"{where}, stay {stay_index} of {stay.weight!r} copies {piece.weight!r}")
+            ring, resident = self._layout.stretch(piece.range_index, piece.range_offset_bytes, piece.nbytes)
+            if resident:
+                raise PlanError(
+                    f"{where}, stay {stay_index} of {stay.weight!r} copies into resident block {resident[0][0]}"
+                )
+            end_bytes = piece.weight_offset_bytes + piece.nbytes
+            page_bytes = self._layout.page_bytes
+            if piece.range_offset_bytes % page_bytes or (
+                (piece.range_offset_bytes + piece.nbytes) % page_bytes
+                and end_bytes != self._weights[piece.weight].nbytes
+            ):
+                raise PlanError(
+                    f"{what} takes {piece.nbytes} bytes at {piece.range_offset_bytes} of its range; a piece in the "
+                    f"ring begins with a page of {page_bytes} bytes, and ends with one or with its weight"
+                )
+            whole(copy.issue_before, issued, len(method.placements) + 1, f"{what}, in the order of issue: issue_before")
+            issued = copy.issue_before
+            if copy.wait_step is not None:
+                whole(copy.wait_step, 0, method.step_count, f"{what}: wait_step")
+            self._pieces_of[stay_index].append(piece)
+            pages.of_copy.append(ring)
+            pages.of_stay[stay_index].extend(ring)
+        return pages
+
+    def _check_stay(self, index: int, stay: Stay) -> None:
+        method, where = self._method, self._where
+        if not stay.accesses:
+            raise PlanError(f"{where}, stay {index} of {stay.weight!r} is read by no access")
         for position in stay.accesses:
+            whole(position, 0, len(method.placements), f"{where}, stay {index} of {stay.weight!r}: its access")
             if method.placements[position].stay != index:
                 raise PlanError(f"{where}, stay {index} lists position {position}, which is placed elsewhere")
-    for position, (access, placed) in enumerate(zip(schedule.accesses, method.placements, strict=True)):
-        nbytes = weights[access.weight].nbytes
+        if len(set(stay.accesses)) != len(stay.accesses):
+            raise PlanError(f"{where}, stay {index} of {stay.weight!r} lists an access twice")
+        if not self._pieces_of[index] or sum(piece.nbytes for piece in self._pieces_of[index]) != stay.nbytes:
+            raise PlanError(f"{where}, stay {index} of {stay.weight!r} has {stay.nbytes} bytes, its copies do not")
+        if stay.last_step != self._last_step(stay):
+            raise PlanError(f"{where}, stay {index} of {stay.weight!r}: its last reader is not step {stay.last_step}")
+
+    def _last_step(self, stay: Stay) -> int:
+        schedule, count = self._schedule, len(self._schedule.steps)
+        last, run, previous = 0, 0, -1
+        for position in stay.accesses:
+            run += position <= previous
+            last = max(last, run * count + schedule.last_step[schedule.accesses[position].number])
+            previous = position
+        if run > 1:
+            raise PlanError(f"{self._where}: a stay of {stay.weight!r} lists accesses {stay.accesses}, over three runs")
+        return last % count
+
+    def _check_placement(self, position: int, access: Access, placed: Placement) -> None:
+        where = f"{self._where}, position {position}"
+        if access.weight not in self._weights:
+            raise PlanError(f"{where}: {access.weight!r} is not a weight")
+        weight = self._weights[access.weight]
+        nbytes = weight.nbytes
         if (placed.number, placed.weight, placed.nbytes) != (access.number, access.weight, nbytes):
-            raise PlanError(f"{where}, position {position}: placed is {placed}, accessed is {access}")
+            raise PlanError(f"{where}: placed is {placed}, accessed is {access}")
         if access.pinned and placed.stay is not None:
-            raise PlanError(f"{where}, position {position}: {access.weight!r} is pinned, but streams")
+            raise PlanError(f"{where}: {access.weight!r} is pinned, but streams")
+        whole(placed.range_index, DIRECT, self._layout.range_count, f"{where}: the range of {access.weight!r}")
         if placed.head_bytes is not None:
-            check_split(plan, access, placed, placed.head_bytes, weights[access.weight], filled, where)
-            continue
-        if nbytes == 0:
-            if placed.stay is not None or not -1 <= placed.range_index < len(plan.ranges):
-                raise PlanError(f"{where}, position {position}: {access.weight!r} has no bytes, but is {placed}")
-            continue
-        if placed.is_direct:
-            # Host memory that nothing of ours writes: there is no more to it.
-            if placed.stay is not None or access.pinned:
-                raise PlanError(f"{where}, position {position}: {access.weight!r} is direct, but pinned or in a stay")
-            continue
-        stay_pieces: tuple[Piece, ...] = ()
-        if placed.stay is not None:
-            if position not in method.stays[placed.stay].accesses:
-                raise PlanError(f"{where}, stay {placed.stay} does not list position {position}, which reads it")
-            stay_pieces = tuple(pieces_of[placed.stay])
-        covered = 0
+            check_split(self._layout, access, placed, placed.head_bytes, weight, self._filled, self._where)
+            return
+        if nbytes == 0 or placed.is_direct:
+            # Nothing of ours is ever written there: there is no more to it.
+            if placed.stay is not None or (nbytes and access.pinned):
+                raise PlanError(f"{where}: {access.weight!r} is direct, but pinned or in a stay")
+            if placed.range_offset_bytes != 0:
+                raise PlanError(f"{where}: {access.weight!r} is offset by {placed.range_offset_bytes} in no range")
+            return
+        if placed.range_index == NO_RANGE:
+            raise PlanError(f"{where}: {access.weight!r} has {nbytes} bytes, but no range")
+        _, spans = self._layout.stretch(placed.range_index, placed.range_offset_bytes, nbytes)
+        if placed.range_offset_bytes % self._layout.alignment_bytes:
+            raise PlanError(
+                f"{where}: {access.weight!r} begins at byte {placed.range_offset_bytes} of its range; kernels need a "
+                f"multiple of {self._layout.alignment_bytes}"
+            )
+        covered = self._streamed_bytes(position, placed) if placed.stay is not None else 0
+        for block, offset, length, ahead in spans:
+            if not resident_matches(self._filled, block, offset, length, access.weight, ahead):
+                raise PlanError(f"{where}: {access.weight!r} is not filled at byte {ahead}")
+            covered += length
+        if covered != nbytes:
+            raise PlanError(f"{where}: {covered} of {nbytes} bytes of {access.weight!r} are placed")
+
+    def _streamed_bytes(self, position: int, placed: Placement) -> int:
+        where, name = f"{self._where}, position {position}", placed.weight
+        stay = whole(placed.stay, 0, len(self._method.stays), f"{where}: the stay of {name!r}")
+        if position not in self._method.stays[stay].accesses:
+            raise PlanError(f"{self._where}, stay {stay} does not list position {position}, which reads it")
         reached = 0
-        for piece in sorted(stay_pieces, key=lambda piece: piece.weight_offset_bytes):
+        for piece in sorted(self._pieces_of[stay], key=lambda piece: piece.weight_offset_bytes):
             begin = placed.range_offset_bytes + piece.weight_offset_bytes
             if piece.weight_offset_bytes < reached:
-                raise PlanError(f"{where}, position {position}: two pieces of {access.weight!r} overlap")
+                raise PlanError(f"{where}: two pieces of {name!r} overlap")
             reached = piece.weight_offset_bytes + piece.nbytes
-            if (piece.range_index, piece.range_offset_bytes) != (placed.range_index, begin):
-                raise PlanError(f"{where}, position {position}: a piece of {access.weight!r} is not where it is read")
-            covered += piece.nbytes
-        for block, offset, length, ahead in spans(plan, placed.range_index, placed.range_offset_bytes, nbytes):
-            if not plan.blocks[block].ring:
-                if not resident_matches(filled, block, offset, length, access.weight, ahead):
-                    raise PlanError(f"{where}, position {position}: {access.weight!r} is not filled at byte {ahead}")
-                covered += length
-        if covered != nbytes:
-            raise PlanError(
-                f"{where}, position {position}: {covered} of {nbytes} bytes of {access.weight!r} are placed"
-            )
+            if (piece.weight, piece.range_index, piece.range_offset_bytes) != (name, placed.range_index, begin):
+                raise PlanError(f"{where}: a piece of {name!r} is not where it is read")
+        return sum(piece.nbytes for piece in self._pieces_of[stay])
 
 
-def _last_step(schedule: Schedule, stay: Stay) -> int:
-    last, run, previous = 0, 0, -1
-    for position in stay.accesses:
-        run += position <= previous
-        last = max(last, run * len(schedule.steps) + schedule.last_step[schedule.accesses[position].number])
-        previous = position
-    return last % len(schedule.steps)
+class _Run:
+    """The runs of one method. Steps count over all runs; an event is known by the step it was recorded after."""
 
+    def __init__(self, schedule: Schedule, method: MethodPlan, pages: _RingPages, block_count: int) -> None:
+        self._schedule = schedule
+        self._method = method
+        self._pages = pages
+        self._copy_counts = [0] * len(method.stays)
+        for copy in method.copies:
+            self._copy_counts[copy.stay] += 1
+        self._entering_counts = [0] * len(method.stays)
+        for index in method.entering:
+            self._entering_counts[method.copies[index].stay] += 1
+        self._last_read: list[list[int]] = [[] for _ in schedule.steps]
+        for index, stay in enumerate(method.stays):
+            self._last_read[stay.last_step].append(index)
+        # By block: the stay whose copy wrote it last.
+        self._holder: list[int | None] = [None] * block_count
+        # By stay: the last kernel that reads it, as far as the host has come; and how many of its copies it has issued
+        # since the stay was read to the end, which the core counts just so.
+        self._read_until = [-2 * len(schedule.steps)] * len(method.stays)
+        self._issued = [0] * len(method.stays)
 
-def _act_out(plan: Plan, schedule: Schedule, method: MethodPlan, *, runs: int) -> None:
-    """A cold run and warm ones. Steps count over all runs; an event is known by the step it was recorded after."""
-    ring = {index: _Page() for index, block in enumerate(plan.blocks) if block.ring}
-    issue_at: dict[int, list[int]] = {}
-    for index, planned in enumerate(method.copies):
-        issue_at.setdefault(planned.issue_before, []).append(index)
-    fetched_at: dict[int, list[int]] = {}
-    for position, access in enumerate(schedule.accesses):
-        fetched_at.setdefault(schedule.first_step[access.number], []).append(position)
-    end = len(schedule.accesses)
-    recorded: dict[int, int] = {}
-    # Copies run in the order of issue: what one has waited for, those behind it have waited for as well.
-    copies_wait_for = -1
+    def act_out(self) -> None:
+        for index in self._method.entering:
+            self._copy(index, 0, 0)
+        for run in (0, 1):
+            self._run(run)
+            for stay, (issued, entering) in enumerate(zip(self._issued, self._entering_counts, strict=True)):
+                # A graph is captured with what enters in place, and a run may follow any run.
+                if issued != entering:
+                    raise PlanError(
+                        f"{self._what(stay)}: {entering} of its copies should be made when a run begins, but the run "
+                        f"before makes {issued}"
+                    )
 
-    def copy(index: int) -> None:
-        nonlocal copies_wait_for
-        planned = method.copies[index]
-        if planned.wait_step is not None:
-            copies_wait_for = max(copies_wait_for, recorded.get(planned.wait_step, -1))
-        _write(plan, schedule, ring, planned, copies_wait_for)
-
-    for run in range(runs):
-        if run == 0:
-            for index in method.entering:
-                copy(index)
+    def _run(self, run: int) -> None:
+        schedule, copies = self._schedule, self._method.copies
+        next_copy = position = 0
         for step in range(len(schedule.steps)):
-            for position in fetched_at.get(step, ()):
-                for index in issue_at.get(position, ()):
-                    copy(index)
-                _read(plan, schedule, method, ring, position, run * len(schedule.steps))
-            recorded[step] = run * len(schedule.steps) + step
-        for index in issue_at.get(end, ()):
-            copy(index)
+            while position < len(schedule.accesses):
+                access = schedule.accesses[position]
+                if schedule.first_step[access.number] != step:
+                    break
+                while next_copy < len(copies) and copies[next_copy].issue_before <= position:
+                    self._copy(next_copy, run, step)
+                    next_copy += 1
+                self._read(position, run * len(schedule.steps) + schedule.last_step[access.number])
+                position += 1
+            for stay in self._last_read[step]:
+                self._issued[stay] = 0
+        for index in range(next_copy, len(copies)):
+            self._copy(index, run, len(schedule.steps))
 
+    def _copy(self, index: int, run: int, steps_ended: int) -> None:
+        copy = self._method.copies[index]
+        waits_for = -1
+        if copy.wait_step is not None:
+            # At the time of issue that step has ended, in this run or in the last one.
+            waits_for = (run - (copy.wait_step >= steps_ended)) * len(self._schedule.steps) + copy.wait_step
+        for first, end in self._pages.of_copy[index]:
+            # S1. Readers that come only later find the wrong content then.
+            for holder in set(self._holder[first:end]):
+                if holder is not None and self._read_until[holder] > max(waits_for, -1):
+                    raise PlanError(
+                        f"{self._what(copy.stay)}: copy {index} may overwrite {self._method.stays[holder].weight!r} "
+                        f"while step {self._read_until[holder] % len(self._schedule.steps)} reads it (waits for step "
+                        f"{copy.wait_step})"
+                    )
+            self._holder[first:end] = [copy.stay] * (end - first)
+        self._issued[copy.stay] += 1
+        if self._issued[copy.stay] > self._copy_counts[copy.stay]:
+            raise PlanError(f"{self._what(copy.stay)}: copy {index} is issued before the last of it was read")
 
-def _write(plan: Plan, schedule: Schedule, ring: dict[int, _Page], copy: Copy, waited_for: int) -> None:
-    piece = copy.piece
-    for block, _, _, ahead in spans(plan, piece.range_index, piece.range_offset_bytes, piece.nbytes):
-        page = ring[block]
-        # S1. Readers that come only later find the wrong content then.
-        if page.read_until > waited_for:
+    def _read(self, position: int, last_step: int) -> None:
+        placed = self._method.placements[position]
+        stay = placed.stay
+        if stay is None:
+            return
+        # S3
+        if self._issued[stay] != self._copy_counts[stay]:
             raise PlanError(
-                f"method {schedule.method!r}, stay {copy.stay} of {piece.weight!r}: its copy may overwrite "
-                f"{page.content} while step {page.read_until % len(schedule.steps)} reads it "
-                f"(waits for step {copy.wait_step})"
+                f"{self._what(stay)}: {self._issued[stay]} of {self._copy_counts[stay]} copies are issued before "
+                f"position {position} reads it"
             )
-        ring[block] = _Page((piece.weight, piece.weight_offset_bytes + ahead), copy.stay)
-
-
-def _read(
-    plan: Plan, schedule: Schedule, method: MethodPlan, ring: dict[int, _Page], position: int, steps_before: int
-) -> None:
-    placed = method.placements[position]
-    if placed.stay is None:
-        return
-    last = steps_before + schedule.last_step[placed.number]
-    for block, _, _, ahead in spans(plan, placed.range_index, placed.range_offset_bytes, placed.nbytes):
-        if not plan.blocks[block].ring:
-            continue
-        page = ring[block]
         # S2: the kernel waits for the copy of the stay it is listed in, and for no other.
-        if page.content != (placed.weight, ahead) or page.stay != placed.stay:
-            raise PlanError(
-                f"method {schedule.method!r}, position {position}: byte {ahead} of {placed.weight!r} should lie in "
-                f"block {block}, which holds {page.content} of stay {page.stay} instead of stay {placed.stay}"
-            )
-        page.read_until = max(page.read_until, last)
+        for first, end in self._pages.of_stay[stay]:
+            held = self._holder[first:end]
+            if held.count(stay) != end - first:
+                other = next(holder for holder in held if holder != stay)
+                raise PlanError(
+                    f"{self._what(stay)}: position {position} should find it in blocks {first} to {end - 1}, of which "
+                    f"one holds {'nothing' if other is None else f'stay {other} of {self._weight(other)!r}'}"
+                )
+        self._read_until[stay] = max(self._read_until[stay], last_step)
+
+    def _weight(self, stay: int) -> str:
+        return self._method.stays[stay].weight
+
+    def _what(self, stay: int) -> str:
+        return f"method {self._schedule.method!r}, stay {stay} of {self._weight(stay)!r}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.plan.check_memory import Filled, PlanError, resident_matches, spans
+from penstock.plan.check_memory import Filled, Layout, PlanError, resident_matches
 from penstock.plan.plan import SPLIT_ROWS, Placement, Plan
 from penstock.schedule import Access
 from penstock.weight import Weight
@@ -24,7 +24,7 @@ def check_heads(plan: Plan) -> None:
 
 
 def check_split(
-    plan: Plan, access: Access, placed: Placement, head_bytes: int, weight: Weight, filled: Filled, where: str
+    layout: Layout, access: Access, placed: Placement, head_bytes: int, weight: Weight, filled: Filled, where: str
 ) -> None:
     """A kernel that knows of two places reads the head in one and goes on in host memory, at a row of its grain."""
     what = f"{where}, access {access.number}: {weight.name!r} is split, but"
@@ -32,17 +32,22 @@ def check_split(
         raise PlanError(f"{what} {'pinned' if access.pinned else 'not read as a linear weight is'}")
     if len(weight.shape) != 2 or weight.dim_order != (0, 1):
         raise PlanError(f"{what} has shape {weight.shape} in the order {weight.dim_order}; needs rows, one by one")
-    if not 0 < head_bytes < weight.nbytes or head_bytes * weight.shape[0] % (weight.nbytes * SPLIT_ROWS):
+    if (
+        type(head_bytes) is not int
+        or not 0 < head_bytes < weight.nbytes
+        or head_bytes * weight.shape[0] % (weight.nbytes * SPLIT_ROWS)
+    ):
         raise PlanError(
             f"{what} its head has {head_bytes} of {weight.nbytes} bytes; needs a part of its {weight.shape[0]} rows, "
             f"in multiples of {SPLIT_ROWS}"
         )
-    if placed.stay is not None or not 0 <= placed.range_index < len(plan.ranges) or placed.range_offset_bytes:
+    if placed.stay is not None or not 0 <= placed.range_index < layout.range_count or placed.range_offset_bytes:
         raise PlanError(f"{what} is placed as {placed}; needs a range that begins with its head, and no stay")
-    for block, offset, length, ahead in spans(plan, placed.range_index, 0, head_bytes):
-        # Copies go to ring blocks alone and fills do not overlap, which is checked of all of them: so what is filled
-        # in another block stays.
-        if plan.blocks[block].ring:
-            raise PlanError(f"{what} its head lies in ring block {block}")
+    pages, spans = layout.stretch(placed.range_index, 0, head_bytes)
+    # Copies go to ring blocks alone and fills do not overlap, which is checked of all of them: so what is filled in
+    # another block stays.
+    if pages:
+        raise PlanError(f"{what} its head lies in ring block {pages[0][0]}")
+    for block, offset, length, ahead in spans:
         if not resident_matches(filled, block, offset, length, weight.name, ahead):
             raise PlanError(f"{what} its head is not filled at byte {ahead}")

@@ -144,12 +144,17 @@ def allocate(operations: Sequence[Operation], ratio: float) -> Allocation:
     ratios = [0.0] * len(operations)
     host_bytes = 0.0
     for segment in segments:
-        if segment.s_per_byte >= 0 and host_bytes >= wanted:
-            break
-        taken = segment.nbytes if segment.s_per_byte < 0 else min(segment.nbytes, wanted - host_bytes)
-        host_bytes += taken
+        if segment.s_per_byte >= 0:
+            missing = wanted - host_bytes
+            if missing <= 0:
+                break
+            if missing < segment.nbytes:
+                # The last: what rounding leaves of the sum is nobody's. It would be the whole way to the next corner.
+                ratios[segment.index] = segment.begin + missing / segment.op_bytes
+                break
+        host_bytes += segment.nbytes
         # The end of a whole segment is its corner exactly, not a sum that rounding may carry past the curve's end.
-        ratios[segment.index] = segment.end if taken == segment.nbytes else segment.begin + taken / segment.op_bytes
+        ratios[segment.index] = segment.end
     return _allocation(operations, ratios)
 
 

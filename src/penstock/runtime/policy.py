@@ -10,6 +10,7 @@ from functools import cached_property
 from penstock.budget import format_bytes
 from penstock.errors import HostMemoryError, PenstockError
 from penstock.plan.calibration import Calibration
+from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
 from penstock.plan.modes import MODES, ModePlanner
 from penstock.plan.plan import Plan
@@ -104,7 +105,11 @@ class PlannedPolicy(Policy):
         return self._planner.full_bytes
 
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
-        plan = self._planner.plan(budget_bytes, calibration)
+        return self._proved(self._planner.plan(budget_bytes, calibration), budget_bytes)
+
+    def _proved(self, plan: Plan, budget_bytes: int) -> Arrangement:
+        """The only way from a plan to what a session installs: none goes there that the check has not seen."""
+        check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes)
         return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
@@ -118,8 +123,7 @@ class PlannedPolicy(Policy):
                 f'"registered" does; this module plans as mode={self._mode!r}'
             )
         planner = ModePlanner(self._schedules, self._weights, page_bytes=self._page_bytes, mode="direct")
-        plan = planner.plan(planner.floor_bytes)
-        return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
+        return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
 
 
 class LruPolicy(Policy):

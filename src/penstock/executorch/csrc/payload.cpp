@@ -8,7 +8,7 @@
 namespace penstock_executorch {
 namespace {
 
-constexpr uint64_t kVersion = 3;
+constexpr uint64_t kVersion = 4;
 constexpr int kWeightShift = 40;
 
 struct Header {
@@ -65,7 +65,15 @@ std::optional<int64_t> optional_integer(const Json& value) {
   return value.integer();
 }
 
-Rung read_rung(const char*& at, const char* end) {
+std::string hex(uint64_t value) {
+  std::string text(16, '0');
+  for (size_t i = text.size(); i > 0; value >>= 4) text[--i] = "0123456789abcdef"[value & 15];
+  return text;
+}
+
+// `seal`: what the description says of the plan that was proved and written here; `name` is the plan's.
+Rung read_rung(const char*& at, const char* end, const std::string& seal, const std::string& name) {
+  const char* start = at;
   uint64_t head[2];
   if ((size_t)(end - at) < sizeof head) refuse("the plans of the program are truncated");
   std::memcpy(head, at, sizeof head);
@@ -73,6 +81,8 @@ Rung read_rung(const char*& at, const char* end) {
   if (head[1] > (size_t)(end - at) / sizeof(int64_t)) refuse("the plans of the program are truncated");
   Rung rung{(int64_t)head[0], at, (size_t)head[1]};
   at += head[1] * sizeof(int64_t);
+  if (hex(hash(start, (size_t)(at - start))) != seal)
+    refuse(name + " is not the one that was written: its numbers do not have the hash that the description names");
   return rung;
 }
 
@@ -85,7 +95,14 @@ std::vector<Ladder> read_ladders(const Json& rows, size_t methods, const char* a
                   row.at("floor_bytes").integer(), row.at("full_bytes").integer(), {}};
     for (int64_t method : ladder.methods)
       if (method < 0 || (size_t)method >= methods) refuse("the program has plans for a method that it has not");
-    for (int64_t count = row.at("rungs").integer(); count > 0; --count) ladder.rungs.push_back(read_rung(at, end));
+    const std::vector<Json>& seals = row.at("seals").list();
+    if ((int64_t)seals.size() != row.at("rungs").integer())
+      refuse("the program names " + std::to_string(seals.size()) + " hashes for " +
+             std::to_string(row.at("rungs").integer()) + " plans");
+    for (const Json& seal : seals)
+      ladder.rungs.push_back(read_rung(at, end, seal.string(),
+                                       "plan " + std::to_string(ladder.rungs.size() + 1) + " of " +
+                                           std::to_string(seals.size()) + " for methods " + listed(ladder.methods)));
     if (ladder.rungs.empty()) refuse("the program holds no plan");
     ladders.push_back(std::move(ladder));
   }
