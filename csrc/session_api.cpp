@@ -79,7 +79,8 @@ int32_t ended(void* handle, End&& end) noexcept {
 
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
-                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays};
+                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
+                            counters.bytes_in_place};
   std::memcpy(out, values, sizeof values);
 }
 
