@@ -167,13 +167,14 @@ ProgramSession::~ProgramSession() {
 }
 
 Seat::~Seat() {
-  std::unique_lock<std::mutex> hold(registry().lock);
+  Registry& all = registry();
+  std::unique_lock<std::mutex> hold(all.lock);
   session_->taken().erase(method_);
-  if (!key_ || !session_->taken().empty()) return session_.reset();
-  registry().changed.wait(hold, [&] { return !registry().busy.count(*key_); });
-  // Somebody may have joined meanwhile.
-  if (!session_->taken().empty()) return session_.reset();
-  busy_with(*key_, hold, [&] { session_.reset(); });
+  // Somebody may join while this waits.
+  if (key_) all.changed.wait(hold, [&] { return !all.busy.count(*key_); });
+  if (key_ && session_->taken().empty()) busy_with(*key_, hold, [&] { session_.reset(); });
+  // Not the last of them. Under the lock all the same: the last must be the one that finds itself alone.
+  session_.reset();
 }
 
 std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const WeightsPlace& weights,
