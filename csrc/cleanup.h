@@ -8,12 +8,12 @@
 namespace penstock {
 
 // Runs what gives something back. It may be called because another call failed, or because the device is lost: what it
-// throws is not news, and must not keep the next thing from being given back.
+// throws is not news, whatever it is, and must not keep the next thing from being given back.
 template <typename Action>
 void quietly(Action&& action) noexcept {
   try {
     action();
-  } catch (const CoreError&) {
+  } catch (...) {
   }
 }
 
@@ -23,7 +23,7 @@ template <typename Wait>
 void settle(Wait&& wait) noexcept {
   try {
     wait();
-  } catch (const CoreError&) {
+  } catch (...) {
     quietly(wait);
   }
 }

@@ -124,9 +124,10 @@ void CudaDriver::allow_access(Address address, size_t bytes) {
 void CudaDriver::unmap(Address address, size_t bytes) { check(cuda_.unmap(address, bytes), "cuMemUnmap"); }
 
 size_t CudaDriver::pool_unit_bytes() {
-  // The driver documents no unit, and rounds a cap up to it: 26 MiB let a pool take 32. So one small allocation tells.
+  // The driver documents no unit, and rounds a cap up to it: 26 MiB let a pool take 32. So one small allocation tells,
+  // from a pool whose cap, rounded up, is one unit (S4).
   if (!pool_unit_bytes_) {
-    Pool pool = create_pool(0);
+    Pool pool = create_pool(granularity_bytes_);
     Undo undo_pool([&] { destroy_pool(pool); });
     Address address = pool_allocate(pool, 1, nullptr);
     Undo undo_address([&] {

@@ -44,6 +44,9 @@ class DriverError final : public CoreError {
 struct LinearRecipe;
 struct LinearCall;
 
+// What device bytes hold that nobody has written, where that is asked for: NaN in every float format.
+constexpr unsigned char kPoison = 0xFF;
+
 using Address = uint64_t;  // a device address
 using Block = uint64_t;    // physical device memory
 using Pool = void*;

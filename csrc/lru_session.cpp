@@ -9,8 +9,6 @@
 namespace penstock {
 namespace {
 
-constexpr unsigned char kPoison = 0xFF;
-
 // Adds the host time of a call of the pool to the run's counters.
 class PoolTimer {
  public:
@@ -65,7 +63,11 @@ void LruSession::warm() {
   if (!pool_) return;
   // The pool keeps what it once had. Taking all of it now means that a device that is short says so at load, and not as a
   // slower run later.
-  driver_.pool_release(pool_, driver_.pool_allocate(pool_, (size_t)record_.budget_bytes, copy_stream_), copy_stream_);
+  Address whole = driver_.pool_allocate(pool_, (size_t)record_.budget_bytes, copy_stream_);
+  Undo give_back([&] { driver_.pool_release(pool_, whole, copy_stream_); });
+  if (poison_) driver_.fill(whole, kPoison, (size_t)record_.budget_bytes, copy_stream_);
+  give_back.keep();
+  driver_.pool_release(pool_, whole, copy_stream_);
   std::set<int64_t> sizes;
   for (size_t w = 0; w < record_.weights.size(); ++w) sizes.insert(footprint_bytes((int64_t)w));
   std::vector<Address> warmed;

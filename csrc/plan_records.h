@@ -33,6 +33,7 @@ struct AccessRecord {
   int64_t source_offset_bytes;  // where the weight begins in the weights file
 
   bool is_split() const { return head_bytes >= 0; }
+  int64_t in_place_bytes() const { return range == kDirect ? bytes : is_split() ? bytes - head_bytes : 0; }
 };
 
 // One weight in the ring, from its copies to its last reader.

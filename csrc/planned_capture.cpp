@@ -66,6 +66,7 @@ void PlannedSession::replay_ends() {
   run_.bytes_streamed += method.graph_counters.bytes_streamed;
   run_.bytes_hit += method.graph_counters.bytes_hit;
   run_.copies += method.graph_counters.copies;
+  run_.bytes_in_place += method.graph_counters.bytes_in_place;
   next_copy_ = method.graph_copies;
   end_run();
 }

@@ -7,7 +7,6 @@
 
 namespace penstock {
 namespace {
-constexpr unsigned char kPoison = 0xFF;  // NaN in every float format
 constexpr int64_t kMeasuredBytes = 64 << 20;
 }  // namespace
 
@@ -39,10 +38,10 @@ void PlannedSession::create_memory() {
   }
   for (const RangeRecord& record : plan_.ranges) {
     if (record.bytes == 0) {
-      ranges_.push_back({0, 0, 0, false});
+      ranges_.push_back({0, 0, 0});
       continue;
     }
-    ranges_.push_back({driver_.reserve((size_t)record.bytes), (size_t)record.bytes, 0, false});
+    ranges_.push_back({driver_.reserve((size_t)record.bytes), (size_t)record.bytes, 0});
     MappedRange& range = ranges_.back();
     for (int64_t block : record.blocks) {
       size_t bytes = (size_t)plan_.block_bytes[block];
@@ -50,7 +49,6 @@ void PlannedSession::create_memory() {
       range.mapped_bytes += bytes;
     }
     driver_.allow_access(range.address, range.bytes);
-    range.accessible = true;
     if (poison_) driver_.fill(range.address, kPoison, range.bytes, copy_stream_);
   }
 }
@@ -142,10 +140,6 @@ void PlannedSession::uninstall() noexcept {
   }
   for (MappedRange& range : ranges_) {
     if (!range.bytes) continue;
-    if (poison_ && range.accessible) {
-      quietly([&] { driver_.fill(range.address, kPoison, range.bytes, copy_stream_); });
-      settle([&] { driver_.synchronize_stream(copy_stream_); });
-    }
     if (range.mapped_bytes) quietly([&] { driver_.unmap(range.address, range.mapped_bytes); });
     quietly([&] { driver_.unreserve(range.address, range.bytes); });
   }
@@ -175,6 +169,10 @@ void PlannedSession::begin_run(bool cold) {
   source_.follow(method.entering, method.cycle);
   // S1: other kernels may still read these pages. Everything that is copied later stands behind this wait.
   if (has_run_) driver_.wait(copy_stream_, run_end_);
+  // What was copied ahead when the method last ran is right, and must not make up for a copy that is missing now. Of the
+  // others' pages nothing is left: each is poison since its last reader. (And a graph's own copies do not follow this.)
+  if (poison_)
+    for (const PieceRecord& piece : method.entering) poison(piece, copy_stream_);
   for (int64_t copy : plan_.methods[method_].entering) issue(copy);
 }
 
@@ -236,7 +234,7 @@ void PlannedSession::issue_until(int64_t position) {
 Address PlannedSession::lend(int64_t position) {
   issue_until(position);
   const AccessRecord& access = plan_.methods[method_].accesses[position];
-  // What kernels read where it lies is nobody's traffic.
+  run_.bytes_in_place += access.in_place_bytes();
   if (access.range == kDirect) return methods_[method_].in_place[position];
   if (access.is_split()) return address_of(access);
   run_.bytes_hit += access.bytes;
@@ -264,10 +262,7 @@ void PlannedSession::step_ended(int64_t index) {
   for (int64_t s : step.last_read) {
     method.progress[s].issued = 0;
     if (!poison_) continue;
-    for (int64_t c : method.stays[s].copies) {
-      const PieceRecord& piece = plan_.methods[method_].copies[c].piece;
-      driver_.fill(address_of(piece), kPoison, (size_t)piece.bytes, compute_);
-    }
+    for (int64_t c : method.stays[s].copies) poison(plan_.methods[method_].copies[c].piece, compute_);
   }
   if (!step.ended) return;
   if (!capturing_) {
@@ -279,10 +274,21 @@ void PlannedSession::step_ended(int64_t index) {
   if (step.seen_outside) driver_.record_external(step.ended, compute_);
 }
 
+void PlannedSession::poison(const PieceRecord& piece, Stream stream) {
+  driver_.fill(address_of(piece), kPoison, (size_t)piece.bytes, stream);
+}
+
 void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].accesses.size()); }
 
 void PlannedSession::reset() noexcept {
   for (MethodState& method : methods_) forget_copies(method);
+  if (!poison_) return;
+  // What the run has copied and nobody has read would be right in the next.
+  quietly([&] {
+    for (const MethodRecord& method : plan_.methods)
+      for (const CopyRecord& copy : method.copies) poison(copy.piece, copy_stream_);
+  });
+  settle([&] { driver_.synchronize_stream(copy_stream_); });
 }
 
 void PlannedSession::forget_copies(MethodState& method) noexcept {

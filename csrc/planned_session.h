@@ -48,7 +48,6 @@ class PlannedSession final : public StreamingSession {
     Address address;
     size_t bytes;
     size_t mapped_bytes;
-    bool accessible;
   };
   struct StayState {
     Event ready = nullptr;            // after the last of its copies
@@ -90,6 +89,7 @@ class PlannedSession final : public StreamingSession {
   void measure();
   void create_capture_events(MethodState& method);
   void restore_progress() noexcept;
+  void poison(const PieceRecord& piece, Stream stream);
   void issue(int64_t copy);
   void issue_until(int64_t position);
   void await_readers(StepState& step);

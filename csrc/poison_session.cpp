@@ -14,7 +14,6 @@
 namespace penstock {
 namespace {
 
-constexpr unsigned char kPoison = 0xFF;
 constexpr size_t kAlignment = 64;
 
 struct Lent {

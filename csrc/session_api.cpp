@@ -103,7 +103,8 @@ int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t c
 
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
-                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays};
+                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
+                            counters.bytes_in_place};
   std::memcpy(out, values, sizeof values);
 }
 

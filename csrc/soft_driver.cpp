@@ -1,6 +1,7 @@
 #include "soft_driver.h"
 
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <system_error>
@@ -10,8 +11,6 @@
 
 namespace penstock {
 namespace {
-
-constexpr unsigned char kPoison = 0xFF;
 
 [[noreturn]] void fail(const char* call, int code, const std::string& text) {
   throw DriverError(Failure::driver, std::string("soft ") + call, code, text);
@@ -72,11 +71,15 @@ std::shared_ptr<Completion> SoftDriver::recording_of(const SoftEvent& event, con
 
 void SoftDriver::enqueue(Stream stream, const char* call, SoftNode::Kind kind, std::function<void()> body) {
   auto queue = queue_of(stream, call);
-  if (captures_.add(stream, call, {kind, body, nullptr, {}})) return;
-  if (queue)
-    queue->work(std::move(body));
-  else
+  auto timed = [this, body = std::move(body)] {
     body();
+    pace_.clock.tick();
+  };
+  if (captures_.add(stream, call, {kind, timed, nullptr, {}})) return;
+  if (queue)
+    queue->work(std::move(timed));
+  else
+    timed();
 }
 
 MemoryInfo SoftDriver::memory_info() {
@@ -190,7 +193,7 @@ Stream SoftDriver::create_stream() {
   calls_.count("create_stream");
   std::shared_ptr<SoftStream> stream;
   try {
-    stream = std::make_shared<SoftStream>(delays_);
+    stream = std::make_shared<SoftStream>(pace_);
   } catch (const std::system_error& error) {
     fail("create_stream", error.code().value(), std::string("no thread is to be had: ") + error.what());
   }
@@ -253,7 +256,7 @@ void SoftDriver::record_external(Event event, Stream stream) {
 }
 
 void SoftDriver::record_eagerly(SoftEvent& event, SoftStream* queue) {
-  auto completion = std::make_shared<Completion>();
+  auto completion = std::make_shared<Completion>(pace_);
   if (queue)
     queue->record(completion);
   else
@@ -280,7 +283,7 @@ void SoftDriver::wait_eagerly(SoftStream* queue, const SoftEvent& event) {
   auto completion = event.latest();
   if (!completion) return;
   if (queue) return queue->wait(std::move(completion));
-  delays_.pause_sometimes();
+  pace_.delays.pause_sometimes();
   throw_if(completion->await());
 }
 
@@ -316,7 +319,9 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
     throw_if(fault);
     if (!complete) fail("elapsed_ns", EBUSY, which + " is not complete");
   }
-  return times_ns[1] - times_ns[0];
+  // As cuEventElapsedTime tells it.
+  const auto milliseconds = (float)((double)(times_ns[1] - times_ns[0]) / 1e6);
+  return std::llround((double)milliseconds * 1e6);
 }
 
 void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stream stream) {
@@ -358,7 +363,9 @@ Address SoftDriver::host_address(const void* start, size_t bytes) {
 
 void* SoftDriver::allocate_host(size_t bytes) {
   calls_.count("allocate_host", Failure::registration);
-  return host_.allocate(bytes);
+  void* start = host_.allocate(bytes);
+  if (poison_) std::memset(start, kPoison, bytes);
+  return start;
 }
 
 void SoftDriver::free_host(void* start) {
@@ -395,11 +402,13 @@ void SoftDriver::launch_graph(Graph graph, Stream stream, SoftOrder order, uint6
   captures_.refuse(stream, "launch_graph");
   for (const SoftNode& node : captured->nodes)
     if (node.kind == SoftNode::Kind::wait) captures_.refuse(*node.event, "launch_graph");
-  auto launch = std::make_shared<SoftLaunch>(captured, order, seed, delays_);
+  auto launch = std::make_shared<SoftLaunch>(captured, order, seed, pace_);
   // As record does: on the stream first, which may refuse it, and then in the events.
-  if (queue) queue->work_through([launch](SoftFault fault) { return launch->run(std::move(fault)); });
+  if (queue)
+    queue->work_through([launch, on = queue.get()](SoftFault fault) { return launch->run(std::move(fault), on); },
+                        launch->records());
   launch->announce();
-  if (!queue) throw_if(launch->run(nullptr));
+  if (!queue) throw_if(launch->run(nullptr, nullptr));
 }
 
 void SoftDriver::launch_graph(Graph graph, Stream stream) {
@@ -418,6 +427,8 @@ void SoftDriver::destroy_graph(Graph graph) {
   take(graphs_, graph, "destroy_graph", "graph");
   late.report();
 }
+
+void SoftDriver::set_late(Stream stream, bool late) { stream_of(stream, "set_late")->set_late(late); }
 
 void SoftDriver::set_capturing(Stream stream, bool capturing) {
   std::lock_guard<std::mutex> lock(mutex_);

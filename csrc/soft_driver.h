@@ -108,7 +108,8 @@ class SoftDriver final : public Driver {
   void destroy_graph(Graph graph) override;
   SoftCounts counts() const;
   SoftCalls& calls() { return calls_; }
-  SoftDelays& delays() { return delays_; }
+  SoftPace& pace() { return pace_; }
+  void set_late(Stream stream, bool late);
 
  private:
   // One lock over both halves of a release, so that no allocation on the same stream slips in between.
@@ -133,7 +134,7 @@ class SoftDriver final : public Driver {
   void wait_eagerly(SoftStream* queue, const SoftEvent& event);
 
   SoftCalls calls_;
-  SoftDelays delays_;
+  SoftPace pace_;
   SoftCapacity capacity_;
   SoftMemory memory_;
   SoftHost host_;

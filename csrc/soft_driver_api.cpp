@@ -84,7 +84,18 @@ void penstock_soft_fail_at(Driver* driver, uint64_t n, int32_t failure, const ch
 // The call that was made to fail; empty while none was.
 const char* penstock_soft_failed_call(Driver* driver) { return soft(driver).calls().failed(); }
 void penstock_soft_set_delays(Driver* driver, uint64_t seed, uint64_t max_ns) {
-  soft(driver).delays().set(seed, max_ns);
+  soft(driver).pace().delays.set(seed, max_ns);
+}
+// A late stream does nothing until somebody waits for it, and then only what is waited for, after everything that other
+// streams can do. So what lacks a wait shows, every time.
+int32_t penstock_soft_set_late(Driver* driver, Stream stream, int32_t late) {
+  return told([&] { soft(driver).set_late(stream, late != 0); });
+}
+// Until every stream that is not late has nothing left to do, or waits for one that is.
+void penstock_soft_rest(Driver* driver) { soft(driver).pace().rest.wait(); }
+// From here on the clock moves by one tick for every copy, fill and kernel that has run, and by nothing else.
+void penstock_soft_set_clock(Driver* driver, int64_t now_ns, int64_t tick_ns) {
+  soft(driver).pace().clock.set(now_ns, tick_ns);
 }
 void penstock_soft_set_capturing(Driver* driver, Stream stream, int32_t capturing) {
   soft(driver).set_capturing(stream, capturing != 0);

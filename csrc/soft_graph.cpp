@@ -146,10 +146,10 @@ void SoftCaptures::forget(Stream stream) {
   capture->last.erase(stream);
 }
 
-SoftLaunch::SoftLaunch(std::shared_ptr<const SoftGraph> graph, SoftOrder order, uint64_t seed, SoftDelays& delays)
+SoftLaunch::SoftLaunch(std::shared_ptr<const SoftGraph> graph, SoftOrder order, uint64_t seed, SoftPace& pace)
     : graph_(std::move(graph)),
       order_(order),
-      delays_(delays),
+      pace_(pace),
       completions_(graph_->nodes.size()),
       followers_(graph_->nodes.size()),
       missing_(graph_->nodes.size()),
@@ -160,9 +160,16 @@ SoftLaunch::SoftLaunch(std::shared_ptr<const SoftGraph> graph, SoftOrder order, 
     for (size_t before : node.after) followers_[before].push_back(index);
     missing_[index] = node.after.size();
     if (node.after.empty()) ready_.push_back(index);
-    if (node.kind == SoftNode::Kind::record) completions_[index] = std::make_shared<Completion>();
+    if (node.kind == SoftNode::Kind::record) completions_[index] = std::make_shared<Completion>(pace_);
     if (node.kind == SoftNode::Kind::wait) completions_[index] = node.event->latest();
   }
+}
+
+std::vector<std::shared_ptr<Completion>> SoftLaunch::records() const {
+  std::vector<std::shared_ptr<Completion>> records;
+  for (size_t index = 0; index < completions_.size(); ++index)
+    if (graph_->nodes[index].kind == SoftNode::Kind::record) records.push_back(completions_[index]);
+  return records;
 }
 
 void SoftLaunch::announce() {
@@ -170,40 +177,43 @@ void SoftLaunch::announce() {
     if (graph_->nodes[index].kind == SoftNode::Kind::record) graph_->nodes[index].event->record(completions_[index]);
 }
 
-SoftFault SoftLaunch::run(SoftFault fault) {
+SoftFault SoftLaunch::run(SoftFault fault, SoftStream* on) {
   fault_ = std::move(fault);
   std::vector<std::thread> helpers;
   try {
     if (order_ == SoftOrder::threads)
-      while (helpers.size() < kHelpers) helpers.emplace_back([this] { work(); });
+      while (helpers.size() < kHelpers) helpers.emplace_back([this] { work(nullptr); });
   } catch (const std::system_error& error) {
     std::lock_guard<std::mutex> lock(mutex_);
     fault_ = std::make_shared<DriverError>(Failure::driver, "soft launch_graph", error.code().value(),
                                            std::string("no thread is to be had: ") + error.what());
   }
-  work();
+  work(on);
   for (auto& helper : helpers) helper.join();
   return fault_;
 }
 
-void SoftLaunch::work() {
+void SoftLaunch::work(SoftStream* on) {
+  const auto rest = [on](auto wait) { on ? on->while_resting(wait) : wait(); };
   std::unique_lock<std::mutex> lock(mutex_);
   while (left_ != 0) {
     const size_t index = take();
     if (index == completions_.size()) {
       if (ready_.empty()) {
-        changed_.wait(lock, [this] { return left_ == 0 || !ready_.empty(); });
+        rest([&] { changed_.wait(lock, [this] { return left_ == 0 || !ready_.empty(); }); });
       } else {
-        // What completes an external wait does not know of this launch.
+        // What completes an external wait does not know of this launch. Nothing else is left to do: what is late may come.
+        const std::vector<size_t> held = ready_;
         lock.unlock();
-        std::this_thread::sleep_for(kPoll);
+        for (size_t waiting : held) completions_[waiting]->demand();
+        rest([] { std::this_thread::sleep_for(kPoll); });
         lock.lock();
       }
       continue;
     }
     SoftFault fault = fault_;
     lock.unlock();
-    delays_.pause();
+    pace_.delays.pause();
     fault = perform(index, std::move(fault));
     lock.lock();
     if (!fault_) fault_ = std::move(fault);

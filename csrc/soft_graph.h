@@ -82,18 +82,20 @@ enum class SoftOrder : int32_t {
 // One launch. To make it is the launch call's part: external waits are for what their events have recorded by then.
 class SoftLaunch {
  public:
-  SoftLaunch(std::shared_ptr<const SoftGraph> graph, SoftOrder order, uint64_t seed, SoftDelays& delays);
+  SoftLaunch(std::shared_ptr<const SoftGraph> graph, SoftOrder order, uint64_t seed, SoftPace& pace);
   SoftLaunch(const SoftLaunch&) = delete;
   SoftLaunch& operator=(const SoftLaunch&) = delete;
 
+  // Of external records.
+  std::vector<std::shared_ptr<Completion>> records() const;
   // From here on the events of external records stand for this launch.
   void announce();
   // With a fault, given or found, what is left is skipped; external waits are waited for and records completed all the
-  // same. Returns it.
-  SoftFault run(SoftFault fault);
+  // same. Returns it. `on`: the stream whose work this is; null: the calling thread's.
+  SoftFault run(SoftFault fault, SoftStream* on);
 
  private:
-  void work();
+  void work(SoftStream* on);
   SoftFault perform(size_t index, SoftFault fault);
   bool may_run(size_t index) const;
   // Takes a node out of the ready ones; none may run: the number of nodes.
@@ -101,7 +103,7 @@ class SoftLaunch {
 
   const std::shared_ptr<const SoftGraph> graph_;
   const SoftOrder order_;
-  SoftDelays& delays_;
+  SoftPace& pace_;
   std::vector<std::shared_ptr<Completion>> completions_;  // by node; null: nothing to complete or to wait for
   std::vector<std::vector<size_t>> followers_;
   std::mutex mutex_;

@@ -96,7 +96,7 @@ std::shared_ptr<SoftPool::Release> SoftPool::release(Address address, Stream str
 void SoftPool::execute(Release& release) {
   // Before the bytes are anybody else's. Without poison the pages go back, so that the pool's cap is one on RAM too.
   if (poison_)
-    std::memset(pointer(release.address), 0xFF, release.room_bytes);
+    std::memset(pointer(release.address), kPoison, release.room_bytes);
   else
     madvise(pointer(release.address), release.room_bytes, MADV_DONTNEED);
   std::lock_guard<std::mutex> lock(mutex_);

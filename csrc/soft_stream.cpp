@@ -1,7 +1,6 @@
 #include "soft_stream.h"
 
 #include <cerrno>
-#include <chrono>
 #include <utility>
 
 namespace penstock {
@@ -17,18 +16,37 @@ SoftFault fault_of(const std::function<void()>& work) {
   }
 }
 
+void Completion::come_from(std::weak_ptr<SoftStream> stream, uint64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stream_ = std::move(stream);
+  number_ = number;
+}
+
 void Completion::complete(SoftFault fault) {
   // Notified under the lock: the waiter may drop the last reference as soon as it can see the flag.
   std::lock_guard<std::mutex> lock(mutex_);
   complete_ = true;
   fault_ = std::move(fault);
-  time_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-                 .count();
+  time_ns_ = pace_.clock.now_ns();
+  if (resting_) pace_.rest.add(resting_);
   changed_.notify_all();
 }
 
-SoftFault Completion::await() {
+void Completion::demand() {
   std::unique_lock<std::mutex> lock(mutex_);
+  std::shared_ptr<SoftStream> stream = complete_ ? nullptr : stream_.lock();
+  const uint64_t number = number_;
+  lock.unlock();
+  if (stream) stream->demand(number);
+}
+
+SoftFault Completion::await(bool counted) {
+  demand();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!complete_ && counted) {
+    resting_++;
+    pace_.rest.add(-1);
+  }
   changed_.wait(lock, [this] { return complete_; });
   return fault_;
 }
@@ -61,65 +79,32 @@ void SoftEvent::record(std::shared_ptr<const SoftMark> mark) {
   mark_ = std::move(mark);
 }
 
-void SoftDelays::set(uint64_t seed, uint64_t max_ns) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  state_ = seed;
-  max_ns_ = max_ns;
-  on_ = seed != 0 && max_ns != 0;
-}
-
-// splitmix64
-uint64_t split_mix(uint64_t& state) {
-  uint64_t z = (state += 0x9E3779B97F4A7C15ull);
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-  return z ^ (z >> 31);
-}
-
-void SoftDelays::pause() {
-  if (!on_) return;
-  uint64_t pause_ns;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    pause_ns = max_ns_ ? split_mix(state_) % max_ns_ : 0;
-  }
-  std::this_thread::sleep_for(std::chrono::nanoseconds(pause_ns));
-}
-
-void SoftDelays::pause_sometimes() {
-  if (!on_) return;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (split_mix(state_) & 1) return;
-  }
-  pause();
-}
-
-SoftStream::SoftStream(SoftDelays& delays) : delays_(delays), thread_([this] { loop(); }) {}
+SoftStream::SoftStream(SoftPace& pace) : pace_(pace), thread_([this] { loop(); }) {}
 
 void SoftStream::work(std::function<void()> body) { push({std::move(body), false}); }
 
 void SoftStream::work_always(std::function<void()> body) { push({std::move(body), true}); }
 
 void SoftStream::record(std::shared_ptr<Completion> completion) {
-  push({[this, completion = std::move(completion)] { completion->complete(fault_); }, true});
+  push({[this, completion] { completion->complete(fault_); }, true}, {completion});
 }
 
 void SoftStream::wait(std::shared_ptr<Completion> completion) {
   // Also on a failed stream: memory that a later release gives back may still be in use where this waits for.
   auto body = [this, completion = std::move(completion)] {
-    SoftFault fault = completion->await();
+    SoftFault fault = completion->await(counted_);
     if (fault && !fault_) fault_ = fault;
   };
   push({std::move(body), true});
 }
 
-void SoftStream::work_through(std::function<SoftFault(SoftFault)> body) {
-  push({[this, body = std::move(body)] { fault_ = body(fault_); }, true});
+void SoftStream::work_through(std::function<SoftFault(SoftFault)> body,
+                              const std::vector<std::shared_ptr<Completion>>& completes) {
+  push({[this, body = std::move(body)] { fault_ = body(fault_); }, true}, completes);
 }
 
 SoftFault SoftStream::drain() {
-  auto completion = std::make_shared<Completion>();
+  auto completion = std::make_shared<Completion>(pace_);
   record(completion);
   return completion->await();
 }
@@ -134,24 +119,58 @@ void SoftStream::finish() {
   if (thread_.joinable()) thread_.join();
 }
 
-void SoftStream::push(Task task) {
+void SoftStream::set_late(bool late) {
+  drain();
+  std::unique_lock<std::mutex> lock(mutex_);
+  // The thread has done all of its work, and is about to say so.
+  changed_.wait(lock, [this] { return !busy_; });
+  late_ = late;
+  counted_ = !late;
+}
+
+void SoftStream::demand(uint64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (number <= demanded_) return;
+  demanded_ = number;
+  if (late_) changed_.notify_all();
+}
+
+void SoftStream::push(Task task, const std::vector<std::shared_ptr<Completion>>& completes) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (finishing_) throw DriverError(Failure::driver, "soft stream", EINVAL, "the stream is being destroyed");
+  task.number = ++pushed_;
+  for (const auto& completion : completes) completion->come_from(weak_from_this(), task.number);
   queue_.push_back(std::move(task));
-  changed_.notify_one();
+  if (!late_ && !busy_) {
+    busy_ = true;
+    pace_.rest.add(1);
+  }
+  changed_.notify_all();
+}
+
+bool SoftStream::may_work() const {
+  return !queue_.empty() && (!late_ || finishing_ || queue_.front().number <= demanded_);
 }
 
 void SoftStream::loop() {
   for (;;) {
     Task task;
+    bool late;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return finishing_ || !queue_.empty(); });
+      if (queue_.empty() && busy_) {
+        busy_ = false;
+        pace_.rest.add(-1);
+        changed_.notify_all();
+      }
+      changed_.wait(lock, [this] { return may_work() || (finishing_ && queue_.empty()); });
       if (queue_.empty()) return;
       task = std::move(queue_.front());
       queue_.pop_front();
+      late = late_;
     }
-    delays_.pause();
+    if (late) pace_.rest.wait();
+    pace_.delays.pause();
     if (fault_ && !task.always) continue;
     if (SoftFault fault = fault_of(task.body)) fault_ = std::move(fault);
   }

@@ -10,8 +10,10 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "driver.h"
+#include "soft_pace.h"
 
 namespace penstock {
 
@@ -20,17 +22,27 @@ using SoftFault = std::shared_ptr<const DriverError>;
 // Null when the work ended well.
 SoftFault fault_of(const std::function<void()>& work);
 
+class SoftStream;
+
 // One recording of an event.
 class Completion {
  public:
+  explicit Completion(SoftPace& pace) : pace_(pace) {}
+  // The piece of work that completes it. Without one, somebody does who needs not be asked.
+  void come_from(std::weak_ptr<SoftStream> stream, uint64_t number);
   void complete(SoftFault fault);
-  // Blocks until complete.
-  SoftFault await();
+  // Blocks until complete, and has a late stream get there. `counted`: the caller is a stream, and rests meanwhile.
+  SoftFault await(bool counted = false);
+  void demand();
   bool is_complete(SoftFault* fault, int64_t* time_ns);
 
  private:
+  SoftPace& pace_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::weak_ptr<SoftStream> stream_;
+  uint64_t number_ = 0;
+  int resting_ = 0;  // streams that wait here, and have work again once this is complete
   bool complete_ = false;
   int64_t time_ns_ = 0;
   SoftFault fault_;
@@ -61,27 +73,9 @@ class SoftEvent {
   std::shared_ptr<const SoftMark> mark_;
 };
 
-// The next pseudo-random number.
-uint64_t split_mix(uint64_t& state);
-
-// Pseudo-random pauses that shake the order in which threads run. Off while the seed is 0.
-class SoftDelays {
+class SoftStream : public std::enable_shared_from_this<SoftStream> {
  public:
-  void set(uint64_t seed, uint64_t max_ns);
-  void pause();
-  // Pauses about every second time.
-  void pause_sometimes();
-
- private:
-  std::atomic<bool> on_{false};
-  std::mutex mutex_;
-  uint64_t state_ = 0;
-  uint64_t max_ns_ = 0;
-};
-
-class SoftStream {
- public:
-  explicit SoftStream(SoftDelays& delays);
+  explicit SoftStream(SoftPace& pace);
   ~SoftStream() { finish(); }
   SoftStream(const SoftStream&) = delete;
   SoftStream& operator=(const SoftStream&) = delete;
@@ -93,25 +87,46 @@ class SoftStream {
   void record(std::shared_ptr<Completion> completion);
   void wait(std::shared_ptr<Completion> completion);
   // What has its own way with a fault: takes the stream's, and leaves it with what it returns.
-  void work_through(std::function<SoftFault(SoftFault)> body);
+  void work_through(std::function<SoftFault(SoftFault)> body, const std::vector<std::shared_ptr<Completion>>& completes);
   // Blocks until everything queued before has been done.
   SoftFault drain();
   // Ends the thread once its queue is empty. Later work is refused.
   void finish();
 
+  // As late as can be: work is done when somebody waits for it, and then up to that point alone, with every stream that
+  // is not late at rest before each piece. Drains the stream first.
+  void set_late(bool late);
+  // Somebody waits for the work of this number.
+  void demand(uint64_t number);
+  // Called by the stream's own work: while it can do nothing but wait for others.
+  template <typename Wait>
+  void while_resting(Wait wait) {
+    if (counted_) pace_.rest.add(-1);
+    wait();
+    if (counted_) pace_.rest.add(1);
+  }
+
  private:
   struct Task {
     std::function<void()> body;
     bool always;
+    uint64_t number = 0;
   };
-  void push(Task task);
+  // `completes`: what completes when the task has been done.
+  void push(Task task, const std::vector<std::shared_ptr<Completion>>& completes = {});
+  bool may_work() const;
   void loop();
 
-  SoftDelays& delays_;
+  SoftPace& pace_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Task> queue_;
+  uint64_t pushed_ = 0;
+  uint64_t demanded_ = 0;
+  bool late_ = false;
+  bool busy_ = false;  // has work, and counts as one that has
   bool finishing_ = false;
+  std::atomic<bool> counted_{true};  // !late_, for the stream's own thread
   SoftFault fault_;  // of the stream's own thread
   std::mutex join_mutex_;
   std::thread thread_;  // last: it uses all of the above

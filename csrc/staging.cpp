@@ -199,6 +199,10 @@ void Staging::fill(Buffer& buffer, const Extent& extent) {
   } catch (const CoreError& error) {
     buffer.failure = error.failure;
     buffer.problem = error.what();
+  } catch (const std::exception& error) {
+    // Nothing may leave a thread.
+    buffer.failure = Failure::host_read;
+    buffer.problem = error.what();
   }
 }
 

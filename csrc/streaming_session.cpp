@@ -186,6 +186,7 @@ void StreamingSession::conclude() {
   totals_.pool_calls += run_.pool_calls;
   totals_.pool_ns += run_.pool_ns;
   totals_.replays += run_.replays;
+  totals_.bytes_in_place += run_.bytes_in_place;
 }
 
 void StreamingSession::begin_capture(int64_t method, Stream compute) {
@@ -315,6 +316,10 @@ void StreamingSession::measure_link(const Copies& copies) {
     if (!parts.empty()) link.push_back(time_copies(parts));
   }
   link_ = std::move(link);
+  if (!poison_) return;
+  // A copy that is missing later must not be made up for by this one.
+  for (const auto& [piece, to] : copies) driver_.fill(to, kPoison, (size_t)piece.bytes, copy_stream_);
+  driver_.synchronize_stream(copy_stream_);
 }
 
 LinkRecord StreamingSession::time_copies(const Copies& copies) {

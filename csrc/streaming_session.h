@@ -25,6 +25,9 @@ struct Counters {
   int64_t pool_ns = 0;
   // Of the runs, those that were launched as a graph. Their stalls are not measured.
   int64_t replays = 0;
+  // Of weights that kernels read where they lie, as a whole or but for their head: all that they could have read. A
+  // gather reads only some rows of it.
+  int64_t bytes_in_place = 0;
 };
 
 // So many copies, of so many bytes together, one after the other.
@@ -119,7 +122,7 @@ class StreamingSession : public Session {
   // The compute stream waits for a copy; the wait is measured.
   void wait_for_copy(Event ready);
 
-  // Copies to addresses that hold nothing yet, and times it.
+  // Copies to addresses that hold nothing yet, and times it. What it copied is poison again where that is asked for.
   using Copies = std::vector<std::pair<PieceRecord, Address>>;
   void measure_link(const Copies& copies);
 

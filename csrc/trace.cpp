@@ -1,10 +1,15 @@
 #include "trace.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cleanup.h"
 
 namespace penstock {
+namespace {
+// Up to here a float of milliseconds tells single nanoseconds.
+constexpr int64_t kNearNs = 8'000'000;
+}  // namespace
 
 Trace::Trace(Driver& driver, Stream stream) : driver_(driver), base_(driver.create_event(true)) {
   Undo undo([&] { driver_.destroy_event(base_); });
@@ -66,12 +71,27 @@ void Trace::drop_open() {
 std::vector<SpanRecord> Trace::collect() {
   std::vector<SpanRecord> records;
   driver_.synchronize_event(base_);
+  Event near = base_;
+  int64_t near_ns = 0;
   for (Span& span : spans_) {
     if (!span.ended) continue;
     driver_.synchronize_event(span.end);
-    Event begin = span.after < 0 ? span.begin : spans_[span.after].end;
-    records.push_back({(int64_t)span.lane, span.run, span.method, span.index, span.bytes,
-                       driver_.elapsed_ns(base_, begin), driver_.elapsed_ns(base_, span.end)});
+    int64_t begin_ns;
+    if (span.after < 0) {
+      int64_t distance_ns = driver_.elapsed_ns(near, span.begin);
+      begin_ns = near_ns + distance_ns;
+      span.end_ns = begin_ns + driver_.elapsed_ns(span.begin, span.end);
+      if (std::abs(distance_ns) > kNearNs) {
+        near = span.begin;
+        near_ns = begin_ns;
+      }
+    } else {
+      const Span& before = spans_[span.after];
+      begin_ns = before.end_ns;
+      span.end_ns = begin_ns + driver_.elapsed_ns(before.end, span.end);
+    }
+    records.push_back(
+        {(int64_t)span.lane, span.run, span.method, span.index, span.bytes, begin_ns, span.end_ns});
   }
   std::stable_sort(records.begin(), records.end(),
                    [](const SpanRecord& a, const SpanRecord& b) { return a.begin_ns < b.begin_ns; });

@@ -22,7 +22,8 @@ struct SpanRecord {
 
 class Trace {
  public:
-  // Times count from here. `stream` is any stream of the driver.
+  // Times count from here. `stream` is any stream of the driver. Drivers tell times between two events as milliseconds
+  // in float, which after an hour are steps of 250 us: so each event is measured from one close to it.
   Trace(Driver& driver, Stream stream);
   ~Trace();
 
@@ -46,6 +47,7 @@ class Trace {
     bool ended = false;
     // A step that fetches nothing new begins where this span ended. -1: it has a beginning of its own.
     int64_t after = -1;
+    int64_t end_ns = 0;  // once collected
   };
   Span& open(Lane lane, int64_t run, int64_t method, int64_t index, int64_t bytes);
 

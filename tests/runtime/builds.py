@@ -1,11 +1,11 @@
-"""Other builds of the core than the installed one: with a line less, or with a sanitizer in it."""
+"""Other builds of the core than the installed one: with faults in it, or with a sanitizer."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,31 +15,23 @@ COMPILER = os.environ.get("CXX", "g++")
 WORKERS = os.cpu_count() or 1
 
 
-class Build:
-    """The core's objects, compiled once with these flags, and libraries linked from them."""
+def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] | None = None) -> Path:
+    """`replaced`: sources, or headers, that are other than the core's, or besides them, by name."""
+    flags = ["-std=c++17", "-fPIC", "-pthread", *flags]
+    for name, text in (replaced or {}).items():
+        (folder / name).write_text(text)
+    names = {source.name for source in SOURCES.glob("*.cpp")} | {name for name in replaced or {} if name.endswith("cpp")}
 
-    def __init__(self, folder: Path, flags: Sequence[str]) -> None:
-        self.folder = folder
-        self._flags = ["-std=c++17", "-fPIC", "-pthread", *flags]
-        names = [source.name for source in SOURCES.glob("*.cpp")]
-        with ThreadPoolExecutor(WORKERS) as workers:
-            objects = workers.map(lambda name: self._compile(name, SOURCES / name, folder / f"{name}.o"), names)
-            self._objects = dict(zip(names, objects, strict=True))
+    def compiled(name: str) -> str:
+        source = folder / name if name in (replaced or {}) else SOURCES / name
+        _run([COMPILER, *flags, f"-I{folder}", f"-I{SOURCES}", "-c", str(source), "-o", str(folder / f"{name}.o")])
+        return str(folder / f"{name}.o")
 
-    def library(self, name: str, replaced: str = "", text: str = "") -> Path:
-        """With the source `replaced` compiled from `text` instead."""
-        objects = dict(self._objects)
-        if replaced:
-            source = self.folder / f"{name}.cpp"
-            source.write_text(text)
-            objects[replaced] = self._compile(replaced, source, source.with_suffix(".o"))
-        path = self.folder / f"{name}.so"
-        _run([COMPILER, "-shared", *self._flags, *map(str, objects.values()), "-o", str(path), "-ldl"])
-        return path
-
-    def _compile(self, name: str, source: Path, target: Path) -> Path:
-        _run([COMPILER, *self._flags, f"-I{SOURCES}", "-c", str(source), "-o", str(target)])
-        return target
+    with ThreadPoolExecutor(WORKERS) as workers:
+        objects = list(workers.map(compiled, sorted(names)))
+    path = folder / "core.so"
+    _run([COMPILER, "-shared", *flags, *objects, "-o", str(path), "-ldl"])
+    return path
 
 
 def _run(command: list[str]) -> None:

@@ -202,7 +202,7 @@ class LruModel:
                     hit_bytes += self._lend(access.weight, following.weight)
             for access in schedule.accesses:
                 self._readers[access.weight] -= schedule.last_step[access.number] == index
-        return Traffic(sum(self._nbytes[name] for name in self._copied), len(self._copied), hit_bytes)
+        return Traffic(sum(self._nbytes[name] for name in self._copied), len(self._copied), hit_bytes, 0)
 
     def _lend(self, name: str, following: str) -> int:
         if name not in self._last_use:
@@ -303,7 +303,7 @@ _TRAFFIC = [field.name for field in dataclasses.fields(Traffic)]
 
 
 def traffic(stats: Any) -> Traffic:
-    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit)
+    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit, stats.bytes_in_place)
 
 
 def check_memory(module: penstock.Module, most_bytes: int | None = None) -> None:

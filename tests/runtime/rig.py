@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +42,18 @@ def chain(*steps: str, method: str = "forward") -> Schedule:
     return Schedule(method, tuple(accesses), tuple(emitted))
 
 
+# The same small programs are written again and again: each is planned once.
+@functools.cache
+def _floor_bytes(schedules: tuple[Schedule, ...], weights: tuple[Weight, ...]) -> int:
+    return placed_floor(schedules, {weight.name: weight for weight in weights}, page_bytes=PAGE).floor_bytes
+
+
+@functools.cache
+def _plan(schedules: tuple[Schedule, ...], weights: tuple[Weight, ...], budget_bytes: int) -> Plan:
+    by_name = {weight.name: weight for weight in weights}
+    return make_plan(schedules, by_name, budget_bytes=budget_bytes, page_bytes=PAGE)
+
+
 @dataclass(frozen=True)
 class Model:
     """Schedules, and a weights file whose every weight has bytes of its own. Weights begin on pages."""
@@ -65,21 +78,14 @@ class Model:
 
     @cached_property
     def floor_bytes(self) -> int:
-        return placed_floor(self.schedules, self.weights, page_bytes=PAGE).floor_bytes
+        return _floor_bytes(self.schedules, tuple(self.weights.values()))
 
     @cached_property
     def full_bytes(self) -> int:
         return full_bytes(self.schedules, self.weights, page_bytes=PAGE)
 
-    @cached_property
-    def _plans(self) -> dict[int, Plan]:
-        return {}
-
     def plan(self, budget_bytes: int) -> Plan:
-        if budget_bytes not in self._plans:
-            made = make_plan(self.schedules, self.weights, budget_bytes=budget_bytes, page_bytes=PAGE)
-            self._plans[budget_bytes] = made
-        return self._plans[budget_bytes]
+        return _plan(self.schedules, tuple(self.weights.values()), budget_bytes)
 
     def budgets(self, steps: int) -> list[int]:
         """From the floor to everything resident."""
@@ -159,7 +165,7 @@ class Rig:
         self._method = 0
         self._owner: int | None = None
         # What the plan says of the last run, and of all runs together.
-        self.last = self.expected = Traffic(0, 0, 0)
+        self.last = self.expected = Traffic(0, 0, 0, 0)
         self.session = Session(
             # All that a session asks of a driver is its handle.
             cast(Driver, self.driver),
@@ -190,9 +196,24 @@ class Rig:
         else:
             self.session.close()
 
-    def stream(self) -> int:
+    def stream(self, *, late: bool = False) -> int:
+        """`late`: what is launched there runs when somebody waits for it, after all that other streams can do."""
         self._streams.append(self.driver.create_stream())
+        if late:
+            self.driver.set_late(self._streams[-1], True)
         return self._streams[-1]
+
+    @contextmanager
+    def late_copies(self) -> Iterator[None]:
+        """Copies are made when somebody waits for them."""
+        stream = self.session.copy_stream
+        self.driver.set_late(stream, True)
+        try:
+            yield
+        finally:
+            # Of a session that was closed meanwhile the stream is gone.
+            if self.session._handle is not None:
+                self.driver.set_late(stream, False)
 
     def install(self, budget_bytes: int) -> Plan:
         plan = self.model.plan(budget_bytes)
@@ -300,15 +321,22 @@ class Rig:
             if self.plan is not None:
                 self.check_counters()
 
-    def capture(self, method: int = 0, stream: int | None = None, *, delay_ns: int | None = None) -> Captured:
-        """As torch does it: on a stream of its own, and nothing runs."""
+    def capture(
+        self,
+        method: int = 0,
+        stream: int | None = None,
+        *,
+        delay_ns: int | None = None,
+        after_step: Callable[[int], None] = lambda step: None,
+    ) -> Captured:
+        """As torch does it: on a stream of its own, and nothing runs. `after_step` may launch more."""
         stream = stream or self.stream()
         kept, self._hashes = self._hashes, []
         self._capturing = True
         try:
             self.session.begin_capture(method, stream)
-            for _ in self.steps(method, stream, delay_ns=delay_ns):
-                pass
+            for step in self.steps(method, stream, delay_ns=delay_ns):
+                after_step(step)
             number = self.session.end_capture()
         finally:
             self._capturing = False
@@ -394,13 +422,11 @@ class Rig:
 
 
 def _traffic(stats: Stats) -> Traffic:
-    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit)
+    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit, stats.bytes_in_place)
 
 
 def _sum(one: Traffic, other: Traffic) -> Traffic:
-    return Traffic(
-        one.bytes_streamed + other.bytes_streamed, one.copies + other.copies, one.bytes_hit + other.bytes_hit
-    )
+    return Traffic(*(mine + yours for mine, yours in zip(astuple(one), astuple(other), strict=True)))
 
 
 @contextmanager

@@ -1,26 +1,39 @@
 """One scenario per wait: each makes the other side late on purpose, so that without the wait it goes wrong every time.
 
+Late is no matter of time: a late stream of the soft driver runs when somebody waits for it, and not before.
+
+
 `python -m tests.runtime.scenarios NAME` plays one; what goes wrong without a wait may well end the process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.errors import PenstockError, WeightsChangedError
+from penstock.errors import (
+    DeviceMemoryError,
+    DriverCallError,
+    PenstockError,
+    ScheduleDivergedError,
+    WeightsChangedError,
+)
+from penstock.native import core
 from penstock.plan.check import check_plan
+from penstock.plan.modes import ModePlanner
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
-from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, slow_copies, staged, write_model
-from tests.runtime.soft import SoftDriver, SoftError, library
+from penstock.schedule import Access, Schedule, Step
+from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
+from tests.runtime.soft import Failure, SoftDriver, SoftError, library
 
-# Long against what the host needs to get ahead, even on a busy machine.
-KERNEL_NS = 30 * MS
-COPY_NS = 20 * MS
+SOFT_PAGES = "/memfd:penstock"  # how the system names the soft driver's device memory
+PART_BYTES = 256 << 10  # the smallest size of copies whose rate is measured
+TICK_NS = 1000  # of the soft driver's clock, where it is set: one copy or one kernel
 
 # Orders in which the soft driver runs the nodes of a graph.
 COPIES_FIRST, KERNELS_FIRST = 0, 1
@@ -42,6 +55,29 @@ def _memory(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
 
+def _streamed(model: Model, plan: Plan, method: int = 0) -> dict[int, bytes]:
+    """By copy, the bytes that it brings."""
+    pieces = [copy.piece for copy in plan.methods[method].copies]
+    return {
+        index: model.content[piece.weight][piece.weight_offset_bytes :][: piece.nbytes]
+        for index, piece in enumerate(pieces)
+    }
+
+
+def _device_pages() -> list[bytes]:
+    """Of all soft drivers of this process, as they are mapped."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if SOFT_PAGES in line and " rw" in line]
+    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    return [_memory(page, PAGE) for begin, end in ranges for page in range(begin, end, PAGE)]
+
+
+def _in_device_memory(parts: dict[int, bytes]) -> set[int]:
+    """Which of the parts lie anywhere in the device memory of this process's soft drivers."""
+    held = b"".join(_device_pages())
+    # Each page by itself: of a copy that was overwritten in part the rest may lie there.
+    return {key for key, part in parts.items() if any(part[at : at + PAGE] in held for at in range(0, len(part), PAGE))}
+
+
 # ---- the order of kernels and copies
 
 
@@ -50,10 +86,10 @@ def copies_wait_for_readers(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         rig.install(model.floor_bytes)
-        stream = rig.stream()
-        for _ in range(2):
-            rig.run(stream=stream, delay_ns=KERNEL_NS, check=False)
-        assert rig.check() == 12
+        stream = rig.stream(late=True)
+        for _ in range(3):
+            rig.run(stream=stream, check=False)
+        assert rig.check() == 18
 
 
 @scenario
@@ -61,27 +97,180 @@ def kernels_wait_for_copies(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         rig.install(model.floor_bytes)
-        with slow_copies(rig.driver, COPY_NS):
-            rig.run()
+        stream = rig.stream()
+        with rig.late_copies():
+            for _ in range(2):
+                rig.run()
+                rig.run(stream=stream)
+
+
+@scenario
+def a_piece_of_a_weight_is_waited_for(folder: Path) -> None:
+    """Heads resident, tails in the ring, several stays under way: whoever waits for another's copy is found out."""
+    for model in models(folder).values():
+        for budget_bytes in (model.floor_bytes, model.floor_bytes + 3 * PAGE):
+            with Rig(model) as rig:
+                rig.install(budget_bytes)
+                streams = [rig.stream(late=True), rig.stream()]
+                for run in range(4):
+                    rig.run(run // 2 % len(model.schedules), streams[run % 2], check=False)
+                rig.check()
+                rig.check_counters()
+                with rig.late_copies():
+                    for run in range(4):
+                        rig.run(run // 2 % len(model.schedules), streams[1] if run % 2 else INLINE)
 
 
 @scenario
 def residents_are_in_place_before_a_run(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig, slow_copies(rig.driver, COPY_NS):
+    with Rig(model) as rig, rig.late_copies():
         rig.install(model.full_bytes)
         rig.run()
 
 
 @scenario
-def the_link_is_measured(folder: Path) -> None:
-    model = _chain(folder)
-    with Rig(model) as rig:
-        with slow_copies(rig.driver, COPY_NS):
-            rig.install(model.floor_bytes)
-        (sample,) = rig.session.link()
-        assert sample.ns > 0
+def after_install_the_ring_holds_poison(folder: Path) -> None:
+    """Measuring the link copies weights to where runs will copy them: a copy that is missing then must show."""
+    names = [f"w{i}" for i in range(6)]
+    model = write_model(folder / "weights.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE - 100))
+    plan = model.plan(model.floor_bytes)
+    fills = [
+        model.content[fill.weight][fill.weight_offset_bytes :][: fill.nbytes][at : at + PAGE]
+        for fill in plan.fills
+        for at in range(0, fill.nbytes, PAGE)
+    ]
+    # The driver poisons nothing: all that is seen is the session's.
+    with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver) as rig:
+        for _ in range(2):
+            with rig.late_copies():
+                rig.install_plan(plan)
+                assert rig.session.link() and not _in_device_memory(_streamed(model, plan))
+                pages = _device_pages()
+                assert {page for page in pages if page != b"\xff" * PAGE} == {
+                    fill + b"\xff" * (PAGE - len(fill)) for fill in fills
+                }
+            # On a stream that is gone when the next plan is installed.
+            stream = driver.create_stream()
+            rig.run(stream=stream)
+            rig.session.drain()
+            driver.destroy_stream(stream)
+
+
+@scenario
+def what_an_earlier_run_left_is_poison(folder: Path) -> None:
+    """The same method again, after another or after a failure: what was copied ahead is no excuse for not copying."""
+    model = _there_and_back(folder)
+    with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver) as rig:
+        plan = rig.install(model.floor_bytes)
+        parts, ahead = _streamed(model, plan), set(plan.methods[0].entering)
+        assert ahead
         rig.run()
+        assert _in_device_memory(parts) == ahead
+        with rig.late_copies():
+            rig.begin()
+            # A warm run has what it starts from, until its last reader is done.
+            assert _in_device_memory(parts) == ahead
+            rig.acquire(0)
+            rig.done(0)
+            assert _in_device_memory(parts) == ahead - {plan.methods[0].entering[0]}
+            rig.acquire(1)
+            # Whatever a run that failed has copied is gone.
+            assert rig.session.abort() is None
+            assert not _in_device_memory(parts)
+            rig._owner = None
+            rig.run()
+            rig.run(1)
+            rig.begin()
+            # The first access waits for its own copy, which stands behind the poison of all.
+            rig.acquire(0)
+            assert _in_device_memory(parts) == {plan.methods[0].entering[0]}
+            assert rig.session.abort() is None
+            rig._owner = None
+        rig.run()
+
+
+def _addresses(rig: Rig) -> dict[int, int]:
+    """Of every access of the first method, which is run."""
+    addresses = {}
+    rig.begin()
+    for access in rig.model.schedules[0].accesses:
+        addresses[access.number] = rig.acquire(access.number)
+        rig.done(access.number)
+    rig.end()
+    return addresses
+
+
+@scenario
+def lru_pools_are_poisoned(folder: Path) -> None:
+    """All of a new pool, what was measured with, and what is evicted: each is a call that can fail. The bytes cannot be
+    looked at, because the soft pool itself gives none away that it has lent before."""
+    model = _chain(folder)
+    with Rig(model, lru=True) as rig:
+        for call in (1, 2):
+            rig.driver.fail_at(call, call="fill")
+            try:
+                rig.install_lru(_lru_floor(model))
+                raise AssertionError(f"fill {call} of an install was not made")
+            except DriverCallError:
+                pass
+        rig.install_lru(_lru_floor(model))
+        rig.driver.fail_at(1, call="fill")
+        try:
+            rig.run()
+            raise AssertionError("what was evicted was not filled")
+        except RunFailed:
+            assert rig.driver.failed_call() == "fill"
+        rig.check_hashes()
+        # On a stream that is gone when the next pool is made.
+        stream = rig.driver.create_stream()
+        rig.run(stream=stream)
+        rig.session.drain()
+        rig.driver.destroy_stream(stream)
+        rig.install_lru(_lru_floor(model))
+        rig.run()
+
+
+@scenario
+def without_poison_nothing_is_filled(folder: Path) -> None:
+    model = _chain(folder)
+    for lru in (False, True):
+        with Rig(model, poison=False, lru=lru) as rig:
+            rig.driver.fail_at(1, call="fill")
+            if lru:
+                rig.install_lru(_lru_floor(model))
+            else:
+                rig.install(model.floor_bytes)
+            for _ in range(3):
+                rig.run(check=False)
+            rig.session.uninstall()
+            assert not rig.driver.failed_call()
+            rig.check()
+
+
+@scenario
+def the_link_is_measured(folder: Path) -> None:
+    large = 2 * PART_BYTES
+    for sizes in ({f"w{i}": 2 * PAGE for i in range(6)}, {f"w{i}": large for i in range(6)}):
+        model = write_model(folder / "weights.ptd", [chain(*sizes)], sizes)
+        for lru in (False, True):
+            with Rig(model, lru=lru) as rig:
+                rig.driver.set_clock(0, TICK_NS)
+                if lru:
+                    rig.install_lru(_lru_floor(model))
+                else:
+                    rig.install(model.floor_bytes)
+                samples = rig.session.link()
+                assert all(sample.ns == sample.copies * TICK_NS for sample in samples)
+                if rig.plan is not None:
+                    pieces = [copy.piece.nbytes for copy in rig.plan.methods[0].copies]
+                    assert (samples[0].copies, samples[0].nbytes) == (len(pieces), sum(pieces))
+                    parts = max(pieces) // PART_BYTES
+                else:
+                    parts = sizes["w0"] // PART_BYTES
+                # Of the largest copy, in parts.
+                measured = [(sample.copies, sample.nbytes) for sample in samples[1:]]
+                assert measured == [(parts, parts * PART_BYTES)] * (parts > 0)
 
 
 @scenario
@@ -90,26 +279,28 @@ def runs_follow_one_another(folder: Path) -> None:
     order: list[int] = []
     with Rig(model) as rig:
         rig.install(model.full_bytes)
-        for run in range(3):
-            stream = rig.stream()
+        streams = [rig.stream(late=True) for _ in range(3)]
+        for run, stream in enumerate(streams):
             rig.begin(stream=stream)
-            for _ in rig.steps(stream=stream, delay_ns=0):
-                rig.driver.launch_sleep(stream, (2 - run) * 10 * MS)
+            for _ in rig.steps(stream=stream):
                 rig.driver.call(stream, lambda run=run: order.append(run))  # type: ignore[misc]
             rig.end()
+        # The last is waited for, and nobody else.
+        rig.driver.synchronize_stream(streams[-1])
+        assert order == sorted(order) and len(order) == 18
         rig.check()
-    assert order == sorted(order) and len(order) == 18
 
 
 @scenario
 def a_method_waits_for_the_last_one(folder: Path) -> None:
-    model = models(folder)["methods"]
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        streams = [rig.stream(), rig.stream()]
-        for run, method in enumerate((0, 1, 0, 2)):
-            rig.run(method, streams[run % 2], delay_ns=KERNEL_NS // 2, check=False)
-        assert rig.check() > 30
+    for model in (models(folder)["methods"], _there_and_back(folder)):
+        for poison in (True, False):
+            with Rig(model, poison=poison) as rig:
+                rig.install(model.floor_bytes)
+                streams = [rig.stream(late=True), rig.stream(late=True)]
+                for run, method in enumerate((0, 1, 0, len(model.schedules) - 1)):
+                    rig.run(method, streams[run % 2], check=False)
+                assert rig.check() >= 24
 
 
 @scenario
@@ -121,6 +312,146 @@ def staging_follows_the_method(folder: Path) -> None:
             rig.run(method)
 
 
+# ---- what is timed
+
+
+@scenario
+def stalls_are_what_was_waited_for(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model, poison=False) as rig:
+        rig.install(model.floor_bytes)
+        rig.driver.set_clock(0, TICK_NS)
+        with rig.late_copies():
+            # Each copy is waited for once, and made in that wait: those for the next run in the next.
+            for run in range(1, 20):
+                rig.run(check=False)
+                last, total = rig.session.stats()
+                assert last.stall_ns == 6 * TICK_NS
+                assert total.stall_ns == run * 6 * TICK_NS
+            # More runs than the meter has room for, and nobody asks in between.
+            for _ in range(20):
+                rig.run(check=False)
+            assert rig.session.stats()[1].stall_ns == 39 * 6 * TICK_NS
+            # What fails is not counted, and what could not be read is counted once.
+            rig.begin()
+            rig.acquire(0)
+            try:
+                rig.acquire(999)
+            except RunFailed:
+                pass
+            assert rig.session.stats()[1].stall_ns == 39 * 6 * TICK_NS
+            rig.run(check=False)
+            rig.driver.fail_at(3, call="elapsed_ns")
+            try:
+                rig.session.stats()
+                raise AssertionError("the failed call went unnoticed")
+            except PenstockError:
+                pass
+            last, again = rig.session.stats()
+            assert last.stall_ns == 6 * TICK_NS and again.stall_ns == 40 * 6 * TICK_NS
+        # A replay that is given up is no run, and the stalls of the run before it stay.
+        captured = rig.capture()
+        with rig.late_copies():
+            rig.run(check=False)
+            rig.session.begin_replay(captured.number, INLINE)
+            assert rig.session.abort() is None
+            rig._owner = None
+            # What the run before had copied ahead had been drained.
+            assert rig.session.stats()[1].stall_ns == (40 * 6 + 4) * TICK_NS
+        rig.run()
+        before, events = rig.session.stats()[1].stall_ns, rig.driver.counts().events
+        stream = rig.stream(late=True)
+        for _ in range(9):
+            rig.run(stream=stream, check=False)
+        # Copies that are early are not waited for; and the meter's events are used again.
+        assert rig.session.stats()[0].stall_ns == 0 and rig.session.stats()[1].stall_ns == before
+        assert rig.driver.counts().events == events
+        # With everything late, asking waits for the run and no further.
+        with rig.late_copies():
+            rig.run(stream=stream, check=False)
+            assert rig.session.stats()[0].stall_ns == 4 * TICK_NS
+        rig.check()
+
+
+@scenario
+def spans_are_what_ran(folder: Path) -> None:
+    """On a clock of ticks, an hour after the trace began, and another hour between two runs."""
+    hour_ns = 3600 * 10**9
+    names = [f"w{i}" for i in range(6)]
+    accesses = tuple(Access(i, name) for i, name in enumerate(names))
+    # The fourth step reads what the third has fetched; the last has two kernels.
+    steps_read = [(0,), (1,), (2,), (2,), (3,), (4, 5)]
+    schedule = Schedule("forward", accesses, tuple(Step(f"k{i}", read) for i, read in enumerate(steps_read)))
+    model = write_model(folder / "w", [schedule], dict.fromkeys(names, 2 * PAGE))
+    kernels = [len(read) for read in steps_read]
+    for lru in (False, True):
+        with Rig(model, lru=lru, poison=False) as rig:
+            if lru:
+                rig.install_lru(_lru_floor(model))
+            else:
+                rig.install(model.floor_bytes)
+            rig.run(check=False)
+            rig.driver.set_clock(12345, TICK_NS)
+            rig.session.start_trace()
+            counted_copies = counted_bytes = 0
+            begins = []
+            with rig.late_copies():
+                for run in range(1, 4):
+                    rig.driver.set_clock(12345 + run * hour_ns, TICK_NS)
+                    begins.append(run * hour_ns)
+                    rig.run(check=False)
+                    last = rig.session.stats()[0]
+                    counted_copies += last.copies
+                    counted_bytes += last.bytes_streamed
+                # A run that fails leaves what had ended.
+                rig.begin()
+                rig.acquire(0)
+                try:
+                    rig.acquire(999)
+                except RunFailed:
+                    pass
+                rig._owner = None
+                rig.run(check=False)
+            spans = rig.session.stop_trace()
+            steps = [span for span in spans if span.lane == "compute"]
+            copies = [span for span in spans if span.lane == "copy"]
+            assert [span.begin_ns for span in spans] == sorted(span.begin_ns for span in spans)
+            # The run that failed is the fifth: its step had not ended.
+            runs = {run: [span for span in steps if span.run == run] for run in (2, 3, 4, 6)}
+            assert all([span.index for span in of_run] == [*range(6)] for of_run in runs.values())
+            assert len(steps) == 24
+            for span in steps:
+                # To a float's step in an hour: the distance between runs is one measurement. Within a run all is exact.
+                in_run = span.begin_ns - runs[span.run][0].begin_ns
+                assert in_run % TICK_NS == 0 and span.end_ns - span.begin_ns == kernels[span.index] * TICK_NS, span
+            for began_ns, of_run in zip(begins, runs.values(), strict=False):
+                assert abs(of_run[0].begin_ns - began_ns) < 10**6
+                # The fourth step fetches nothing: it begins where the third ended.
+                assert of_run[3].begin_ns == of_run[2].end_ns
+                assert all(one.end_ns <= other.begin_ns for one, other in itertools.pairwise(of_run))
+            assert all(span.end_ns - span.begin_ns == TICK_NS for span in copies)
+            whole = [span for span in copies if span.run < 5]
+            assert len(whole) == counted_copies and sum(span.nbytes for span in whole) == counted_bytes
+            # Nothing of two spans of one lane at once.
+            assert all(one.end_ns <= other.begin_ns for one, other in itertools.pairwise(copies))
+
+
+@scenario
+def traces_wait_for_their_spans(folder: Path) -> None:
+    """Every stream is late, and nothing has run when the trace is asked for; without copies too."""
+    model = _chain(folder)
+    for budget_bytes in (model.floor_bytes, model.full_bytes):
+        with Rig(model) as rig:
+            rig.install(budget_bytes)
+            stream = rig.stream(late=True)
+            with rig.late_copies():
+                rig.session.start_trace()
+                rig.run(stream=stream, check=False)
+                spans = rig.session.stop_trace()
+            assert len(spans) == 6 + rig.last.copies
+            rig.check()
+
+
 # ---- failed runs
 
 
@@ -129,12 +460,13 @@ def a_failed_run_is_waited_for(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         rig.install(model.floor_bytes)
-        stream = rig.stream()
+        stream = rig.stream(late=True)
         rig.begin(stream=stream)
         address = rig.acquire(0)
-        out = rig.driver.hash(stream, address, model.weights["w0"].nbytes, 2 * KERNEL_NS)
+        out = rig.driver.hash(stream, address, model.weights["w0"].nbytes)
         try:
             rig.acquire(999)
+            raise AssertionError("a divergent access was served")
         except RunFailed:
             assert out.value == model.hashes["w0"], "the run was given up while its kernel was at work"
         rig.run(stream=stream)
@@ -143,21 +475,17 @@ def a_failed_run_is_waited_for(folder: Path) -> None:
 @scenario
 def copies_of_a_failed_run_have_ended(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
+    # With poison, what a failed run has copied is overwritten; here it must be there as a whole.
+    with Rig(model, poison=False) as rig:
         plan = rig.install(model.floor_bytes)
-        rig.begin()
-        addresses = {}
-        for access in model.schedules[0].accesses:
-            addresses[access.number] = rig.acquire(access.number)
-            rig.done(access.number)
-        rig.end()
+        addresses = _addresses(rig)
         rig.session.begin(0, INLINE)
         assert rig.session.abort() is None
         method = plan.methods[0]
         entering = [method.stays[method.copies[index].stay] for index in method.entering]
         assert entering
         # The ring is invalid now, so that the next run copies what it starts from.
-        with slow_copies(rig.driver, COPY_NS):
+        with rig.late_copies():
             rig.begin()
             try:
                 rig.acquire(999)
@@ -165,6 +493,7 @@ def copies_of_a_failed_run_have_ended(folder: Path) -> None:
                 for stay in entering:
                     held = _memory(addresses[stay.accesses[0]], model.weights[stay.weight].nbytes)
                     assert held == model.content[stay.weight], f"{stay.weight} was still on its way"
+        rig._owner = None
         rig.run()
 
 
@@ -173,8 +502,8 @@ def a_run_that_could_not_begin_leaves_the_last_one_alone(folder: Path) -> None:
     model = models(folder)["methods"]
     with Rig(model) as rig:
         rig.install(model.floor_bytes)
-        slow, other = rig.stream(), rig.stream()
-        rig.run(0, slow, delay_ns=KERNEL_NS, check=False)
+        slow, other = rig.stream(late=True), rig.stream()
+        rig.run(0, slow, check=False)
         rig.driver.fail_at(1, call="wait")
         try:
             rig.begin(1, other)
@@ -185,6 +514,118 @@ def a_run_that_could_not_begin_leaves_the_last_one_alone(folder: Path) -> None:
         rig.check()
 
 
+@scenario
+def after_a_failed_run_everything_is_copied_again(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        plan = rig.install(model.floor_bytes)
+        for position in (0, 1, 3, 5):
+            rig.run()
+            rig.begin()
+            for access in range(position):
+                rig.acquire(access)
+                rig.done(access)
+            try:
+                rig.acquire(999)
+            except RunFailed:
+                pass
+            rig.run()
+            assert rig.last == plan.methods[0].cold
+            rig.run()
+            assert rig.last == plan.methods[0].warm
+
+
+@scenario
+def after_a_refusal_nothing_is_lent(folder: Path) -> None:
+    model = _chain(folder)
+    for lru in (False, True):
+        with Rig(model, lru=lru) as rig:
+            if lru:
+                rig.install_lru(_lru_floor(model))
+            else:
+                rig.install(model.floor_bytes)
+            handle, address = rig.session.handle, ctypes.c_uint64()
+            rig.begin()
+            assert core().penstock_session_acquire(handle, 999, ctypes.byref(address))
+            assert core().penstock_session_acquire(handle, 0, ctypes.byref(address)) and not address.value
+            rig.done(0)
+            rig.done(1)
+            try:
+                rig.session.end()
+                raise AssertionError("a run that had failed was ended")
+            except ScheduleDivergedError as error:
+                assert "expected access 0, got access 999" in str(error)
+            rig._owner = None
+            rig.run()
+            # To give up what is not under way changes nothing.
+            assert rig.session.abort() is None
+            rig.run()
+            rig.session.uninstall()
+            try:
+                rig.session.begin(0, INLINE)
+                raise AssertionError("a run was begun without a plan")
+            except PenstockError:
+                pass
+            assert rig.session.memory()[0] == 0
+
+
+@scenario
+def what_cannot_be_read_is_told(folder: Path) -> None:
+    """Of a file that was cut while it was used, through staging buffers."""
+    model = _chain(folder)
+    with Rig(model, source=staged(PAGE, 2, 1)) as rig:
+        rig.install(model.floor_bytes)
+        rig.begin()
+        with model.path.open("r+b") as file:
+            file.truncate(0)
+        try:
+            for _ in rig.steps():
+                pass
+            raise AssertionError("a weight that is not in the file any more was lent")
+        except RunFailed as failed:
+            assert isinstance(failed.error, WeightsChangedError)
+
+
+@scenario
+def weights_without_bytes(folder: Path) -> None:
+    for schedule, sizes in ((chain("a", "b"), {"a": 0, "b": 0}), (chain("a", "b"), {"a": 0, "b": PAGE})):
+        model = write_model(folder / "w", [schedule], sizes)
+        with Rig(model) as rig:
+            rig.install(model.floor_bytes)
+            for _ in range(2):
+                rig.run()
+        with Rig(model, lru=True) as rig:
+            rig.install_lru(2 * PAGE if sizes["b"] else 0)
+            assert len(rig.session.link()) == bool(sizes["b"])
+            for _ in range(2):
+                rig.run()
+
+
+@scenario
+def what_is_read_in_place_is_counted(folder: Path) -> None:
+    model = write_model(folder / "w", [chain("~t", "a", "b")], {"t": 2 * PAGE, "a": PAGE, "b": 3 * PAGE})
+    planner = ModePlanner(model.schedules, model.weights, page_bytes=PAGE, mode="auto")
+    planned = planner.plan(planner.floor_bytes)
+    assert planned.direct_weights == ("t",)
+    with Rig(model) as rig:
+        rig.install_plan(planned)
+        captured, stream = rig.capture(), rig.stream()
+        for _ in range(2):
+            rig.run()
+            assert rig.last.bytes_in_place == 2 * PAGE
+            rig.replay(captured, stream)
+        assert rig.session.stats()[1].bytes_in_place == 8 * PAGE
+    # A head of one page in device memory: the rest is read where it lies, by a kernel that knows of both.
+    whole = planner.plan(planner.full_bytes)
+    (method,) = whole.methods
+    placements = [replace(one, head_bytes=PAGE) if one.weight == "b" else one for one in method.placements]
+    with Rig(model) as rig:
+        rig.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
+        _addresses(rig)
+        rig.check_counters()
+        assert rig.last.bytes_in_place == 2 * PAGE + (2 * PAGE if whole.direct_weights else 0)
+
+
 # ---- draining and closing
 
 
@@ -193,15 +634,9 @@ def draining_waits_for_kernels(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         rig.install(model.full_bytes)
-        stream = rig.stream()
-        rig.begin(stream=stream)
-        out = None
-        for index in rig.steps(stream=stream, delay_ns=KERNEL_NS // 3):
-            out = rig._hashes[index][2]
-        rig.end()
+        rig.run(stream=rig.stream(late=True), check=False)
         rig.session.drain()
-        assert out is not None and out.value == model.hashes["w5"], "drained while a kernel was at work"
-        rig.check()
+        assert rig.check_hashes() == 6, "drained while a kernel was at work"
 
 
 @scenario
@@ -209,13 +644,8 @@ def draining_waits_for_copies(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         plan = rig.install(model.floor_bytes)
-        addresses = {}
-        with slow_copies(rig.driver, COPY_NS):
-            rig.begin()
-            for access in model.schedules[0].accesses:
-                addresses[access.number] = rig.acquire(access.number)
-                rig.done(access.number)
-            rig.end()
+        with rig.late_copies():
+            addresses = _addresses(rig)
             rig.session.drain()
             copy = plan.methods[0].copies[-1]
             last = plan.methods[0].stays[copy.stay]
@@ -230,11 +660,9 @@ def closing_waits_for_kernels(folder: Path) -> None:
     for poison in (True, False):
         with Rig(model, poison=poison) as rig:
             rig.install(model.full_bytes)
-            stream = rig.stream()
-            rig.run(stream=stream, delay_ns=KERNEL_NS, check=False)
+            rig.run(stream=rig.stream(late=True), check=False)
             rig.session.close()
-            rig.driver.synchronize_stream(stream)
-            assert all(out.value == model.hashes[name] for name, _, out in rig._hashes)
+            assert rig.check_hashes() == 6, "closed while a kernel was at work"
 
 
 @scenario
@@ -243,17 +671,8 @@ def closing_waits_for_copies(folder: Path) -> None:
     # With poison the closing session waits for its own writes, and so for everything before them.
     with Rig(model, poison=False) as rig:
         rig.install(model.floor_bytes)
-        with slow_copies(rig.driver, COPY_NS):
+        with rig.late_copies():
             rig.run(check=False)
-            rig.session.close()
-
-
-@scenario
-def closing_waits_for_poison(folder: Path) -> None:
-    model = _chain(folder)
-    with Rig(model, poison=True) as rig:
-        rig.install(model.full_bytes)
-        with slow_copies(rig.driver, COPY_NS):
             rig.session.close()
 
 
@@ -262,12 +681,11 @@ def closing_in_a_run_waits_for_its_kernels(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         rig.install(model.floor_bytes)
-        stream = rig.stream()
+        stream = rig.stream(late=True)
         rig.begin(stream=stream)
-        out = rig.driver.hash(stream, rig.acquire(0), model.weights["w0"].nbytes, KERNEL_NS)
+        out = rig.driver.hash(stream, rig.acquire(0), model.weights["w0"].nbytes)
         rig.session.close()
-        rig.driver.synchronize_stream(stream)
-        assert out.value == model.hashes["w0"]
+        assert out.value == model.hashes["w0"], "closed while a kernel was at work"
 
 
 # ---- the least recently used
@@ -285,10 +703,10 @@ def lru_copies_wait_for_readers(folder: Path) -> None:
     for poison in (True, False):
         with Rig(model, lru=True, poison=poison) as rig:
             rig.install_lru(_lru_floor(model))
-            stream = rig.stream()
-            for _ in range(2):
-                rig.run(stream=stream, delay_ns=KERNEL_NS, check=False)
-            assert rig.check() == 12
+            stream = rig.stream(late=True)
+            for _ in range(3):
+                rig.run(stream=stream, check=False)
+            assert rig.check() == 18
 
 
 @scenario
@@ -296,9 +714,9 @@ def lru_kernels_wait_for_copies(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model, lru=True) as rig:
         rig.install_lru(_lru_floor(model))
-        with slow_copies(rig.driver, COPY_NS):
-            rig.run()
-            rig.check()
+        with rig.late_copies():
+            for _ in range(2):
+                rig.run()
 
 
 @scenario
@@ -307,8 +725,8 @@ def lru_waits_for_the_device_when_its_pool_refuses(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model, lru=True) as rig:
         rig.install_lru(_lru_floor(model))
-        stream = rig.stream()
-        with slow_copies(rig.driver, COPY_NS):
+        stream = rig.stream(late=True)
+        with rig.late_copies():
             rig.begin(stream=stream)
             rig.driver.fail_at(2, call="pool_allocate")
             address = rig.acquire(0)  # the second allocation is that of the next access
@@ -333,16 +751,113 @@ def lru_tells_at_load_what_could_not_be_copied(folder: Path) -> None:
 
 
 @scenario
+def lru_of_many_shapes(folder: Path) -> None:
+    """Methods that read in other orders, weights of other sizes, pinned ones: every stream late in its turn."""
+    for model in models(folder).values():
+        for budget_bytes in (_lru_floor(model), _lru_floor(model) + 3 * PAGE):
+            with Rig(model, lru=True) as rig:
+                rig.install_lru(budget_bytes)
+                streams = [rig.stream(late=True), rig.stream(late=True)]
+                for run in range(4):
+                    rig.run(run % len(model.schedules), streams[run % 2], check=False)
+                rig.check()
+                with rig.late_copies():
+                    for run in range(4):
+                        rig.run(run % len(model.schedules), streams[1] if run % 2 else INLINE)
+                assert 0 < rig.session.memory()[0] <= budget_bytes
+                peak_bytes = rig.session.memory()[1]
+                assert 0 < peak_bytes <= budget_bytes
+                rig.session.uninstall()
+                assert rig.session.memory() == (0, peak_bytes)
+
+
+@scenario
+def lru_counts_and_evicts_the_least_recent(folder: Path) -> None:
+    names = [f"w{i}" for i in range(6)]
+    model = write_model(folder / "w", [chain("!p", *names)], {**dict.fromkeys(names, 2 * PAGE), "p": PAGE})
+    weights_bytes = 12 * PAGE
+    with Rig(model, lru=True) as rig:
+        # A cycle that does not fit misses every time, but for what is pinned.
+        rig.install_lru(9 * PAGE)
+        rig.run()
+        assert rig.session.stats()[0].bytes_hit == PAGE
+        for _ in range(2):
+            rig.run()
+        last, _ = rig.session.stats()
+        assert (last.bytes_streamed, last.bytes_hit, last.copies) == (weights_bytes, PAGE, 6)
+        # The link is measured with one of the largest.
+        assert rig.session.link()[0].nbytes == 2 * PAGE
+        # All that fits is copied once.
+        rig.install_lru(13 * PAGE)
+        for _ in range(2):
+            rig.run()
+        last, _ = rig.session.stats()
+        assert (last.bytes_streamed, last.bytes_hit, last.copies) == (0, weights_bytes + PAGE, 0)
+        # After a failure nothing that was held is trusted, nor counted as read; what is pinned stays.
+        rig.begin()
+        rig.acquire(0)
+        rig.acquire(1)
+        try:
+            rig.acquire(999)
+        except RunFailed:
+            pass
+        rig.run()
+        last, _ = rig.session.stats()
+        assert (last.bytes_streamed, last.copies) == (weights_bytes, 6)
+        assert rig.driver.counts().pool_allocations == 7
+
+
+@scenario
+def lru_tells_what_does_not_fit(folder: Path) -> None:
+    model = write_model(folder / "w", [chain("a b", "c")], {"a": 3 * PAGE, "b": 2 * PAGE, "c": PAGE})
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(4 * PAGE)
+        rig.begin()
+        rig.acquire(0)
+        try:
+            rig.acquire(1)
+            raise AssertionError("more was lent than the pool has")
+        except RunFailed as failed:
+            assert isinstance(failed.error, DeviceMemoryError)
+        rig.install_lru(5 * PAGE)
+        rig.run()
+        # A pool that refuses for good, for want of memory and for another reason.
+        for failure, kind in ((Failure.DEVICE_MEMORY, DeviceMemoryError), (Failure.DRIVER, DriverCallError)):
+            rig.install_lru(5 * PAGE)
+            rig.begin()
+            refuse = [1] if failure is Failure.DRIVER else [1, 2]
+            try:
+                rig.driver.fail_at(1, failure, "pool_allocate")
+                rig.acquire(0)
+                assert len(refuse) == 2, "a failed call went unnoticed"
+                rig.session.abort()
+            except RunFailed as failed:
+                assert type(failed.error) is kind and len(refuse) == 1
+            rig.driver.fail_at(0)
+        rig.run()
+    # And for good: the device's memory is somebody else's now.
+    with SoftDriver(PAGE, 5 * PAGE, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
+        rig.install_lru(5 * PAGE)
+        hog = driver.create_block(5 * PAGE)
+        rig.begin()
+        try:
+            rig.acquire(0)
+            raise AssertionError("more was lent than the device has")
+        except RunFailed as failed:
+            assert isinstance(failed.error, DeviceMemoryError)
+        driver.release_block(hog)
+        rig.run()
+
+
+@scenario
 def lru_closing_waits_for_kernels(folder: Path) -> None:
     model = _chain(folder)
     for poison in (True, False):
         with Rig(model, lru=True, poison=poison) as rig:
             rig.install_lru(model.file_bytes)
-            stream = rig.stream()
-            rig.run(stream=stream, delay_ns=KERNEL_NS, check=False)
+            rig.run(stream=rig.stream(late=True), check=False)
             rig.session.close()
-            rig.await_kernels(stream)
-            rig.check_hashes()
+            assert rig.check_hashes() == 6, "closed while a kernel was at work"
 
 
 @scenario
@@ -353,7 +868,7 @@ def lru_gives_its_pool_back_before_it_makes_another(folder: Path) -> None:
         with Rig(model, lru=True, driver=driver) as rig:
             rig.install_lru(budget)
             rig.run()
-            with slow_copies(driver, COPY_NS):
+            with rig.late_copies():
                 rig.install_lru(budget)
             rig.run()
             rig.check()
@@ -368,8 +883,9 @@ def buffers_wait_for_their_copies(folder: Path) -> None:
     for source in (staged(PAGE, 1, 1), staged(PAGE, 3, 2)):
         with Rig(model, source=source) as rig:
             rig.install(model.floor_bytes)
-            with slow_copies(rig.driver, COPY_NS // 2):
-                rig.run()
+            with rig.late_copies():
+                for _ in range(2):
+                    rig.run()
 
 
 class _Staging:
@@ -387,7 +903,7 @@ class _Staging:
         driver, page_bytes = ctypes.c_void_p(self.driver.handle), ctypes.c_int64(PAGE)
         made = library().penstock_host_staging_create(driver, self._file, page_bytes, 1, 1, ctypes.byref(self._staging))
         assert not made
-        self.driver.launch_sleep(self.stream, KERNEL_NS)
+        self.driver.set_late(self.stream, True)
 
     def copy_next(self) -> int:
         extent = (ctypes.c_int64 * 2)(0, PAGE)
@@ -477,15 +993,6 @@ def _there_and_back(folder: Path) -> Model:
     return write_model(folder / "weights.ptd", schedules, dict.fromkeys(names, 2 * PAGE))
 
 
-def _run_with_late_copies(rig: Rig, method: int, stream: int) -> None:
-    """What it copies for its next run comes late."""
-    rig.begin(method, stream)
-    for _ in rig.steps(method, stream):
-        pass
-    rig.driver.launch_sleep(rig.session.copy_stream, KERNEL_NS)
-    rig.end()
-
-
 @scenario
 def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
     model = _there_and_back(folder)
@@ -493,8 +1000,9 @@ def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
         plan = rig.install(model.floor_bytes)
         assert plan.methods[0].entering
         captured, stream = rig.capture(), rig.stream()
-        _run_with_late_copies(rig, 0, stream)
-        rig.replay(captured, stream, order=KERNELS_FIRST)
+        rig.run(1, stream)
+        with rig.late_copies():
+            rig.replay(captured, stream, order=KERNELS_FIRST)
 
 
 @scenario
@@ -522,14 +1030,15 @@ def graph_copies_follow_those_made_before_it(folder: Path) -> None:
         rig.install_plan(replace(plan, methods=(halved, *plan.methods[1:])))
         assert any(copies[copy].piece.nbytes == half for copy in halved.entering)
         captured, stream = rig.capture(), rig.stream()
-        _run_with_late_copies(rig, 0, stream)
-        rig.replay(captured, stream, order=COPIES_FIRST)
+        rig.run(1, stream)
+        with rig.late_copies():
+            rig.replay(captured, stream, order=COPIES_FIRST)
 
 
 @scenario
 def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
     """A run has copied ahead for its next one; the graph of another method copies to the same page, and waits for no
-    kernel before it does."""
+    kernel before it does. The copy that is late lands, if it may, between the graph's own and its reader."""
     schedules = [chain("a", "r", method="ahead"), chain("r", "b", method="other")]
     model = write_model(folder / "weights.ptd", schedules, dict.fromkeys("abr", PAGE))
     ahead = MethodPlan(
@@ -552,9 +1061,16 @@ def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
     check_plan(plan, schedules, model.weights)
     with Rig(model, poison=False) as rig:
         rig.install_plan(plan)
-        captured, stream = rig.capture(1, delay_ns=2 * KERNEL_NS), rig.stream()
-        _run_with_late_copies(rig, 0, stream)
-        rig.replay(captured, stream, order=COPIES_FIRST)
+        copies, stream, captures_on = rig.session.copy_stream, rig.stream(), rig.stream()
+
+        def land(step: int) -> None:
+            if step == 0:
+                rig.driver.call(captures_on, lambda: rig.driver.synchronize_stream(copies))
+
+        captured = rig.capture(1, captures_on, after_step=land)
+        with rig.late_copies():
+            rig.run(0, stream, check=False)
+            rig.replay(captured, stream, order=COPIES_FIRST)
 
 
 @scenario
@@ -563,12 +1079,75 @@ def copies_behind_a_graph_wait_for_its_readers(folder: Path) -> None:
     with Rig(model) as rig:
         plan = rig.install(model.floor_bytes)
         assert plan.methods[0].entering
-        stream = rig.stream()
-        captured = rig.capture(delay_ns=KERNEL_NS)
+        stream = rig.stream(late=True)
+        captured = rig.capture()
         rig.run(stream=stream)
         for _ in range(2):
             rig.replay(captured, stream, order=KERNELS_FIRST, check=False)
         rig.check()
+
+
+@scenario
+def graphs_of_many_shapes(folder: Path) -> None:
+    """Runs and replays in turn, cold and warm ones, with every stream late in its turn."""
+    for model in models(folder).values():
+        for budget_bytes in (model.floor_bytes, model.floor_bytes + 2 * PAGE, model.full_bytes):
+            with Rig(model) as rig:
+                rig.install(budget_bytes)
+                stream, late = rig.stream(), rig.stream(late=True)
+                rig.run(stream=stream)
+                rig.capture()
+                graphs = [rig.capture(method) for method in range(len(model.schedules))]
+                for order in (COPIES_FIRST, KERNELS_FIRST):
+                    for number in (0, 0, *range(len(graphs)), 0):
+                        rig.replay(graphs[number], stream, order=order)
+                        rig.replay(graphs[number], late, order=order, check=False)
+                        rig.replay(graphs[number], late, order=order, check=False)
+                        rig.check()
+                        rig.run(number, late, check=False)
+                        rig.replay(graphs[number], late, order=order, check=False)
+                        rig.check()
+                        rig.check_counters()
+                        with rig.late_copies():
+                            rig.replay(graphs[(number + 1) % len(graphs)], stream, order=order)
+                            rig.replay(graphs[number], stream, order=order)
+                            rig.run(number, stream)
+                            rig.replay(graphs[number], stream, order=order)
+                rig.session.drop_capture(graphs[0].number)
+                rig.run(stream=stream)
+
+
+@scenario
+def a_capture_that_fails_changes_nothing(folder: Path) -> None:
+    model = _chain(folder)
+    with Rig(model) as rig:
+        rig.install(model.floor_bytes)
+        stream, side = rig.stream(), rig.stream()
+        rig.run(stream=stream)
+        before = rig.session.stats()[0]
+
+        def untouched() -> None:
+            assert rig.session.stats()[0] == before and not rig.driver.is_capturing(side)
+            # Warm: what was copied ahead still is.
+            rig.run(stream=stream)
+
+        for call in ("begin_capture", "create_event", "record", "end_capture"):
+            rig.driver.fail_at(1, call=call)
+            try:
+                rig.capture(0, side)
+                raise AssertionError(f"a failed {call} went unnoticed")
+            except (PenstockError, RunFailed):
+                pass
+            before = replace(before, stall_ns=rig.session.stats()[0].stall_ns)
+            untouched()
+            before = rig.session.stats()[0]
+        rig.session.begin_capture(0, side)
+        assert core().penstock_session_acquire(rig.session.handle, 7, ctypes.byref(ctypes.c_uint64()))
+        assert isinstance(rig.session.abort(), ScheduleDivergedError)
+        untouched()
+        captured = rig.capture(0, side)
+        for _ in range(2):
+            rig.replay(captured, stream)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ FALLIBLE: dict[str, tuple[list[Any], Any]] = {
     "begin_capture": ([c_void_p], None),
     "end_capture": ([c_void_p], c_void_p),
     "destroy_graph": ([c_void_p], None),
+    "set_late": ([c_void_p, c_int32], None),
 }
 
 
@@ -129,6 +130,10 @@ def library() -> ctypes.CDLL:
     core.penstock_soft_failed_call.restype = c_char_p
     core.penstock_soft_set_delays.argtypes = [c_void_p, c_uint64, c_uint64]
     core.penstock_soft_set_delays.restype = None
+    core.penstock_soft_rest.argtypes = [c_void_p]
+    core.penstock_soft_rest.restype = None
+    core.penstock_soft_set_clock.argtypes = [c_void_p, c_int64, c_int64]
+    core.penstock_soft_set_clock.restype = None
     core.penstock_soft_set_capturing.argtypes = [c_void_p, c_void_p, c_int32]
     core.penstock_soft_set_capturing.restype = None
     core.penstock_soft_memory_info.argtypes = [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]
@@ -226,6 +231,14 @@ class SoftDriver:
     def set_delays(self, seed: int, max_ns: int) -> None:
         library().penstock_soft_set_delays(self.handle, seed, max_ns)
 
+    def rest(self) -> None:
+        """Waits until every stream that is not late has nothing left to do, or waits for one that is."""
+        library().penstock_soft_rest(self.handle)
+
+    def set_clock(self, now_ns: int, tick_ns: int) -> None:
+        """From here on the clock moves by one tick for every copy, fill and kernel that has run, and by nothing else."""
+        library().penstock_soft_set_clock(self.handle, now_ns, tick_ns)
+
     def set_order(self, order: int, seed: int = 1) -> None:
         """Of launches that a session makes."""
         library().penstock_soft_set_order(self.handle, order, seed)
@@ -234,6 +247,7 @@ class SoftDriver:
         library().penstock_soft_set_capturing(self.handle, stream, capturing)
 
 
+@functools.lru_cache(1024)
 def hash_of(data: bytes) -> int:
     """What the hashing kernel computes: FNV-1a, over little-endian words of 8 bytes and then over the bytes left."""
     value, whole = 0xCBF29CE484222325, len(data) // 8 * 8

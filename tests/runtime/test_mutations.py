@@ -1,154 +1,131 @@
-"""Mutation check: every wait, record and synchronization of the session deleted, one at a time. Each must be missed.
+"""Mutation check: small faults put into the core one at a time (tests/runtime/mutants.py). Each must be missed.
 
-Which deletion is missed where stands in DELETIONS. A wait that is added without an entry there turns this test red.
+Whichever scenario misses it will do, for all of them force their orders: none waits for time to pass. What no scenario can
+miss stands in EQUIVALENT, with the reason. A wait, record or condition that is added without a scenario turns this red.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from tests.runtime.builds import SOURCES, WORKERS, Build, play
+import pytest
+
+from tests.runtime.builds import SOURCES, WORKERS, build_core, play
+from tests.runtime.mutants import Mutant, Mutated
 from tests.runtime.scenarios import SCENARIOS
+from tests.runtime.scenarios import play as play_scenario
 
-FILES = ["streaming_session.cpp", "planned_session.cpp", "planned_capture.cpp", "lru_session.cpp", "staging.cpp"]
-CALL = re.compile(
-    r"(?:driver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+)|source_\.follow(?=\(method\.)|\bfinish|\bawait_copy)"
-    r"\((?:[^()]|\([^()]*\))*\)"
-)
-FUNCTION = re.compile(r"^\S.*?(?:\w+::)+(~?\w+)\(")
+FILES = [
+    *("streaming_session.cpp", "planned_session.cpp", "planned_capture.cpp", "lru_session.cpp"),
+    *("staging.cpp", "stall_meter.cpp", "trace.cpp"),
+]
+# They make tensors, and scenarios know no torch: tests/runtime/test_module_runs.py does.
+NEED_TORCH = {"fetch", "tensor_at", "fetched_position", "forget_tensors"}
 
-# File, function and call; the scenario that goes wrong without it.
-DELETIONS = {
-    # S8
-    "streaming_session.cpp follow_last_run: driver_.wait(compute_, run_end_)": "runs_follow_one_another",
-    "streaming_session.cpp conclude: driver_.record(run_end_, compute_)": "runs_follow_one_another",
-    "streaming_session.cpp abort: finish()": "a_failed_run_is_waited_for",
-    "streaming_session.cpp finish: driver_.synchronize_stream(compute_)": "a_failed_run_is_waited_for",
-    "streaming_session.cpp finish: driver_.synchronize_event(run_end_)": "closing_waits_for_kernels",
-    "streaming_session.cpp finish: driver_.synchronize_stream(copy_stream_)": "closing_waits_for_copies",
-    "streaming_session.cpp drain: driver_.synchronize_event(run_end_)": "draining_waits_for_kernels",
-    "streaming_session.cpp drain: driver_.synchronize_stream(copy_stream_)": "draining_waits_for_copies",
-    # S2
-    "streaming_session.cpp wait_for_copy: driver_.wait(compute_, ready)": "kernels_wait_for_copies",
-    # S7
-    "streaming_session.cpp time_copies: driver_.record(begin, copy_stream_)": "the_link_is_measured",
-    "streaming_session.cpp time_copies: driver_.record(end, copy_stream_)": "the_link_is_measured",
-    "streaming_session.cpp time_copies: driver_.synchronize_event(end)": "the_link_is_measured",
-    # S2, for what is resident
-    "planned_session.cpp fill_residents: driver_.synchronize_stream(copy_stream_)": (
-        "residents_are_in_place_before_a_run"
+NEVER_RECORDED = "an event that was never recorded is no wait"
+GIVES_BACK_NOTHING = "to give back what is not there fails, and nobody is told"
+EQUIVALENT = {
+    "streaming_session.cpp follow_last_run: if (has_run_) taken for true": NEVER_RECORDED,
+    "streaming_session.cpp finish: if (has_run_) taken for true": NEVER_RECORDED,
+    "streaming_session.cpp drain: if (has_run_) taken for true": NEVER_RECORDED,
+    "planned_session.cpp begin_run: if (has_run_) taken for true": NEVER_RECORDED,
+    "lru_session.cpp release: if (held.has_been_read) taken for true": NEVER_RECORDED,
+    "staging.cpp await_copy: if (!buffer.copying) taken for false": NEVER_RECORDED,
+    "streaming_session.cpp done: if (!error().empty()) taken for false": "the abort that must follow undoes it",
+    "streaming_session.cpp finish: if (mode_ == Mode::run || mode_ == Mode::replay) taken for true": "it waits for more",
+    "streaming_session.cpp time_copies: source_.follow({}, {}) left out": "the first run says what is to be read",
+    "streaming_session.cpp last_run: if (!run_.replays) taken for true": "front ends tell no stall of a replay",
+    "planned_session.cpp create_memory: if (record.bytes == 0) taken for false": "the planner makes no empty range",
+    "planned_session.cpp uninstall: if (!range.bytes) taken for false": "the planner makes no empty range",
+    "planned_session.cpp create_events: if (record.copies[c].wait_step >= 0) taken for true": (
+        "every copy of the planner's waits: for the last reader of its own pages"
     ),
-    "planned_session.cpp uninstall: finish()": "closing_waits_for_copies",
-    "planned_session.cpp uninstall: driver_.synchronize_stream(copy_stream_)": "closing_waits_for_poison",
-    "planned_session.cpp begin_run: source_.follow(method.entering, method.cycle)": "staging_follows_the_method",
-    # S1
-    "planned_session.cpp begin_run: driver_.wait(copy_stream_, run_end_)": "a_method_waits_for_the_last_one",
-    "planned_session.cpp await_readers: driver_.wait(copy_stream_, step.ended)": "copies_wait_for_readers",
-    "planned_session.cpp step_ended: driver_.record(step.ended, compute_)": "copies_wait_for_readers",
-    # S2
-    "planned_session.cpp announce: driver_.record(stay.ready, copy_stream_)": "kernels_wait_for_copies",
-    # The same inside graphs, and S9
-    "planned_session.cpp await_readers: driver_.wait(copy_stream_, step.ended_in_graph)": (
-        "graph_copies_wait_for_readers"
+    "planned_session.cpp issue: if (record.wait_step >= 0) taken for true": (
+        "every copy of the planner's waits: for the last reader of its own pages"
     ),
-    "planned_session.cpp step_ended: driver_.record(step.ended_in_graph, compute_)": "graph_copies_wait_for_readers",
-    "planned_session.cpp announce: driver_.record(stay.ready_in_graph, copy_stream_)": "graph_kernels_wait_for_copies",
-    "planned_session.cpp await_copies: driver_.wait(compute_, stay.ready_in_graph)": "graph_kernels_wait_for_copies",
-    "planned_session.cpp await_copies: driver_.wait_external(compute_, stay.ready)": (
-        "graph_kernels_wait_for_copies_made_before_it"
+    "planned_session.cpp find_in_place: if (access.is_split()) taken for false": (
+        "only a linear asks where the rest lies: tests/runtime/test_split.py"
     ),
-    "planned_session.cpp step_ended: driver_.record_external(step.ended, compute_)": (
-        "copies_behind_a_graph_wait_for_its_readers"
+    "planned_session.cpp fill_residents: source_.follow({}, {}) left out": "uninstall has done it, unless that failed",
+    "planned_session.cpp uninstall: source_.follow({}, {}) left out": "fill_residents does it again",
+    "planned_session.cpp measure: if (bytes >= kMeasuredBytes) taken for false": "it bounds how long a load takes",
+    "planned_session.cpp uninstall: if (event) taken for true": GIVES_BACK_NOTHING,
+    "planned_session.cpp uninstall: if (event) taken for true (2)": GIVES_BACK_NOTHING,
+    "planned_session.cpp uninstall: if (*event) taken for true": GIVES_BACK_NOTHING,
+    "planned_session.cpp uninstall: if (range.mapped_bytes) taken for true": GIVES_BACK_NOTHING,
+    "lru_session.cpp uninstall: if (held_[w].address) taken for true": GIVES_BACK_NOTHING,
+    "lru_session.cpp uninstall: if (held_[w].ready) taken for true": GIVES_BACK_NOTHING,
+    "lru_session.cpp uninstall: if (held_[w].read) taken for true": GIVES_BACK_NOTHING,
+    "lru_session.cpp uninstall: if (pool_) taken for true": GIVES_BACK_NOTHING,
+    "staging.cpp release: if (buffer.copied) taken for true": GIVES_BACK_NOTHING,
+    "staging.cpp release: if (buffer.memory) taken for true": GIVES_BACK_NOTHING,
+    "trace.cpp ~Trace: if (span.begin) taken for true": GIVES_BACK_NOTHING,
+    "trace.cpp ~Trace: if (span.end) taken for true": GIVES_BACK_NOTHING,
+    "staging.cpp release: if (entered) taken for true": "the soft driver knows no current device",
+    "staging.cpp release: if (entered) taken for false": "the soft driver knows no current device",
+    "planned_session.cpp issue: driver_.wait_external(copy_stream_, lead_) too late": (
+        "who waits for the stay waits for what follows both"
     ),
-    "planned_capture.cpp capture_begins: driver_.record(fork_, compute_)": "graph_copies_follow_those_made_before_it",
-    "planned_capture.cpp capture_begins: driver_.wait(copy_stream_, fork_)": "graph_copies_follow_those_made_before_it",
-    "planned_session.cpp issue: driver_.wait_external(copy_stream_, lead_)": (
-        "graph_copies_follow_those_made_before_it"
+    "planned_session.cpp issue: driver_.wait_external(copy_stream_, lead_) with compute_": (
+        "the kernels that read the stay stand behind it there too"
     ),
-    "planned_capture.cpp replay_begins: driver_.record(lead_, copy_stream_)": (
-        "graph_copies_follow_those_made_before_it"
+    "planned_session.cpp issue: if (progress.unread) taken for true": "only the last recording before a wait counts",
+    "planned_session.cpp step_ended: if (step.seen_outside) taken for true": "nobody waits for the others",
+    "planned_session.cpp reset: forget_copies(method) left out": "after a failure every run is cold, and forgets them",
+    "planned_capture.cpp create_capture_events: if (step.ended) taken for true": "nobody waits for the others",
+    "planned_capture.cpp capture_begins: if (!method.graph_copies) taken for false": "a branch without copies is none",
+    "lru_session.cpp allocate: driver_.synchronize_stream(copy_stream_) with compute_": (
+        "the compute stream has just been told to wait for the copies"
     ),
-    "planned_capture.cpp replay_begins: driver_.wait(compute_, lead_)": (
-        "a_graph_follows_copies_made_for_another_method"
+    "lru_session.cpp step_ended: if (record_.weights[access.weight].bytes == 0) taken for false": (
+        "what has no bytes is never held, so nobody asks for its readers"
     ),
-    "lru_session.cpp install: driver_.synchronize_stream(copy_stream_)": "lru_tells_at_load_what_could_not_be_copied",
-    "lru_session.cpp uninstall: finish()": "lru_closing_waits_for_kernels",
-    # S4
-    "lru_session.cpp uninstall: driver_.synchronize_stream(copy_stream_)": (
-        "lru_gives_its_pool_back_before_it_makes_another"
+    "staging.cpp Staging: if (error.failure == Failure::sticky) taken for true": (
+        "what a failure is told as: tests/runtime/test_driver_faults.py"
     ),
-    "lru_session.cpp allocate: driver_.synchronize_stream(copy_stream_)": (
-        "lru_waits_for_the_device_when_its_pool_refuses"
-    ),
-    # S1
-    "lru_session.cpp release: driver_.wait(copy_stream_, held.read)": "lru_copies_wait_for_readers",
-    "lru_session.cpp step_ended: driver_.record(held.read, compute_)": "lru_copies_wait_for_readers",
-    # S2
-    "lru_session.cpp place: driver_.record(held.ready, copy_stream_)": "lru_kernels_wait_for_copies",
-    # S10
-    "staging.cpp release: await_copy(buffer)": "buffers_are_kept_until_a_wait_succeeds",
-    "staging.cpp release: await_copy(buffer) (2)": "buffers_are_kept_until_a_wait_succeeds",
-    "staging.cpp drop_order: await_copy(buffer)": "a_copy_outside_an_order_has_been_made_when_it_returns",
-    "staging.cpp copy_next: driver_.record(buffer.copied, stream)": "buffers_wait_for_their_copies",
-    "staging.cpp copy_next: driver_.synchronize_stream(stream)": "a_copy_without_an_event_is_waited_for",
-    "staging.cpp fill: await_copy(buffer)": "buffers_wait_for_their_copies",
-    "staging.cpp await_copy: driver_.synchronize_event(buffer.copied)": "buffers_wait_for_their_copies",
+    "staging.cpp extent_at: if (cycle_.empty()) taken for false": "a division by 0, which not every processor refuses",
+    "staging.cpp read_extent: if (got < 0 && errno == EINTR) taken for false": "it needs a signal inside of a read",
+    "trace.cpp collect: if (std::abs(distance_ns) > kNearNs) taken for true": "measured from a place still nearer",
 }
 
 
-@dataclass(frozen=True)
-class Site:
-    file: str
-    name: str
-    begin: int
-    end: int
-
-    def without(self) -> str:
-        text = (SOURCES / self.file).read_text()
-        return text[: self.begin] + "(void)0" + text[self.end :]
+def mutated() -> Mutated:
+    made = Mutated(SOURCES, FILES, NEED_TORCH)
+    # What comes too late comes behind the next work that the host issues.
+    soft = (SOURCES / "soft_driver.cpp").read_text()
+    begin = soft.index("{\n", soft.index("void SoftDriver::enqueue(")) + 2
+    made.texts["soft_driver.cpp"] = f'#include "mutants.h"\n{soft[:begin]}  mutants::AfterThis after;\n{soft[begin:]}'
+    return made
 
 
-def sites() -> Iterator[Site]:
-    for file in FILES:
-        seen: dict[str, int] = {}
-        function, at = "", 0
-        for line in (SOURCES / file).read_text().splitlines(keepends=True):
-            if found := FUNCTION.match(line):
-                function = found[1]
-            # What is not indented defines a function; what follows // is no code.
-            elif call := CALL.search(line.split("//")[0]):
-                name = f"{file} {function}: {call[0]}"
-                seen[name] = seen.get(name, 0) + 1
-                if seen[name] > 1:
-                    name += f" ({seen[name]})"
-                yield Site(file, name, at + call.start(), at + call.end())
-            at += len(line)
+def test_what_is_excused_is_there() -> None:
+    """And every kind of fault is."""
+    names = {mutant.name for mutant in mutated().mutants}
+    assert set(EQUIVALENT) <= names and len(names) > 400
+    for kind in ("left out", "too late", "taken for true", "taken for false", "with the previous", "with compute_"):
+        assert any(kind in name for name in names), kind
 
 
-def test_every_wait_has_its_deletion() -> None:
-    assert sorted(site.name for site in sites()) == sorted(DELETIONS)
-    assert set(DELETIONS.values()) <= set(SCENARIOS)
+@pytest.mark.slow
+def test_every_fault_is_missed(tmp_path: Path) -> None:
+    made = mutated()
+    library = build_core(tmp_path, ["-O1"], made.texts)
 
-
-def test_every_deletion_is_missed(tmp_path: Path) -> None:
-    build = Build(tmp_path, ["-O0"])
-    whole = play(build.library("whole"), "tests.runtime.scenarios", *sorted(set(DELETIONS.values())))
-    assert whole.returncode == 0, whole.stderr
-
-    def survives(numbered: tuple[int, Site]) -> str:
-        number, site = numbered
-        library = build.library(f"mutant{number}", site.file, site.without())
-        try:
-            played = play(library, "tests.runtime.scenarios", DELETIONS[site.name])
-        except subprocess.TimeoutExpired:
-            return ""
-        return "" if played.returncode else site.name
+    def plays(mutants: list[Mutant]) -> dict[int, str]:
+        numbers = [f"{mutant.function}:{mutant.number}" for mutant in mutants]
+        played = play(library, "tests.runtime.mutant_plays", *numbers, timeout_s=3600)
+        assert played.returncode == 0, played.stderr
+        return {int(number): name for number, name in map(str.split, played.stdout.splitlines())}
 
     with ThreadPoolExecutor(WORKERS) as workers:
-        survivors = [name for name in workers.map(survives, enumerate(sites())) if name]
-    assert not survivors, f"deleted, and nothing went wrong: {survivors}"
+        parts = [made.mutants[start::WORKERS] for start in range(WORKERS)]
+        missed = {number: name for part in workers.map(plays, parts) for number, name in part.items()}
+    assert len(missed) == len(made.mutants)
+    survivors = [one.name for one in made.mutants if missed[one.number] == "survived" and one.name not in EQUIVALENT]
+    assert not survivors, f"done to the core, and nothing went wrong: {survivors}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_core_as_it_is_passes(name: str) -> None:
+    play_scenario(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.builds import COMPILER, Build, play
+from tests.runtime.builds import COMPILER, build_core, play
 
 # By sanitizer: its runtime, and the fault that shows that the check can fail.
 SANITIZERS = {"thread": ("libtsan.so", "race"), "address": ("libasan.so", "overrun")}
@@ -40,7 +40,7 @@ def test_nothing_is_reported(sanitizer: str, tmp_path: Path) -> None:
     runtime = found(library)
     if runtime is None:
         pytest.skip(f"{COMPILER} has no {library}: it cannot build with -fsanitize={sanitizer}")
-    core = Build(tmp_path, ["-O0", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]).library("core")
+    core = build_core(tmp_path, ["-O0", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"])
     # Where addresses are laid out at random, ThreadSanitizer may find its own in use.
     prefix = ["setarch", "-R"] if sanitizer == "thread" and _may_fix_addresses() else []
 

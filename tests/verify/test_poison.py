@@ -185,6 +185,24 @@ def test_a_fetch_outside_of_a_session_fails(path: Path, capfd: pytest.CaptureFix
     assert "outside of a session" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_any_error_the_session_is_not_the_thread_s_any_more(
+    path: Path, error: type[BaseException], capfd: pytest.CaptureFixture[str]
+) -> None:
+    module = PoisonedModule(path)
+    module(torch.randn(3, 16))
+    (session,) = module.sessions.values()
+
+    def stopped() -> list[torch.Tensor]:
+        raise error("in the middle")
+
+    with pytest.raises(error, match="in the middle"):
+        session.run(stopped)
+    with pytest.raises(RuntimeError):
+        module.compiled("forward")([torch.randn(3, 16)])
+    assert "outside of a session" in capfd.readouterr().err
+
+
 def test_two_modules_in_two_threads(path: Path, model: Chain) -> None:
     """Each thread has its own session: what one fetches, the other never sees."""
     failures: list[BaseException] = []

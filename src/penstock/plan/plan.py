@@ -118,13 +118,14 @@ class Placement:
 class Traffic:
     """What one run of a method moves. S7: what is counted while running equals this.
 
-    Weights that are read in place, as a whole or but for their head, are in none of it: how much of one a kernel reads
-    is its own business.
+    Weights that are read in place, as a whole or but for their head, are no hits. What lies in host memory of each is
+    counted at every access: how much of it a kernel then reads is its own business, so this is a bound from above.
     """
 
     bytes_streamed: int
     copies: int
     bytes_hit: int
+    bytes_in_place: int
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ class MethodPlan:
             copies=len(issued),
             bytes_hit=sum(placement.nbytes for placement in self.placements if not placement.in_place_bytes)
             - sum(stay.nbytes for stay in missed),
+            bytes_in_place=sum(placement.in_place_bytes for placement in self.placements),
         )
 
 

@@ -20,7 +20,7 @@ from penstock.runtime.records import Numbers
 
 @dataclass(frozen=True)
 class Stats:
-    """What was counted, in one run or since load. S7: the first four equal the plan's prediction."""
+    """What was counted, in one run or since load. S7: bytes and copies equal the plan's prediction."""
 
     runs: int
     bytes_streamed: int
@@ -34,6 +34,9 @@ class Stats:
     pool_ns: int
     # Of the runs, those that were launched as a CUDA graph.
     replays: int = 0
+    # Of weights that kernels read in host memory, as a whole or but for their head: all that they could have read. A
+    # gather reads only some rows of it.
+    bytes_in_place: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def link_text(samples: Sequence[LinkSample]) -> str:
     return f"copies at {timed[0].bytes_per_s / 1e9:.1f} GB/s{by_size}"
 
 
-_COUNTERS = 8
+_COUNTERS = 9
 _LANES = {0: "compute", 1: "copy"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3

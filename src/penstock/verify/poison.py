@@ -43,12 +43,14 @@ class PoisonSession:
         self._core.penstock_poison_begin(self._session)
         failure: Exception | None = None
         outputs: list[torch.Tensor] = []
+        whole = False
         try:
             outputs = list(function())
         except RuntimeError as error:  # generated code reduces our failure to a generic one: ours is looked up below
             failure = error
-        kept = self._core.penstock_poison_error(self._session).decode()
-        whole = self._core.penstock_poison_end(self._session) == 0
+        finally:  # whatever was raised: the session is not the thread's any more
+            kept = self._core.penstock_poison_error(self._session).decode()
+            whole = self._core.penstock_poison_end(self._session) == 0
         if failure is not None and not kept:
             raise failure
         if not whole:

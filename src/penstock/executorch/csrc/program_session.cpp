@@ -1,10 +1,10 @@
 #include "program_session.h"
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstdlib>
 #include <numeric>
 #include <thread>
-#include <tuple>
 
 #include "core.h"
 #include "refusal.h"
@@ -67,9 +67,6 @@ Staging staging_of(int64_t cap_bytes) {
   return staging;
 }
 
-// Program, file (two), group, budget, the delegate if it is alone, device, cap on host memory.
-using Key = std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t>;
-
 struct Loan {
   std::shared_ptr<ProgramSession> session;
   std::vector<int64_t> methods;
@@ -77,14 +74,36 @@ struct Loan {
 
 struct Registry {
   std::mutex lock;
-  std::multimap<Key, std::weak_ptr<ProgramSession>> known;
+  std::multimap<SessionKey, std::weak_ptr<ProgramSession>> known;
   std::multimap<std::string, Loan> lent;
+  // Sessions that are being made or given up, which takes as long as reading their weights does: without the lock, and
+  // whoever wants one of the same key waits. So no budget is taken twice, and no other program is held up.
+  std::set<SessionKey> busy;
+  std::condition_variable changed;
 };
 
 // Never destroyed: delegates may go after static objects do.
 Registry& registry() {
   static Registry* made = new Registry;
   return *made;
+}
+
+// Does the work without the lock, and has whoever comes for the same key wait until it has ended.
+template <typename Work>
+void busy_with(const SessionKey& key, std::unique_lock<std::mutex>& hold, Work&& work) {
+  Registry& all = registry();
+  all.busy.insert(key);
+  hold.unlock();
+  struct Ends {
+    const SessionKey& key;
+    std::unique_lock<std::mutex>& hold;
+    ~Ends() {
+      hold.lock();
+      registry().busy.erase(key);
+      registry().changed.notify_all();
+    }
+  } ends{key, hold};
+  work();
 }
 
 }  // namespace
@@ -148,8 +167,13 @@ ProgramSession::~ProgramSession() {
 }
 
 Seat::~Seat() {
-  std::lock_guard<std::mutex> hold(registry().lock);
+  Registry& all = registry();
+  std::unique_lock<std::mutex> hold(all.lock);
   session_->taken().erase(method_);
+  // Somebody may join while this waits.
+  if (key_) all.changed.wait(hold, [&] { return !all.busy.count(*key_); });
+  if (key_ && session_->taken().empty()) busy_with(*key_, hold, [&] { session_.reset(); });
+  // Not the last of them. Under the lock all the same: the last must be the one that finds itself alone.
   session_.reset();
 }
 
@@ -164,22 +188,27 @@ std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const We
     std::iota(methods.begin(), methods.end(), int64_t{0});
   }
   Registry& all = registry();
-  std::lock_guard<std::mutex> hold(all.lock);
+  int64_t budget = asked.automatic ? -2 : asked.bytes.value_or(-1);
+  SessionKey key{payload.program, weights.device,       weights.inode, request.group,
+                 budget,          alone ? method : -1, device_index,  request.host_cap_bytes};
+  int64_t number = alone ? 0 : method;
+  std::unique_lock<std::mutex> hold(all.lock);
+  all.changed.wait(hold, [&] { return !all.busy.count(key); });
   for (auto it = all.known.begin(); it != all.known.end();)
     it = it->second.expired() ? all.known.erase(it) : std::next(it);
-  int64_t budget = asked.automatic ? -2 : asked.bytes.value_or(-1);
-  Key key{payload.program, weights.device, weights.inode, request.group, budget, alone ? method : -1, device_index,
-          request.host_cap_bytes};
-  int64_t number = alone ? 0 : method;
   auto [begin, end] = all.known.equal_range(key);
   for (auto it = begin; it != end; ++it)
     if (std::shared_ptr<ProgramSession> session = it->second.lock())
-      if (session->taken().insert(method).second) return std::make_unique<Seat>(std::move(session), method, number);
+      if (session->taken().insert(method).second)
+        return std::make_unique<Seat>(std::move(session), method, number, key);
   const Ladder& ladder = find_ladder(payload, methods, request.host_cap_bytes > 0);
-  auto made = std::make_shared<ProgramSession>(payload, ladder, asked, weights, request, device_index);
+  std::shared_ptr<ProgramSession> made;
+  busy_with(key, hold, [&] {
+    made = std::make_shared<ProgramSession>(payload, ladder, asked, weights, request, device_index);
+  });
   made->taken().insert(method);
   all.known.emplace(key, made);
-  return std::make_unique<Seat>(std::move(made), method, number);
+  return std::make_unique<Seat>(std::move(made), method, number, key);
 }
 
 void lend_session(const std::string& group, void* session, int32_t device_index, const std::vector<int64_t>& methods) {

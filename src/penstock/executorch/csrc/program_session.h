@@ -8,6 +8,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "budget.h"
@@ -51,6 +52,10 @@ struct SessionFacts {
   int64_t rung_bytes;
 };
 
+// What two delegates must have in common to share a session: program, file (two numbers), group, budget, the delegate
+// if it is alone, device, cap on host memory.
+using SessionKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t>;
+
 class ProgramSession {
  public:
   // Makes the core's session for the delegates of a ladder.
@@ -84,8 +89,9 @@ class ProgramSession {
 // A delegate's place in a session. The session goes with the last of them.
 class Seat {
  public:
-  Seat(std::shared_ptr<ProgramSession> session, int64_t method, int64_t number)
-      : session_(std::move(session)), method_(method), number_(number) {}
+  // `key`: of a session that was made here.
+  Seat(std::shared_ptr<ProgramSession> session, int64_t method, int64_t number, std::optional<SessionKey> key = {})
+      : session_(std::move(session)), method_(method), number_(number), key_(std::move(key)) {}
   ~Seat();
   Seat(const Seat&) = delete;
   Seat& operator=(const Seat&) = delete;
@@ -98,6 +104,7 @@ class Seat {
   std::shared_ptr<ProgramSession> session_;
   int64_t method_;
   int64_t number_;
+  std::optional<SessionKey> key_;
 };
 
 // The session that delegate `method` of the program is to use. It joins the one that the other delegates of the same

@@ -1,0 +1,61 @@
+// When the streams of a soft driver run, and by which clock: what a test needs to force an order instead of hoping for it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+namespace penstock {
+
+// The next pseudo-random number.
+uint64_t split_mix(uint64_t& state);
+
+// Pseudo-random pauses that shake the order in which threads run. Off while the seed is 0.
+class SoftDelays {
+ public:
+  void set(uint64_t seed, uint64_t max_ns);
+  void pause();
+  // Pauses about every second time.
+  void pause_sometimes();
+
+ private:
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  uint64_t state_ = 0;
+  uint64_t max_ns_ = 0;
+};
+
+// The machine's, until it is set: from then on it moves only by one tick for every copy and every kernel that has run.
+class SoftClock {
+ public:
+  void set(int64_t now_ns, int64_t tick_ns);
+  int64_t now_ns() const;
+  void tick();
+
+ private:
+  std::atomic<bool> set_{false};
+  std::atomic<int64_t> now_ns_{0};
+  std::atomic<int64_t> tick_ns_{0};
+};
+
+// How many streams have something that they can do. A late stream is none of them: it waits for all of them to come to
+// rest before each thing that it does.
+class SoftRest {
+ public:
+  void add(int streams);
+  void wait();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int busy_ = 0;
+};
+
+struct SoftPace {
+  SoftDelays delays;
+  SoftClock clock;
+  SoftRest rest;
+};
+
+}  // namespace penstock

@@ -1,0 +1,273 @@
+// registry_probe: the delegate's sessions, over a core that does nothing but what a test tells it to.
+// Ends with 0 when every play went right; PENSTOCK_MUTANT, in builds with mutants, switches one on.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <thread>
+
+#include "core.h"
+#include "program_session.h"
+#include "refusal.h"
+
+#ifdef WITH_MUTANTS
+extern "C" int penstock_mutant;
+#endif
+
+namespace penstock_executorch {
+namespace {
+
+// The fake core's sessions: creating or destroying one of a path that begins with "held" stops there until it is let go.
+struct Sessions {
+  std::mutex lock;
+  std::condition_variable changed;
+  int made = 0, open = 0, most = 0, stopped = 0;
+  bool let_go = true;
+
+  void pass(bool held) {
+    std::unique_lock<std::mutex> hold(lock);
+    if (!held) return;
+    stopped++;
+    changed.notify_all();
+    changed.wait(hold, [&] { return let_go; });
+    stopped--;
+  }
+  void stop() {
+    std::lock_guard<std::mutex> hold(lock);
+    let_go = false;
+  }
+  void go_on() {
+    std::lock_guard<std::mutex> hold(lock);
+    let_go = true;
+    changed.notify_all();
+  }
+  void await_stopped(int count) {
+    std::unique_lock<std::mutex> hold(lock);
+    changed.wait(hold, [&] { return stopped >= count; });
+  }
+} sessions;
+
+struct Session {
+  std::string path;
+  std::vector<int64_t> chunk_ends;
+  int32_t poison;
+};
+
+void expect(bool right, const char* what) {
+  if (right) return;
+  std::fprintf(stderr, "%s\n", what);
+  std::_Exit(1);
+}
+
+Core fake() {
+  Core core{};
+  core.failure = [] { return 1; };
+  core.failure_text = [] { return "a test asked for this failure"; };
+  core.load_torch = [] { return 0; };
+  core.soft_create = [](size_t, size_t, int32_t) { return (void*)new int; };
+  core.soft_error = [] { return ""; };
+  core.driver_destroy = [](void* driver) { delete static_cast<int*>(driver); };
+  core.driver_granularity = [](void*) { return (int64_t)4096; };
+  core.session_create = [](void*, const char* path, int32_t, const int64_t* ends, int64_t count, int64_t, int32_t, int32_t,
+                           int32_t, int32_t poison) -> void* {
+    std::string name = path;
+    if (name == "bad") return nullptr;
+    {
+      std::lock_guard<std::mutex> hold(sessions.lock);
+      sessions.made++;
+      sessions.most = std::max(sessions.most, ++sessions.open);
+    }
+    sessions.pass(name.rfind("held", 0) == 0);
+    return new Session{name, {ends, ends + count}, poison};
+  };
+  core.session_install = [](void* session, const int64_t*, int64_t) {
+    return static_cast<Session*>(session)->path == "bad plan" ? 1 : 0;
+  };
+  core.session_destroy = [](void* session) {
+    auto* made = static_cast<Session*>(session);
+    sessions.pass(made->path.rfind("held", 0) == 0);
+    delete made;
+    std::lock_guard<std::mutex> hold(sessions.lock);
+    sessions.open--;
+  };
+  return core;
+}
+
+Payload program(const std::string& name) {
+  Payload payload{};
+  payload.program = name;
+  payload.device = "cpu";
+  payload.page_bytes = 4096;
+  payload.baked_bytes = 8192;
+  payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
+  payload.methods = {{"one", {}, 1}, {"two", {}, 1}};
+  payload.ladders = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 4096, 8192, {{4096, nullptr, 0}}}};
+  return payload;
+}
+
+WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {0, 4096}}; }
+
+std::unique_ptr<Seat> seat(const std::string& path, int64_t method, const SessionRequest& request = {}) {
+  return take_seat(program("program"), method, at(path), request, 0);
+}
+
+// A thread, and a way to see that it can only wait.
+class Worker {
+ public:
+  template <typename Work>
+  explicit Worker(Work work)
+      : thread_([this, work] {
+          id_ = (int)syscall(SYS_gettid);
+          work();
+          done_ = true;
+        }) {}
+  ~Worker() { thread_.join(); }
+  bool done() const { return done_; }
+  void await_blocked() {
+    // Asleep in a lock, or through: what it could do it has done.
+    for (;;) {
+      if (done_) return;
+      if (!id_) continue;
+      std::ifstream file("/proc/self/task/" + std::to_string(id_) + "/syscall");
+      std::string call;
+      if (file >> call && call == std::to_string(SYS_futex)) return;
+      std::this_thread::yield();
+    }
+  }
+
+ private:
+  std::atomic<int> id_{0};
+  std::atomic<bool> done_{false};
+  std::thread thread_;
+};
+
+void a_load_holds_up_nobody_else() {
+  sessions.stop();
+  std::unique_ptr<Seat> slow, other;
+  Worker loading([&] { slow = seat("held", 0); });
+  sessions.await_stopped(1);
+  // Another file, what is lent, and a search: all of them while the load goes on.
+  other = seat("other", 0);
+  expect(find_session("") != nullptr, "the session beside the load is not found");
+  expect(!take_lent_seat("nobody", 0), "a seat was lent by nobody");
+  other.reset();
+  expect(!loading.done(), "the load was not held");
+  sessions.go_on();
+}
+
+void who_shares_a_session_waits_for_its_load() {
+  int made = sessions.made;
+  sessions.stop();
+  std::unique_ptr<Seat> first, second;
+  {
+    Worker loading([&] { first = seat("held", 0); });
+    sessions.await_stopped(1);
+    Worker joining([&] { second = seat("held", 1); });
+    joining.await_blocked();
+    expect(!joining.done(), "a seat was had in a session that was not loaded");
+    sessions.go_on();
+  }
+  expect(sessions.made == made + 1 && &first->session() == &second->session(), "two delegates made two sessions");
+  expect(first->number() == 0 && second->number() == 1, "delegates are counted wrongly");
+  // A place that is taken needs a session of its own; so does a delegate with its own budget.
+  auto again = seat("held", 1);
+  expect(&again->session() != &first->session(), "one place was given twice");
+  SessionRequest request;
+  request.own_budgets["two"].bytes = 8192;
+  auto alone = seat("held", 1, request);
+  expect(alone->number() == 0 && sessions.made == made + 3, "a delegate with a budget of its own shares");
+  auto beside = seat("held", 0, request);
+  expect(&beside->session() == &again->session(), "a free place was not used");
+  second.reset();
+  auto back = seat("held", 1);
+  expect(&back->session() == &first->session(), "a place that was given back was not used");
+}
+
+void no_budget_is_taken_twice() {
+  expect(sessions.open == 0, "sessions are left");
+  sessions.most = 0;
+  auto old = seat("held", 0);
+  auto second = seat("held", 1);
+  second.reset();
+  expect(sessions.open == 1, "a session went before its last delegate");
+  sessions.stop();
+  std::unique_ptr<Seat> next, other;
+  {
+    Worker closing([&] { old.reset(); });
+    sessions.await_stopped(1);
+    // Giving up is as long as loading: nobody else waits for it, and whoever loads the same does.
+    other = seat("other", 0);
+    other.reset();
+    sessions.most = 1;
+    Worker loading([&] { next = seat("held", 0); });
+    loading.await_blocked();
+    expect(!loading.done() && sessions.open == 1, "a session was made while the one before it was given up");
+    sessions.go_on();
+  }
+  expect(sessions.most == 1, "two sessions had the budget at once");
+}
+
+void a_load_that_fails_leaves_nothing() {
+  for (const char* path : {"bad", "bad plan"})
+    for (int time = 0; time < 2; ++time) {
+      try {
+        seat(path, 0);
+        expect(false, "a failure of the core went unnoticed");
+      } catch (const Refusal& refusal) {
+        expect(refusal.kind == Kind::core, "the failure is told as another");
+      }
+    }
+  expect(sessions.open == 0, "a failed load left a session");
+}
+
+void sessions_are_lent_and_reclaimed() {
+  int somebody = 0;
+  lend_session("group", &somebody, 3, {1});
+  auto lent = take_lent_seat("group", 1);
+  expect(lent && lent->session().handle() == &somebody && lent->number() == 0, "another session was lent");
+  expect(lent->session().device_index() == 3, "the device is another");
+  try {
+    take_lent_seat("group", 0);
+    expect(false, "a seat was lent that there is none of");
+  } catch (const Refusal& refusal) {
+    expect(refusal.kind == Kind::package, "the refusal is told as another");
+  }
+  reclaim_sessions("group");
+  expect(!take_lent_seat("group", 1), "what was reclaimed was lent");
+  lent.reset();
+  expect(!find_session("group"), "a lent session is found as one of ours");
+}
+
+}  // namespace
+
+const Core& core() {
+  static const Core made = fake();
+  return made;
+}
+void throw_core_failure() { throw Refusal(Kind::core, core().failure_text(), core().failure()); }
+const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool) {
+  for (const Ladder& ladder : payload.ladders)
+    if (ladder.methods == methods) return ladder;
+  throw Refusal(Kind::package, "no ladder");
+}
+std::vector<int64_t> rebased(const Rung&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
+
+}  // namespace penstock_executorch
+
+int main() {
+  using namespace penstock_executorch;
+#ifdef WITH_MUTANTS
+  if (const char* number = std::getenv("PENSTOCK_MUTANT")) penstock_mutant = std::atoi(number);
+#endif
+  alarm(60);  // what hangs has been noticed
+  a_load_holds_up_nobody_else();
+  who_shares_a_session_waits_for_its_load();
+  no_budget_is_taken_twice();
+  a_load_that_fails_leaves_nothing();
+  sessions_are_lent_and_reclaimed();
+  return 0;
+}

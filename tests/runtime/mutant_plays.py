@@ -1,0 +1,54 @@
+"""Plays scenarios against mutants of the core, each in a process that is forked for it: a mutant may end its process.
+
+`python -m tests.runtime.mutant_plays FUNCTION:NUMBER...` prints, for each mutant, its number and the scenario that missed
+what was done to it; "survived" when none did. The core as it is goes first, and must pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from tests.runtime.scenarios import SCENARIOS, play
+from tests.runtime.soft import library
+
+# Far more than all scenarios take. What hangs has been noticed.
+LONG_S = 60
+
+
+def missed(number: int, first: str) -> str:
+    """The scenario that goes wrong. Tried first: the one that did for another mutant of the same function."""
+    names = sorted(SCENARIOS, key=lambda name: name != first)  # stable
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(LONG_S)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        ctypes.c_int.in_dll(library(), "penstock_mutant").value = number
+        for name in names:
+            os.write(into, name.encode() + b"\n")
+            try:
+                play(name)
+            except BaseException:
+                os._exit(1)
+        os.write(into, b"survived\n")
+        os._exit(0)
+    os.close(into)
+    with os.fdopen(out) as told:
+        played = told.read().split()
+    os.waitpid(child, 0)
+    return played[-1]
+
+
+if __name__ == "__main__":
+    # Also so that each mutant finds its plans made.
+    for name in SCENARIOS:
+        play(name)
+    last: dict[str, str] = {}
+    for argument in sys.argv[1:]:
+        function, number = argument.rsplit(":", 1)
+        name = missed(int(number), last.get(function, ""))
+        last[function] = name
+        print(number, name, flush=True)

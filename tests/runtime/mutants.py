@@ -1,0 +1,247 @@
+"""The core's sources with many small faults in them, of which one at a time is switched on.
+
+All mutants are one build: every place that can go wrong asks whether it is its turn (`penstock_mutant`). So hundreds of
+them cost one compilation, and a fork each.
+
+What is done to the code: calls that order or time things are left out, moved behind the next work of the host's, given
+another event or another stream; conditions are taken for true and for false.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Calls that order, time or forget: without one of them something must go wrong.
+DRIVER_CALL = re.compile(r"\bdriver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+|fill)\(")
+OWN_CALL = re.compile(
+    r"(?<![\w.>:~])(?:source_\.follow|finish|await_copy|poison|forget_copies|reset|announce|restore_progress|leave_capture"
+    r"|stalls_\.\w+|trace_->\w+|set_shapes|await_readers|await_copies|fill_residents|drop_order|discard_run|set_current_session"
+    r"|core\(\)\.session_abort)\("
+)
+CONDITION = re.compile(r"\bif \(")
+# A condition that only refuses: what happens without it is for the tests of refusals to say.
+REFUSAL = re.compile(r"\s*\{?\s*(?:throw|return fail\(|fail\()")
+ELAPSED = re.compile(r"\bdriver_\.elapsed_ns\(")
+FUNCTION = re.compile(r"^\S.*?(?:\w+::)+(~?\w+)\(")
+FREE_FUNCTION = re.compile(r"^(?:static |inline )?[\w:<>*& ]+? (\w+)\(.*\{$")
+DECLARES = re.compile(r"^(?:const )?[\w:]+(?:<[^=]*>)?[&*]? ?[&*]?\w+ = ")
+
+# By the event in a call, what else could stand there.
+NEIGHBOURS = "mutants::{which}({all}, &std::decay_t<decltype({all}[0])>::{field}, {event})"
+WRONG_EVENTS: dict[str, list[str]] = {
+    "step.ended": ["step.ended_in_graph", *("PREVIOUS methods_[method_].steps ended", "NEXT methods_[method_].steps ended")],
+    "step.ended_in_graph": ["step.ended", "PREVIOUS methods_[method_].steps ended_in_graph"],
+    "stay.ready": ["stay.ready_in_graph", *("PREVIOUS methods_[method_].stays ready", "NEXT methods_[method_].stays ready")],
+    "stay.ready_in_graph": ["stay.ready", "PREVIOUS methods_[method_].stays ready_in_graph"],
+    "held.read": ["held.ready", "PREVIOUS held_ read", "NEXT held_ read"],
+    "held.ready": ["held.read", "PREVIOUS held_ ready", "NEXT held_ ready"],
+    "buffer.copied": ["PREVIOUS buffers_ copied"],
+    "fork_": ["lead_"],
+    "lead_": ["fork_"],
+    "begin": ["end"],
+    "end": ["begin"],
+    "run.waits[run.used].before": ["run.waits[run.used].after", "run.waits[0].before"],
+    "run.waits[run.used].after": ["run.waits[run.used].before", "run.waits[0].after"],
+    "run.waits[run.used - 1].after": ["run.waits[0].after", "run.waits[run.used - 1].before"],
+    "spans_[open_copy_].end": ["spans_[open_copy_].begin", "spans_[0].end"],
+    "spans_[open_step_].begin": ["spans_[open_step_].end"],
+    "spans_[open_step_].end": ["spans_[open_step_].begin", "spans_[0].end"],
+    "span.end": ["span.begin"],
+    "span.begin": ["span.end"],
+    "near": ["base_"],
+    "before.end": ["before.begin", "span.begin"],
+}
+WRONG_STREAMS = {"copy_stream_": "compute_", "compute_": "copy_stream_"}
+
+SELECTOR = """
+#include "mutants.h"
+extern "C" { int penstock_mutant = 0; }
+namespace penstock { namespace mutants {
+std::function<void()>& deferred() { static thread_local std::function<void()> action; return action; }
+} }
+"""
+HEADER = """
+#pragma once
+#include <functional>
+#include <type_traits>
+extern "C" int penstock_mutant;
+namespace penstock { namespace mutants {
+inline bool on(int number) { return penstock_mutant == number; }
+// What a call became that comes too late: behind the next copy, fill or kernel.
+std::function<void()>& deferred();
+template <typename Action> void defer(Action action) { deferred() = action; }
+struct AfterThis {
+  ~AfterThis() {
+    std::function<void()> action;
+    action.swap(deferred());
+    try { if (action) action(); } catch (...) {}
+  }
+};
+// Of the neighbours that have such an event.
+template <typename All, typename Field, typename Event> Event previous(All& all, Field field, Event own) {
+  Event found = nullptr, last = nullptr;
+  for (auto& one : all) { if (one.*field == own) found = last; if (one.*field) last = one.*field; }
+  return found ? found : last;
+}
+template <typename All, typename Field, typename Event> Event next(All& all, Field field, Event own) {
+  Event first = nullptr; bool seen = false;
+  for (auto& one : all) {
+    if (!(one.*field)) continue;
+    if (seen) return one.*field;
+    if (!first) first = one.*field;
+    seen = one.*field == own;
+  }
+  return first;
+}
+} }
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    number: int
+    file: str
+    function: str
+    # What was done, and to which text.
+    name: str
+
+
+class Mutated:
+    """Sources with all of their mutants, numbered from 1."""
+
+    def __init__(self, folder: Path, files: Sequence[str], skipped: Container[str] = ()) -> None:
+        self.mutants: list[Mutant] = []
+        self._skipped = skipped
+        changed = {file: self._mutate(file, (folder / file).read_text()) for file in files}
+        self.texts = {file: f'#include "mutants.h"\n{text}' for file, text in changed.items()}
+        self.texts |= {"mutants.h": HEADER, "mutants.cpp": SELECTOR}
+
+    def _number(self, file: str, function: str, what: str) -> str:
+        name = f"{file} {function}: {what}"
+        count = sum(one.name == name or one.name.startswith(f"{name} (") for one in self.mutants)
+        if count:
+            name += f" ({count + 1})"
+        self.mutants.append(Mutant(len(self.mutants) + 1, file, function, name))
+        return f"mutants::on({len(self.mutants)})"
+
+    def _mutate(self, file: str, text: str) -> str:
+        lines, function, joined, at = [], "", "", 0
+        for line in text.splitlines(keepends=True):
+            at += len(line)
+            if not line[0].isspace():
+                found = FUNCTION.match(line) or FREE_FUNCTION.match(line)
+                if found:
+                    function = found[1]
+                lines.append(line)
+                continue
+            # A statement may take several lines: up to where its parentheses are closed.
+            joined += line
+            if _depth(joined) > 0:
+                continue
+            mutable = function and function not in self._skipped
+            lines.append(self._statement(file, function, joined, text[at:]) if mutable else joined)
+            joined = ""
+        return "".join(lines) + joined
+
+    def _statement(self, file: str, function: str, text: str, following: str) -> str:
+        code = text.split("//")[0] if text.count("\n") == 1 else text
+        out, at = "", 0
+        for begin, end, kind in _places(code):
+            refuses = REFUSAL.match(code[end + 1 :] + following) is not None
+            out += text[at:begin] + self._changed(file, function, kind, code[begin:end], refuses)
+            at = end
+        return out + text[at:]
+
+    def _changed(self, file: str, function: str, kind: str, text: str, refuses: bool) -> str:
+        flat = " ".join(text.split())
+        if kind == "condition":
+            yes = self._number(file, function, f"if ({flat}) taken for true")
+            out = f"{yes} ? true : "
+            if not refuses:
+                out += f"{self._number(file, function, f'if ({flat}) taken for false')} ? false : "
+            return f"{out}static_cast<bool>({text})"
+        if kind == "elapsed":
+            first, second = _arguments(text)
+            turned = self._number(file, function, f"{flat} turned round")
+            calls = f"{turned} ? driver_.elapsed_ns({second}, {first}) : "
+            for wrong in WRONG_EVENTS.get(first, []):
+                chosen = self._number(file, function, f"{flat} from {wrong}")
+                calls += f"{chosen} ? driver_.elapsed_ns({wrong}, {second}) : "
+            return f"({calls}{text})"
+        out = f"{self._number(file, function, f'{flat} left out')} ? (void)0 : "
+        if kind == "own call":
+            return f"({out}(void)({text}))"
+        name = text[: text.index("(")]
+        arguments = _arguments(text)
+        if "synchronize" not in name:
+            out += f"{self._number(file, function, f'{flat} too late')} ? mutants::defer([=] {{ {text}; }}) : "
+        for index, argument in enumerate(arguments):
+            for wrong in self._wrong(argument):
+                changed = [*arguments[:index], wrong[1], *arguments[index + 1 :]]
+                chosen = self._number(file, function, f"{flat} with {wrong[0]}")
+                out += f"{chosen} ? {name}({', '.join(changed)}) : "
+        return f"({out}{text})"
+
+    def _wrong(self, argument: str) -> Iterator[tuple[str, str]]:
+        if argument in WRONG_STREAMS:
+            yield WRONG_STREAMS[argument], WRONG_STREAMS[argument]
+        for wrong in WRONG_EVENTS.get(argument, []):
+            which, *rest = wrong.split()
+            if rest and which in ("PREVIOUS", "NEXT"):
+                of, field = rest
+                text = NEIGHBOURS.format(which=which.lower(), all=of, field=field, event=argument)
+                yield f"the {which.lower()} {field}", text
+            else:
+                yield wrong, wrong
+
+
+def _depth(text: str) -> int:
+    code = re.sub(r"//[^\n]*|\"(?:[^\"\\]|\\.)*\"|'.'", "", text)
+    return code.count("(") - code.count(")")
+
+
+def _closing(text: str, begin: int) -> int:
+    """Where the parenthesis that is open at `begin` is closed; behind it."""
+    depth = 1
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[begin], 0)
+        begin += 1
+    return begin
+
+
+def _arguments(call: str) -> list[str]:
+    inner, depth, parts = call[call.index("(") + 1 : -1], 0, [""]
+    for letter in inner:
+        depth += letter in "([{"
+        depth -= letter in ")]}"
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def _places(code: str) -> Iterator[tuple[int, int, str]]:
+    """Of one statement, from left to right and none inside another."""
+    found: list[tuple[int, int, str]] = []
+    for match in CONDITION.finditer(code):
+        end = _closing(code, match.end()) - 1
+        inner = code[match.end() : end]
+        if ";" not in inner and not DECLARES.match(inner):
+            found.append((match.end(), end, "condition"))
+    for pattern, kind in ((ELAPSED, "elapsed"), (DRIVER_CALL, "driver call"), (OWN_CALL, "own call")):
+        for match in pattern.finditer(code):
+            # Behind a return, in a list of members or in a condition a call is a value.
+            before = code[: match.start()].rstrip()
+            if kind != "elapsed" and not re.search(r"(?:[;{})]|else|^)$", before):
+                continue
+            if any(begin <= match.start() < end for begin, end, _ in found):
+                continue
+            end = _closing(code, match.end())
+            if kind != "elapsed" and not re.match(r"\s*;", code[end:]):
+                continue
+            found.append((match.start(), end, kind))
+    yield from sorted(found)
