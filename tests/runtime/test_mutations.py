@@ -13,8 +13,6 @@ import pytest
 
 from tests.runtime.builds import SOURCES, WORKERS, build_core, play
 from tests.runtime.mutants import Mutant, Mutated
-from tests.runtime.scenarios import SCENARIOS
-from tests.runtime.scenarios import play as play_scenario
 
 FILES = [
     *("streaming_session.cpp", "planned_session.cpp", "planned_capture.cpp", "lru_session.cpp"),
@@ -124,8 +122,3 @@ def test_every_fault_is_missed(tmp_path: Path) -> None:
     assert len(missed) == len(made.mutants)
     survivors = [one.name for one in made.mutants if missed[one.number] == "survived" and one.name not in EQUIVALENT]
     assert not survivors, f"done to the core, and nothing went wrong: {survivors}"
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_core_as_it_is_passes(name: str) -> None:
-    play_scenario(name)
