@@ -1,4 +1,4 @@
-"""The delegate's sessions: who shares one, who waits for its load, and who does not. Over a core that a test holds up."""
+"""The delegate's sessions: who shares one, and who waits for its load. Over a core that a test holds up."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def built(folder: Path, replaced: dict[str, str] | None = None) -> Path:
     for name, text in (replaced or {}).items():
         (folder / name).write_text(text)
     sources = [folder / "program_session.cpp", folder / "mutants.cpp"] if replaced else []
-    sources += [sources_folder() / name for name in ("program_session.cpp", "budget.cpp", "refusal.cpp")][
-        bool(replaced) :
-    ]
+    names = ["budget.cpp", "refusal.cpp", *([] if replaced else ["program_session.cpp"])]
+    sources += [sources_folder() / name for name in names]
     program = folder / "registry_probe"
     includes = [f"-I{folder}", f"-I{sources_folder()}", *(["-DWITH_MUTANTS"] if replaced else [])]
     probe = Path(__file__).with_name("registry_probe.cpp")
@@ -60,7 +59,6 @@ def test_every_fault_is_missed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(WORKERS) as workers:
         found = list(workers.map(survives, [one.number for one in made.mutants]))
     assert len(made.mutants) > 15
-    survivors = [
-        one.name for one, alive in zip(made.mutants, found, strict=True) if alive and one.name not in EQUIVALENT
-    ]
+    alive = [one.name for one, survived in zip(made.mutants, found, strict=True) if survived]
+    survivors = [name for name in alive if name not in EQUIVALENT]
     assert not survivors, f"done to the delegate, and nothing went wrong: {survivors}"

@@ -1,7 +1,8 @@
 """Mutation check: small faults put into the core one at a time (tests/runtime/mutants.py). Each must be missed.
 
-Whichever scenario misses it will do, for all of them force their orders: none waits for time to pass. What no scenario can
-miss stands in EQUIVALENT, with the reason. A wait, record or condition that is added without a scenario turns this red.
+Whichever scenario misses it will do, for all of them force their orders: none waits for time to pass. What no scenario
+can miss stands in EQUIVALENT, with the reason. A wait, record or condition that is added without a scenario turns this
+red.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ EQUIVALENT = {
     "lru_session.cpp release: if (held.has_been_read) taken for true": NEVER_RECORDED,
     "staging.cpp await_copy: if (!buffer.copying) taken for false": NEVER_RECORDED,
     "streaming_session.cpp done: if (!error().empty()) taken for false": "the abort that must follow undoes it",
-    "streaming_session.cpp finish: if (mode_ == Mode::run || mode_ == Mode::replay) taken for true": "it waits for more",
+    "streaming_session.cpp finish: if (mode_ == Mode::run || mode_ == Mode::replay) taken for true": (
+        "more is waited for than must be"
+    ),
     "streaming_session.cpp time_copies: source_.follow({}, {}) left out": "the first run says what is to be read",
     "streaming_session.cpp last_run: if (!run_.replays) taken for true": "front ends tell no stall of a replay",
     "planned_session.cpp create_memory: if (record.bytes == 0) taken for false": "the planner makes no empty range",
