@@ -105,7 +105,7 @@ Payload program(const std::string& name) {
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
   payload.methods = {{"one", {}, 1}, {"two", {}, 1}};
-  payload.ladders = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 4096, 8192, {{4096, nullptr, 0}}}};
+  payload.ladders = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
   return payload;
 }
 
@@ -180,6 +180,7 @@ void who_shares_a_session_waits_for_its_load() {
   request.own_budgets["two"].bytes = 8192;
   auto alone = seat("held", 1, request);
   expect(alone->number() == 0 && sessions.made == made + 3, "a delegate with a budget of its own shares");
+  expect(alone->session().facts().floor_bytes == 2048, "a delegate that is alone has the plans of all");
   auto beside = seat("held", 0, request);
   expect(&beside->session() == &again->session(), "a free place was not used");
   second.reset();

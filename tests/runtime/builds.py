@@ -20,7 +20,9 @@ def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] |
     flags = ["-std=c++17", "-fPIC", "-pthread", *flags]
     for name, text in (replaced or {}).items():
         (folder / name).write_text(text)
-    names = {source.name for source in SOURCES.glob("*.cpp")} | {name for name in replaced or {} if name.endswith("cpp")}
+    names = {source.name for source in SOURCES.glob("*.cpp")} | {
+        name for name in replaced or {} if name.endswith("cpp")
+    }
 
     def compiled(name: str) -> str:
         source = folder / name if name in (replaced or {}) else SOURCES / name

@@ -106,8 +106,9 @@ class SoftDevice:
     def set_delays(self, seed: int, max_ns: int) -> None:
         core.penstock_soft_set_delays(self.driver, ctypes.c_uint64(seed), ctypes.c_uint64(max_ns))
 
-    def sleep(self, ns: int) -> None:
-        self.soft("launch_sleep", self.stream, ctypes.c_uint64(ns))
+    def set_late(self) -> None:
+        """From here on what is queued runs when somebody waits for it."""
+        self.soft("set_late", self.stream, 1)
 
     def synchronize(self) -> None:
         self.soft("synchronize_stream", self.stream)

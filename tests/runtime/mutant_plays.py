@@ -1,7 +1,7 @@
 """Plays scenarios against mutants of the core, each in a process that is forked for it: a mutant may end its process.
 
-`python -m tests.runtime.mutant_plays FUNCTION:NUMBER...` prints, for each mutant, its number and the scenario that missed
-what was done to it; "survived" when none did. The core as it is goes first, and must pass.
+`python -m tests.runtime.mutant_plays FUNCTION:NUMBER...` prints, for each mutant, its number and the scenario that
+missed what was done to it; "survived" when none did. The core as it is goes first, and must pass.
 """
 
 from __future__ import annotations

@@ -18,23 +18,30 @@ from pathlib import Path
 DRIVER_CALL = re.compile(r"\bdriver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+|fill)\(")
 OWN_CALL = re.compile(
     r"(?<![\w.>:~])(?:source_\.follow|finish|await_copy|poison|forget_copies|reset|announce|restore_progress|leave_capture"
-    r"|stalls_\.\w+|trace_->\w+|set_shapes|await_readers|await_copies|fill_residents|drop_order|discard_run|set_current_session"
-    r"|core\(\)\.session_abort)\("
+    r"|stalls_\.\w+|trace_->\w+|set_shapes|await_readers|await_copies|fill_residents|drop_order|discard_run"
+    r"|(?:registry\(\)|all)\.\w+\.(?:wait|erase|emplace|notify_all|insert)|session_->taken\(\)\.erase"
+    r"|made->taken\(\)\.insert|session_\.reset)\("
 )
 CONDITION = re.compile(r"\bif \(")
 # A condition that only refuses: what happens without it is for the tests of refusals to say.
 REFUSAL = re.compile(r"\s*\{?\s*(?:throw|return fail\(|fail\()")
 ELAPSED = re.compile(r"\bdriver_\.elapsed_ns\(")
 FUNCTION = re.compile(r"^\S.*?(?:\w+::)+(~?\w+)\(")
-FREE_FUNCTION = re.compile(r"^(?:static |inline )?[\w:<>*& ]+? (\w+)\(.*\{$")
+FREE_FUNCTION = re.compile(r"^(?:static |inline )?[\w:<>*& ]+? (\w+)\([^;]*$")
 DECLARES = re.compile(r"^(?:const )?[\w:]+(?:<[^=]*>)?[&*]? ?[&*]?\w+ = ")
 
 # By the event in a call, what else could stand there.
 NEIGHBOURS = "mutants::{which}({all}, &std::decay_t<decltype({all}[0])>::{field}, {event})"
 WRONG_EVENTS: dict[str, list[str]] = {
-    "step.ended": ["step.ended_in_graph", *("PREVIOUS methods_[method_].steps ended", "NEXT methods_[method_].steps ended")],
+    "step.ended": [
+        "step.ended_in_graph",
+        *("PREVIOUS methods_[method_].steps ended", "NEXT methods_[method_].steps ended"),
+    ],
     "step.ended_in_graph": ["step.ended", "PREVIOUS methods_[method_].steps ended_in_graph"],
-    "stay.ready": ["stay.ready_in_graph", *("PREVIOUS methods_[method_].stays ready", "NEXT methods_[method_].stays ready")],
+    "stay.ready": [
+        "stay.ready_in_graph",
+        *("PREVIOUS methods_[method_].stays ready", "NEXT methods_[method_].stays ready"),
+    ],
     "stay.ready_in_graph": ["stay.ready", "PREVIOUS methods_[method_].stays ready_in_graph"],
     "held.read": ["held.ready", "PREVIOUS held_ read", "NEXT held_ read"],
     "held.ready": ["held.read", "PREVIOUS held_ ready", "NEXT held_ ready"],
@@ -97,6 +104,7 @@ template <typename All, typename Field, typename Event> Event next(All& all, Fie
   return first;
 }
 } }
+namespace penstock_executorch { namespace mutants = penstock::mutants; }
 """
 
 

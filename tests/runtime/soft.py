@@ -236,7 +236,7 @@ class SoftDriver:
         library().penstock_soft_rest(self.handle)
 
     def set_clock(self, now_ns: int, tick_ns: int) -> None:
-        """From here on the clock moves by one tick for every copy, fill and kernel that has run, and by nothing else."""
+        """From here on the clock moves by one tick for every copy, fill and kernel that has run: by nothing else."""
         library().penstock_soft_set_clock(self.handle, now_ns, tick_ns)
 
     def set_order(self, order: int, seed: int = 1) -> None:

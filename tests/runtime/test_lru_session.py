@@ -108,9 +108,9 @@ def test_at_the_floor_with_slow_kernels_ahead(zoo: dict[str, Model], seed: int) 
     """A release that has not completed is waited for in stream order; it is no shortage."""
     model = zoo[NAMES[seed - 1]]
     budget = floor_of(model)
-    with SoftDriver(PAGE, budget, poison=True) as driver, Rig(model, lru=True, driver=driver, kernel_ns=4 * MS) as rig:
+    with SoftDriver(PAGE, budget, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
         rig.install_lru(budget)
-        streams = [rig.stream(), rig.stream()]
+        streams = [rig.stream(late=True), rig.stream(late=True)]
         for run in range(6):
             rig.run(run % len(model.schedules), streams[run % 2], check=False)
         rig.check()
@@ -142,8 +142,8 @@ def test_everything_that_fits_is_copied_once(zoo: dict[str, Model]) -> None:
 def test_another_budget_never_holds_two_pools(zoo: dict[str, Model]) -> None:
     model = zoo["chain"]
     low, high = floor_of(model), floor_of(model) + 4 * PAGE
-    with SoftDriver(PAGE, high, poison=True) as driver, Rig(model, lru=True, driver=driver, kernel_ns=MS) as rig:
-        stream = rig.stream()
+    with SoftDriver(PAGE, high, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
+        stream = rig.stream(late=True)
         for budget in (high, low, high):
             rig.install_lru(budget)
             rig.run(stream=stream, check=False)
@@ -169,11 +169,11 @@ def test_another_access_than_the_recorded_one(zoo: dict[str, Model]) -> None:
     model = zoo["chain"]
     with Rig(model, lru=True) as rig:
         rig.install_lru(floor_of(model))
-        stream = rig.stream()
+        stream = rig.stream(late=True)
         for _ in range(2):
             rig.run(stream=stream)
             rig.begin(stream=stream)
-            rig.read(rig.acquire(0), "w0", stream, delay_ns=MS)
+            rig.read(rig.acquire(0), "w0", stream)
             with pytest.raises(RunFailed, match="position 1: expected access 1, got access 7") as failed:
                 rig.acquire(7)
             assert type(failed.value.error) is ScheduleDivergedError

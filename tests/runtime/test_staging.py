@@ -126,9 +126,9 @@ def test_a_buffer_is_not_refilled_under_its_copy(path: Path, buffers: int) -> No
     with staging(path, buffers=buffers, threads=4) as staged:
         cycle = [(i * BUFFER, BUFFER) for i in range(7)]
         staged.follow([], cycle)
+        staged.device.set_late()
         for _ in range(2):
             for pair in cycle:
-                staged.device.sleep(3_000_000)
                 staged.next(pair)
         staged.check()
 
@@ -163,7 +163,7 @@ def test_left_in_the_middle_with_copies_under_way(path: Path) -> None:
         staged = Staged(device, handle)
         # Nothing comes after these, so that no reader waits for the copies either.
         staged.follow([(0, BUFFER), (BUFFER, BUFFER)], [])
-        device.sleep(20_000_000)
+        device.set_late()
         staged.next((0, BUFFER))
         staged.next((BUFFER, BUFFER))
         core.penstock_host_staging_destroy(handle)
@@ -182,7 +182,7 @@ def test_never_asked_for_anything(path: Path) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, BUFFER, BUFFER + 1, 7 * BUFFER + 3])
 def test_bytes_outside_an_order_are_in_place_on_return(path: Path, nbytes: int) -> None:
     with staging(path) as staged:
-        staged.device.sleep(5_000_000)
+        staged.device.set_late()
         staged.now(77, nbytes)
         assert staged.device.read(0, nbytes) == CONTENT[77 : 77 + nbytes]
         assert staged.bytes_read == nbytes
