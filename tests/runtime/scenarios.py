@@ -13,6 +13,7 @@ import ctypes
 import itertools
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -1048,15 +1049,24 @@ def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
     with Rig(model, poison=False) as rig:
         rig.install_plan(plan)
         copies, stream, captures_on = rig.session.copy_stream, rig.stream(), rig.stream()
+        inside, landed = threading.Event(), threading.Event()
 
-        def land(step: int) -> None:
+        def wait_inside() -> None:
+            inside.set()
+            landed.wait()
+
+        def hold_the_reader(step: int) -> None:
             if step == 0:
-                rig.driver.call(captures_on, lambda: rig.driver.synchronize_stream(copies))
+                rig.driver.call(captures_on, wait_inside)
 
-        captured = rig.capture(1, captures_on, after_step=land)
-        with rig.late_copies():
-            rig.run(0, stream, check=False)
-            rig.replay(captured, stream, order=COPIES_FIRST)
+        captured = rig.capture(1, captures_on, after_step=hold_the_reader)
+        rig.driver.set_late(copies, True)
+        rig.run(0, stream, check=False)
+        rig.driver.call(copies, landed.set)  # behind what the run has copied for its next
+        rig.replay(captured, stream, order=COPIES_FIRST, check=False)
+        inside.wait()
+        rig.driver.set_late(copies, False)
+        rig.check()
 
 
 @scenario
