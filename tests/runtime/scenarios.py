@@ -474,7 +474,7 @@ def _there_and_back(folder: Path) -> Model:
     """Two methods: a run of the second leaves nothing in the ring that the first could take for its own."""
     names = [f"w{i}" for i in range(6)]
     schedules = [chain(*names), chain(*reversed(names), method="back")]
-    return write_model(folder / "weights.ptd", schedules, dict.fromkeys(names, 2 * PAGE))
+    return write_model(folder / "weights.ptd", schedules, dict.fromkeys(names, 4 * PAGE))
 
 
 def _run_with_late_copies(rig: Rig, method: int, stream: int) -> None:
