@@ -100,7 +100,7 @@ def halved(plan: Plan) -> Plan:
     copies = list(plan.methods[0].copies)
     piece = copies[0].piece
     half = PAGE // 2
-    moved = {
+    moved: dict[str, Any] = {
         "weight_offset_bytes": piece.weight_offset_bytes + half,
         "range_offset_bytes": piece.range_offset_bytes + half,
         "nbytes": piece.nbytes - half,
