@@ -77,8 +77,9 @@ class Memory {
     int64_t end = piece.range_offset_bytes + piece.bytes;
     bool is_last = piece.source_offset_bytes + piece.bytes == weight_end;
     if (piece.range_offset_bytes % page_bytes_ || (end % page_bytes_ && !is_last))
-      refuse(what + " takes bytes " + text(piece.range_offset_bytes) + " to " + text(end) + " of its range; it must begin "
-             "with a page of " + text(page_bytes_) + " bytes, and end with one or with its weight");
+      refuse(what + " takes bytes " + text(piece.range_offset_bytes) + " to " + text(end) +
+             " of its range; it must begin with a page of " + text(page_bytes_) +
+             " bytes, and end with one or with its weight");
     for (const Span& span : spans(piece))
       if (plan_.block_bytes[(size_t)span.block] != page_bytes_)
         refuse(what + " goes to block " + text(span.block) + " of " + text(plan_.block_bytes[(size_t)span.block]) +
@@ -170,8 +171,8 @@ class Method {
 
   void check_access(const AccessRecord& access) {
     if (access.range == kDirect && access.range_offset_bytes != access.source_offset_bytes)
-      refuse(what(access) + " is read at byte " + text(access.range_offset_bytes) + " of the file, its weight begins at " +
-             text(access.source_offset_bytes));
+      refuse(what(access) + " is read at byte " + text(access.range_offset_bytes) +
+             " of the file, its weight begins at " + text(access.source_offset_bytes));
     if (!access.bytes && access.stay >= 0) refuse(what(access) + " has no bytes, but a stay");
     if (access.range == kDirect || !access.bytes) return;
     if (access.range < 0) refuse(what(access) + " has " + text(access.bytes) + " bytes, but no range");
@@ -181,7 +182,8 @@ class Method {
     if (access.stay >= 0) check_pieces(access);
     int64_t streamed = access.stay >= 0 ? method_.stays[(size_t)access.stay].bytes : 0;
     int64_t bytes = access.is_split() ? access.head_bytes : access.bytes;
-    for (const Span& span : memory_.spans({access.source_offset_bytes, bytes, access.range, access.range_offset_bytes})) {
+    PieceRecord read{access.source_offset_bytes, bytes, access.range, access.range_offset_bytes};
+    for (const Span& span : memory_.spans(read)) {
       if (memory_.streams(span.block)) streamed -= span.bytes;
       else if (!memory_.holds(span))
         refuse(what(access) + " reads block " + text(span.block) + " at byte " + text(span.offset) +
@@ -217,7 +219,8 @@ class Method {
     if (stay.is_read) stay.issued = 0;
     stay.is_read = false;
     if (++stay.issued > stay.copies.size())
-      refuse(what_ + "copy " + text((int64_t)copy) + " is issued before the last of stay " + text(number) + " was read");
+      refuse(what_ + "copy " + text((int64_t)copy) + " is issued before the last of stay " + text(number) +
+             " was read");
     for (const Span& span : spans_[copy]) holder_[(size_t)span.block] = number;
   }
 

@@ -112,6 +112,10 @@ class BelowFloorError(BudgetError):
         self.floor_bytes = floor_bytes
 
 
+class PlanError(PenstockError):
+    """A plan breaks one of its own rules. No plan is installed that does: it would be a fault of the planner's."""
+
+
 class RuntimeFailure(PenstockError):
     """Base of what can go wrong between loading a program and closing it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.executorch.payload import fnv64
 from penstock.weight import Weight
 from penstock.weights import read_index, write_ptd
 from tests.executorch.programs import child
@@ -56,6 +58,16 @@ def flipped(at: int) -> Callable[[bytearray], bytearray]:
     return change
 
 
+def resealed(raw: bytearray) -> bytearray:
+    """A number of the last plan changed, and the hash of the whole made good."""
+    start = raw.index(b"PNSTKPRG")
+    text_bytes, table_bytes, code_bytes = struct.unpack_from("<QQQ", raw, start + 24)
+    end = start + 48 + text_bytes + table_bytes + code_bytes
+    raw[start + 48 + text_bytes + table_bytes - 8] ^= 1
+    struct.pack_into("<Q", raw, start + 16, fnv64(bytes(raw[start + 24 : end])))
+    return raw
+
+
 def cut(part: float) -> Callable[[bytearray], bytearray]:
     return lambda raw: raw[: int(len(raw) * part)]
 
@@ -89,6 +101,8 @@ def bad_programs(program: Path, data: Path, folder: Path) -> dict[str, Case]:
         name: Case(damaged(program, folder, name, flipped(at)), data, "PackageError", said, stock)
         for name, (at, said, stock) in places.items()
     }
+    changed = damaged(program, folder, "plan", resealed)
+    cases["plan"] = Case(changed, data, "PackageError", "is not the one that was written", "refused")
     for part in (0, 0.0001, 0.01, 0.5, 0.99):
         cases[f"program-cut-{part}"] = Case(damaged(program, folder, f"cut-{part}", cut(part)), data, "PackageError")
     return cases

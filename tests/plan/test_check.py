@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -202,10 +203,10 @@ def test_half_a_page_is_not_a_piece() -> None:
         check_plan(plan, [A_THEN_B], weights_of(a=P, b=P))
     # What ends with its weight has the page to itself.
     short = {"a": P, "b": 100}
-    copies = (Copy(1, Piece("b", 0, 100, 1, 0), 1, 0), Copy(0, Piece("a", 0, P, 0, 0), 2, 1))
+    whole = (Copy(1, Piece("b", 0, 100, 1, 0), 1, 0), Copy(0, Piece("a", 0, P, 0, 0), 2, 1))
     places = (TWO_PLACES[0], dataclasses.replace(TWO_PLACES[1], nbytes=100))
     stays = (TWO_STAYS[0], dataclasses.replace(TWO_STAYS[1], nbytes=100))
-    check_plan(Plan(P, *ONE_PAGE, (MethodPlan("forward", places, stays, copies, 2),)), [A_THEN_B], weights_of(**short))
+    check_plan(Plan(P, *ONE_PAGE, (MethodPlan("forward", places, stays, whole, 2),)), [A_THEN_B], weights_of(**short))
 
 
 def test_a_wait_that_is_only_inherited() -> None:
@@ -270,28 +271,44 @@ def fields(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Plan]]]:
     def one(of: tuple[Any, ...], index: int, **changes: Any) -> tuple[Any, ...]:
         return (*of[:index], dataclasses.replace(of[index], **changes), *of[index + 1 :])
 
+    def block(index: int, value: Any) -> Plan:
+        return dataclasses.replace(plan, blocks=one(plan.blocks, index, nbytes=value))
+
+    def mapping(name: str, value: Any) -> Plan:
+        return dataclasses.replace(plan, ranges=one(plan.ranges, 0, **{name: value if name == "nbytes" else (value,)}))
+
+    def fill(name: str, value: Any) -> Plan:
+        return dataclasses.replace(plan, fills=one(plan.fills, 0, **{name: value}))
+
+    def piece(name: str, value: Any) -> Plan:
+        changed = dataclasses.replace(method.copies[0].piece, **{name: value})
+        return with_copies(plan, one(method.copies, 0, piece=changed))
+
+    def copy(name: str, value: Any) -> Plan:
+        return with_copies(plan, one(method.copies, 0, **{name: value}))
+
+    def stay(name: str, value: Any) -> Plan:
+        return with_stay(plan, 0, **{name: (value,) if name == "accesses" else value})
+
+    def placement(name: str, value: Any) -> Plan:
+        return with_method(plan, placements=one(method.placements, 0, **{name: value}))
+
     for index in (0, len(plan.blocks) - 1):
-        yield f"block {index}", lambda v, i=index: dataclasses.replace(plan, blocks=one(plan.blocks, i, nbytes=v))
-    yield "range", lambda v: dataclasses.replace(plan, ranges=one(plan.ranges, 0, nbytes=v))
-    yield "mapped", lambda v: dataclasses.replace(plan, ranges=one(plan.ranges, 1, blocks=(v,)))
-    yield "page", lambda v: dataclasses.replace(plan, page_bytes=v)
-    for name in ("nbytes", "weight_offset_bytes", "range_index", "range_offset_bytes"):
-        yield f"fill {name}", lambda v, n=name: dataclasses.replace(plan, fills=one(plan.fills, 0, **{n: v}))
-        yield (
-            f"piece {name}",
-            lambda v, n=name: with_copies(
-                plan,
-                one(method.copies, 0, piece=dataclasses.replace(method.copies[0].piece, **{n: v})),
-            ),
-        )
-    for name in ("stay", "issue_before", "wait_step"):
-        yield f"copy {name}", lambda v, n=name: with_copies(plan, one(method.copies, 0, **{n: v}))
-    for name in ("nbytes", "last_step"):
-        yield f"stay {name}", lambda v, n=name: with_stay(plan, 0, **{n: v})
-    yield "stay accesses", lambda v: with_stay(plan, 0, accesses=(v,))
-    for name in ("number", "nbytes", "range_index", "range_offset_bytes", "stay", "head_bytes"):
-        yield f"placement {name}", lambda v, n=name: with_method(plan, placements=one(method.placements, 0, **{n: v}))
-    yield "step count", lambda v: with_method(plan, step_count=v)
+        yield f"block {index}", partial(block, index)
+    of_piece = ("nbytes", "weight_offset_bytes", "range_index", "range_offset_bytes")
+    changes: dict[Callable[[str, Any], Plan], tuple[str, ...]] = {
+        mapping: ("nbytes", "blocks"),
+        fill: of_piece,
+        piece: of_piece,
+        copy: ("stay", "issue_before", "wait_step"),
+        stay: ("nbytes", "last_step", "accesses"),
+        placement: ("number", "nbytes", "range_index", "range_offset_bytes", "stay", "head_bytes"),
+    }
+    for change, names in changes.items():
+        for name in names:
+            yield f"{change.__name__} {name}", partial(change, name)
+    yield "page", lambda value: dataclasses.replace(plan, page_bytes=value)
+    yield "step count", lambda value: with_method(plan, step_count=value)
 
 
 def test_whatever_a_number_is_the_check_says_so_by_its_own_error(plan: Plan) -> None:

@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.errors import PlanError
 from penstock.plan.check_memory import (
     Filled,
     Layout,
     Pages,
-    PlanError,
     check_fills,
     check_piece,
     resident_matches,

@@ -7,15 +7,10 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.errors import PenstockError
+from penstock.errors import PlanError
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.plan import Piece, Plan
 from penstock.weight import Weight
-
-
-class PlanError(PenstockError):
-    """A plan breaks one of its own rules."""
-
 
 # Ring pages that follow one another: the first block, and the one after the last.
 Pages = tuple[int, int]

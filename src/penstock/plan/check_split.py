@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.plan.check_memory import Filled, Layout, PlanError, resident_matches
+from penstock.errors import PlanError
+from penstock.plan.check_memory import Filled, Layout, resident_matches
 from penstock.plan.plan import SPLIT_ROWS, Placement, Plan
 from penstock.schedule import Access
 from penstock.weight import Weight

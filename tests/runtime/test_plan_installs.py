@@ -1,0 +1,200 @@
+"""No plan reaches a session unproved, and the core refuses what it can see by itself."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.plan.check import PlanError, check_plan
+from penstock.plan.modes import ModePlanner
+from penstock.plan.plan import Copy, Plan
+from penstock.runtime.arranger import FIRST_RUNS
+from penstock.runtime.records import Numbers, plan_numbers
+from tests.runtime.modules import SCRIPTS, floor_of, play
+from tests.runtime.rig import PAGE, Model, Rig, chain, write_model
+
+NAMES = [f"w{index}" for index in range(6)]
+
+
+@contextmanager
+def a_planner_that_errs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its plans are of one step more than the program has, whatever the mode."""
+    right = ModePlanner.plan
+
+    def wrong(planner: ModePlanner, *arguments: Any) -> Plan:
+        plan = right(planner, *arguments)
+        return replace(plan, methods=tuple(replace(one, step_count=one.step_count + 1) for one in plan.methods))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModePlanner, "plan", wrong)
+        yield
+
+
+def test_every_way_to_a_session_leads_through_the_check(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = floor_of(decoder) + 4 * PAGE
+
+    def run() -> None:
+        module.reset_state()
+        play(module.run_method, SCRIPTS["decoder"])
+
+    with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
+        penstock.Module(decoder, budget, quiet=True)
+    with penstock.Module(decoder, budget, quiet=True) as module:
+        plan = module.plan
+        with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
+            module.set_budget(budget + PAGE)
+        with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
+            module.plan_at(budget)
+        with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
+            with module.calibrate():
+                run()
+        assert module.plan is plan and module.calibration is None
+        with module.calibrate():
+            run()
+        plan = module.plan
+        with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
+            with module.calibrate_direct():
+                pytest.fail("everything is in place though no plan says so")
+        with ExitStack() as stack, pytest.raises(PlanError, match="steps; the plan says"), module.calibrate_direct():
+            run()
+            stack.enter_context(a_planner_that_errs(monkeypatch))
+        assert module.plan is plan
+        run()
+    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+        with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
+            for _ in range(FIRST_RUNS + 1):
+                run()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return write_model(tmp_path / "w.ptd", [chain(*NAMES)], dict.fromkeys(NAMES, 2 * PAGE))
+
+
+def with_copies(plan: Plan, copies: list[Copy]) -> Plan:
+    method = replace(plan.methods[0], copies=tuple(sorted(copies, key=lambda copy: copy.issue_before)))
+    return replace(plan, methods=(method, *plan.methods[1:]))
+
+
+def with_piece(plan: Plan, index: int, **changes: Any) -> Plan:
+    copies = list(plan.methods[0].copies)
+    copies[index] = replace(copies[index], piece=replace(copies[index].piece, **changes))
+    return with_copies(plan, copies)
+
+
+def late(plan: Plan) -> Plan:
+    """Its stay's page is in other hands when it is read: what a run finds there is left over from the last."""
+    copies = list(plan.methods[0].copies)
+    return with_copies(plan, [replace(copies[0], issue_before=len(NAMES)), *copies[1:]])
+
+
+def halved(plan: Plan) -> Plan:
+    copies = list(plan.methods[0].copies)
+    piece = copies[0].piece
+    half = PAGE // 2
+    moved: dict[str, Any] = {
+        "weight_offset_bytes": piece.weight_offset_bytes + half,
+        "range_offset_bytes": piece.range_offset_bytes + half,
+        "nbytes": piece.nbytes - half,
+    }
+    first = replace(copies[0], piece=replace(piece, nbytes=half))
+    return with_copies(plan, [first, replace(copies[0], piece=replace(piece, **moved)), *copies[1:]])
+
+
+def unmapped_twice(plan: Plan) -> Plan:
+    block = plan.ranges[0].blocks[0]
+    return replace(plan, ranges=(replace(plan.ranges[0], blocks=(block, block)), *plan.ranges[1:]))
+
+
+def misplaced(plan: Plan) -> Plan:
+    method = plan.methods[0]
+    placed = replace(method.placements[0], range_offset_bytes=8, nbytes=PAGE)
+    return replace(plan, methods=(replace(method, placements=(placed, *method.placements[1:])),))
+
+
+def unread(plan: Plan) -> Plan:
+    method = plan.methods[0]
+    placed = replace(method.placements[0], stay=method.placements[1].stay)
+    return replace(plan, methods=(replace(method, placements=(placed, *method.placements[1:])),))
+
+
+def longer_stay(plan: Plan) -> Plan:
+    method = plan.methods[0]
+    stay = replace(method.stays[0], nbytes=method.stays[0].nbytes + 1)
+    return replace(plan, methods=(replace(method, stays=(stay, *method.stays[1:])),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (late, r"access \d should find stay \d in block \d, where stay \d was copied to after it"),
+        (
+            halved,
+            r"copy \d takes bytes 4096 to 6144 of its range; it must begin with a page of 4096 bytes, and end with",
+        ),
+        (unmapped_twice, r"a range maps block \d twice"),
+        (misplaced, "access 0 begins at byte 8 of its range; kernels need a multiple of 256"),
+        (unread, r"copy \d does not go where access 0 reads it"),
+        (longer_stay, r"stay 0 has 4097 bytes, its copies have 4096"),
+        (lambda plan: with_piece(plan, 0, nbytes=3 * PAGE), "needs to be in|is more than stay"),
+        (lambda plan: with_copies(plan, [*plan.methods[0].copies, plan.methods[0].copies[0]]), "is more than stay"),
+    ],
+)
+def test_the_core_refuses(model: Model, change: Callable[[Plan], Plan], message: str) -> None:
+    plan = model.plan(model.floor_bytes)
+    with Rig(model) as rig:
+        rig.install_plan(plan)
+        broken = change(plan)
+        with pytest.raises(PlanError):
+            check_plan(broken, model.schedules, model.weights)
+        with pytest.raises(PenstockError, match=message):
+            rig.session.install(plan_numbers(broken, model.offsets))
+        # What was installed still is.
+        rig.run()
+
+
+def changed(numbers: Numbers, change: Callable[[list[int]], None]) -> Numbers:
+    values = list(numbers)
+    change(values)
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
+    plan = model.plan(model.floor_bytes)
+    numbers = plan_numbers(plan, model.offsets)
+    entering = plan.methods[0].entering
+    assert len(entering) > 1 and list(numbers)[-len(entering) :] == list(entering)
+
+    def twice(values: list[int]) -> None:
+        values[-1] = values[-2]
+
+    def fewer(values: list[int]) -> None:
+        del values[-1]
+        values[-len(entering)] -= 1
+
+    def huge_blocks(values: list[int]) -> None:
+        values[1] = values[2] = 2**62
+
+    def odd_block(values: list[int]) -> None:
+        values[1] += 1
+
+    cases: list[tuple[Callable[[list[int]], None], str]] = [
+        (twice, r"copy \d enters twice"),
+        (fewer, r"is fetched after 0 of the 1 copies of its stay; the others are issued behind it"),
+        (huge_blocks, "needs to be in"),
+        (odd_block, r"block 0 has 4097 bytes, a page has 4096"),
+    ]
+    with Rig(model) as rig:
+        for change, message in cases:
+            with pytest.raises(PenstockError, match=message):
+                rig.session.install(changed(numbers, change))
+        rig.install_plan(plan)
+        rig.run()
