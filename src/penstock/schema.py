@@ -12,11 +12,14 @@ import json
 import math
 import types
 import typing
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NewType, NoReturn, TypeVar
 
 from penstock.printable import printable
 
 T = TypeVar("T")
+
+# A whole number that may be negative.
+Signed = NewType("Signed", int)
 
 HIGHEST = 2**63 - 1
 _SHOWN = 80
@@ -68,6 +71,10 @@ def _decoded(kind: Any, value: Any, where: str, rows: tuple[type, ...]) -> Any:
             _text(key, f"a key of {where}"): _decoded(parts[1], item, f"{where}.{_shown(key)}", rows)
             for key, item in value.items()
         }
+    if kind is Signed:
+        if type(value) is not int or abs(value) > HIGHEST:
+            _fail(where, value, "a whole number")
+        return value
     if kind is Any:
         return _constant(value, where)
     if origin in (typing.Union, types.UnionType):
