@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-# A case takes milliseconds, the first of a process seconds: it imports torch.
-HANG_S = 120
+# A case takes milliseconds.
+HANG_S = 60
 
 
 @dataclass
@@ -64,6 +64,7 @@ def _worker() -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
         pipe = subprocess.PIPE
         worker = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment)
         try:
+            assert worker.stdout is not None and worker.stdout.readline() == b"ready\n", "the worker does not start"
             yield worker, log
         finally:
             assert worker.stdin is not None

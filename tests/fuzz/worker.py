@@ -22,12 +22,17 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
+    # All that takes long to import, before the first case is timed.
+    import penstock.cli.main
+    import penstock.export.wrapper
+    import penstock.runtime.module  # noqa: F401
     from tests.fuzz.targets import TARGETS
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = sys.stdout
     sys.stdout = sys.stderr  # what a case prints is no answer
     with tempfile.TemporaryDirectory(prefix="penstock-fuzz-") as folder:
+        print("ready", file=answers, flush=True)
         for count, line in enumerate(sys.stdin):
             if count == WARM_UP_CASES:
                 _limit_memory()
