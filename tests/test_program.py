@@ -305,6 +305,11 @@ def with_byte(at: int) -> bytes:
     return bytes(raw)
 
 
+def with_directory_of(count: int) -> bytes:
+    """An archive that begins with so many bytes of something, all of which are said to be its directory."""
+    return bytes(count) + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 9, 9, count, 0, 0)
+
+
 def with_fields(*, flags: int = 0, method: int = 0) -> bytes:
     """The archive with other flags, or another method of compression, for its metadata: what torch never writes."""
     raw = bytearray(ARCHIVE)
@@ -333,6 +338,7 @@ def test_a_program_is_read_from_its_file(tmp_path: Path) -> None:
         (with_fields(flags=1), "penstock.json is compressed or encrypted"),
         (with_fields(method=99), "penstock.json is compressed or encrypted"),
         (with_fields(method=8), "penstock.json is compressed or encrypted"),
+        (with_directory_of(2**24 + 1), "its directory has 16777217 bytes, needs at most 16777216"),
         (b"in front" + ARCHIVE, "has 8 bytes before its first member"),
         (pack(DESCRIPTION, compression=zipfile.ZIP_DEFLATED), "wrapper.cpp is compressed or encrypted"),
         (pack(b"\xff\xfe"), "the offload metadata is damaged"),

@@ -8,13 +8,14 @@ has bytes, and what is checked here is what torch's own reader finds later.
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from penstock.errors import PackageError
 from penstock.printable import printable
@@ -63,10 +64,10 @@ class Archive:
 
 def read_archive(file: BinaryIO, shown: str) -> Archive:
     """Reads every byte once and compares every CRC. `shown` is the name of the file in messages."""
-    with _refusing(shown), zipfile.ZipFile(file) as archive:
-        file_bytes = file.seek(0, 2)
-        if file_bytes > ARCHIVE_LIMIT_BYTES:
-            raise PackageError(f"{shown} has {file_bytes} bytes, a program needs at most {ARCHIVE_LIMIT_BYTES}")
+    file_bytes = file.seek(0, os.SEEK_END)
+    if file_bytes > ARCHIVE_LIMIT_BYTES:
+        raise PackageError(f"{shown} has {file_bytes} bytes, a program needs at most {ARCHIVE_LIMIT_BYTES}")
+    with _refusing(shown), zipfile.ZipFile(cast(BinaryIO, _Bounded(file, file_bytes))) as archive:
         members = archive.infolist()
         names = [info.filename for info in members]
         described = [name for name in names if name.endswith(f"/extra/{METADATA_FILE}")]
@@ -85,6 +86,25 @@ def read_archive(file: BinaryIO, shown: str) -> Archive:
             elif name.startswith(CODE_FOLDER):
                 code.append(CodeFile(name, info.file_size, digest))
     return Archive(description, tuple(sorted(code, key=lambda entry: entry.name)))
+
+
+class _Bounded:
+    """As much of a file as zipfile asks for. It reads the directory in one piece, as long as the archive says it is."""
+
+    def __init__(self, file: BinaryIO, file_bytes: int) -> None:
+        self._file = file
+        self._file_bytes = file_bytes
+        self.seek, self.tell = file.seek, file.tell
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(self._file_bytes - self._file.tell(), 0)
+        wanted = left if count < 0 else min(count, left)
+        if wanted > METADATA_LIMIT_BYTES:
+            raise zipfile.BadZipFile(f"its directory has {wanted} bytes, needs at most {METADATA_LIMIT_BYTES}")
+        return self._file.read(wanted)
 
 
 def _check_members(members: list[zipfile.ZipInfo], folder: str, shown: str) -> None:
