@@ -26,6 +26,7 @@ from penstock.errors import PackageError, PenstockError, WeightsFileError
 from penstock.executorch.payload import Rung, pack_payload
 from penstock.printable import printable
 from penstock.program import read_program
+from penstock.schema import HIGHEST
 from penstock.sealed_text import SEAL_BYTES, sealed
 from penstock.weight import ITEM_BYTES
 from penstock.weights import WeightsIndex, read_index, verify_checksums
@@ -301,9 +302,9 @@ def plan_records(rng: random.Random, folder: Path) -> str:
 
     numbers = rng.choice(json.loads((CORPUS / "plans.json").read_text()))
     changed = damaged_numbers(rng, numbers)
-    # What the soft driver gives is real memory: a plan that asks for all of it shows nothing about the reader.
-    if sum(number for number in changed if 1 << 28 < number < 1 << 40):
-        changed = [number % (1 << 28) if 1 << 28 < number < 1 << 40 else number for number in changed]
+    # What the soft driver gives is real memory, and a block of exabytes keeps it busy for minutes: a plan's sums over
+    # such blocks are the core's own tests' business.
+    changed = [number % (1 << 28) if 1 << 28 < number < HIGHEST else number for number in changed]
     model = write_model(folder / "weights", schedules(), dict.fromkeys(SIZES, 8 * PAGE))
     with Rig(model) as rig:
         try:
