@@ -73,7 +73,11 @@ def read_archive(file: BinaryIO, shown: str) -> Archive:
         described = [name for name in names if name.endswith(f"/extra/{METADATA_FILE}")]
         if len(described) != 1:
             text = f"{shown} is no weightless program: it has {len(described)} {METADATA_FILE}, needs one"
-            raise PackageError(text) if described else NoMetadataError(text)
+            if described:
+                raise PackageError(text)
+            # Only where every member is called what its own header says: a damaged name is damage, and nothing else.
+            list(_starts(file, members, archive.start_dir, shown))
+            raise NoMetadataError(text)
         folder = described[0].removesuffix(f"extra/{METADATA_FILE}")
         _check_members(members, folder, shown)
         description = b""
