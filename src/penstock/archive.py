@@ -73,10 +73,9 @@ def read_archive(file: BinaryIO, shown: str) -> Archive:
         described = [name for name in names if name.endswith(f"/extra/{METADATA_FILE}")]
         if len(described) != 1:
             text = f"{shown} is no weightless program: it has {len(described)} {METADATA_FILE}, needs one"
-            if described:
-                raise PackageError(text)
-            # Only where every member is called what its own header says: a damaged name is damage, and nothing else.
-            list(_starts(file, members, archive.start_dir, shown))
+            # Where the name stands somewhere and no member has it, the archive's directory is damaged.
+            if described or _mentions(file, f"/extra/{METADATA_FILE}".encode()):
+                raise PackageError(f"{text}: it is damaged")
             raise NoMetadataError(text)
         folder = described[0].removesuffix(f"extra/{METADATA_FILE}")
         _check_members(members, folder, shown)
@@ -90,6 +89,16 @@ def read_archive(file: BinaryIO, shown: str) -> Archive:
             elif name.startswith(CODE_FOLDER):
                 code.append(CodeFile(name, info.file_size, digest))
     return Archive(description, tuple(sorted(code, key=lambda entry: entry.name)))
+
+
+def _mentions(file: BinaryIO, name: bytes) -> bool:
+    file.seek(0)
+    kept = b""
+    while piece := file.read(_PIECE_BYTES):
+        if name in kept + piece:
+            return True
+        kept = piece[-len(name) :]
+    return False
 
 
 class _Bounded:
