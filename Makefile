@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test lint types unit gate native wheel clean
+.PHONY: demo test lint types unit gate fuzz native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -33,6 +33,12 @@ gate: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m bench.export_memory --layers 8 --hidden 2048 --ff 5632 --vocab 32000 \
 	    --source safetensors --device cpu --out $(VENV)/gate --delete | tee $(VENV)/gate.log
 	EXPORT_HOST_PEAK_MB_LIMIT=900 $(BIN)/python -m penstock.export.peak_check $(VENV)/gate.log
+
+# Damaged files, plans and command lines, for as many minutes; the seed is printed, and with SEED= the same is tried again.
+MINUTES ?= 5
+SEED ?=
+fuzz: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed "$(SEED)"
 
 # The native core beside the sources, for running without an installation.
 native:

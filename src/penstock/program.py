@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
+from penstock.archive import CODE_FOLDER, METADATA_FILE, CodeFile, read_archive
 from penstock.errors import PackageError
+from penstock.printable import printable
+from penstock.program_rules import check_program
+from penstock.regular_file import open_regular
 from penstock.schedule import Access, Schedule, Step
+from penstock.schema import SchemaError, decode, encode_constant, parse_json
+from penstock.sealed_text import sealed, unsealed
 from penstock.weight import State, Weight
 
-FORMAT_VERSION = 3
-METADATA_FILE = "penstock.json"
+__all__ = ["FORMAT_VERSION", "METADATA_FILE"]
 
-# What zipfile raises over a damaged archive, or one of a kind that torch never writes (compressed, encrypted), and what
-# decoding text raises.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, RuntimeError, ValueError)
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """An input or output as a caller sees it. Dynamic sizes are symbols, by name."""
+
+    KIND: ClassVar[str] = "tensor"
 
     name: str
     dtype: str
@@ -35,6 +39,8 @@ class TensorSpec:
 @dataclass(frozen=True)
 class ConstantSpec:
     """An input or output that is no tensor and was fixed when the program was exported."""
+
+    KIND: ClassVar[str] = "constant"
 
     name: str
     value: Any
@@ -117,104 +123,134 @@ class Program:
         raise PackageError(f"there is no method {name!r}; the program has {', '.join(m.name for m in self.methods)}")
 
 
-def program_to_json(program: Program) -> str:
+@dataclass(frozen=True)
+class _ScheduleRow:
+    accesses: tuple[Access, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class _MethodRow:
+    """A method as the file has it: its schedule does not repeat its name."""
+
+    name: str
+    schedule: _ScheduleRow
+    signature: Signature
+    states: tuple[str, ...]
+    activation_example_bytes: int
+    activation_bound_bytes: int | None
+    temporaries: tuple[Temporary, ...]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """The whole of penstock.json but its seal: the schema that a file is held against."""
+
+    format_version: int
+    methods: tuple[_MethodRow, ...]
+    weights: tuple[Weight, ...]
+    states: tuple[State, ...]
+    identity: str
+    floor_bytes: int
+    budget_bytes: int | None
+    unused: tuple[str, ...]
+    device: str
+    built_with: dict[str, str]
+    code: tuple[CodeFile, ...]
+
+
+def program_to_json(program: Program, code: Sequence[CodeFile] = ()) -> str:
+    """`code` are the files of compiled code that belong to the description, and that its seal covers."""
     table = dataclasses.asdict(program)
     for method, row in zip(program.methods, table["methods"], strict=True):
-        row["signature"]["inputs"] = [_spec_to_json(spec) for spec in method.signature.inputs]
-        row["signature"]["outputs"] = [_spec_to_json(spec) for spec in method.signature.outputs]
+        row["signature"] = signature_to_row(method.signature)
         row["schedule"] = {
             "accesses": [[a.number, a.weight, a.pinned, a.gathered, a.linear] for a in method.schedule.accesses],
             "steps": [[s.kernel, list(s.accesses)] for s in method.schedule.steps],
         }
-    return json.dumps({"format_version": FORMAT_VERSION, **table})
+    rows = [dataclasses.asdict(file) for file in code]
+    return sealed(json.dumps({"format_version": FORMAT_VERSION, **table, "code": rows}, allow_nan=False)).decode()
 
 
-def program_from_json(text: str) -> Program:
+def signature_to_row(signature: Signature) -> dict[str, Any]:
+    row = dataclasses.asdict(signature)
+    for part in ("inputs", "outputs"):
+        row[part] = [_spec_to_row(spec) for spec in getattr(signature, part)]
+    return row
+
+
+def _spec_to_row(spec: TensorSpec | ConstantSpec) -> dict[str, Any]:
+    if isinstance(spec, ConstantSpec):
+        return {"kind": spec.KIND, "name": spec.name, "value": encode_constant(spec.value)}
+    return {"kind": spec.KIND, **dataclasses.asdict(spec)}
+
+
+def program_from_json(text: str | bytes) -> Program:
+    """PackageError where the description is not whole, not of the schema, or breaks a rule of its own."""
+    return _described(text if isinstance(text, bytes) else text.encode(errors="replace"))[0]
+
+
+def _described(raw: bytes) -> tuple[Program, tuple[CodeFile, ...]]:
+    _check_version(raw)
     try:
-        table = json.loads(text)
-        version = table["format_version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PackageError(f"the offload metadata is damaged: {error!r}") from error
-    if version != FORMAT_VERSION:
-        raise PackageError(f"the program has format version {version}; this release reads version {FORMAT_VERSION}")
+        found = decode(_Description, parse_json(unsealed(raw)), rows=(Access, Step))
+    except SchemaError as error:
+        raise PackageError(f"the offload metadata is damaged: {error}") from error
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(Program)}
+    program = Program(**{**fields, "methods": tuple(_method(row) for row in found.methods)})
+    check_program(program)
+    return program, found.code
+
+
+def _method(row: _MethodRow) -> Method:
+    fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    return Method(**{**fields, "schedule": Schedule(row.name, row.schedule.accesses, row.schedule.steps)})
+
+
+def _check_version(raw: bytes) -> None:
+    """Before anything else: a file of another release is not a damaged one."""
     try:
-        return Program(
-            methods=tuple(_method_from_json(row) for row in table["methods"]),
-            weights=tuple(_weight_from_json(row) for row in table["weights"]),
-            states=tuple(_state_from_json(row) for row in table["states"]),
-            identity=table["identity"],
-            floor_bytes=table["floor_bytes"],
-            budget_bytes=table["budget_bytes"],
-            unused=tuple(table["unused"]),
-            device=table["device"],
-            built_with=dict(table["built_with"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PackageError(f"the offload metadata is damaged: {error!r}") from error
+        table = parse_json(raw.decode())
+    except (SchemaError, UnicodeDecodeError) as error:
+        raise PackageError(f"the offload metadata is damaged: {error}") from error
+    if type(table) is not dict or "format_version" not in table:
+        raise PackageError("the offload metadata is damaged: it has no 'format_version'")
+    version = table["format_version"]
+    if version != FORMAT_VERSION or type(version) is not int:
+        shown = printable(f"{version!r:.40}") if not isinstance(version, list | dict) else type(version).__name__
+        raise PackageError(f"the program has format version {shown}; this release reads version {FORMAT_VERSION}")
 
 
 def read_program(path: str | Path) -> Program:
-    """The offload metadata of a .pt2 file; nothing is loaded or run."""
+    """The offload metadata of a .pt2 file, once every byte of the file has its checksum. Nothing is loaded or run."""
+    with open_regular(path, PackageError) as file:
+        return program_from_archive(file, printable(str(path)))
+
+
+def program_from_archive(file: BinaryIO, shown: str) -> Program:
+    """`shown` is the name of the file in messages."""
+    archive = read_archive(file, shown)
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(f"/extra/{METADATA_FILE}")]
-            if len(names) != 1:
-                raise PackageError(f"{path} is no weightless program: it has no {METADATA_FILE}")
-            text = archive.read(names[0]).decode()
-    except FileNotFoundError as error:
-        raise PackageError(f"{path} does not exist") from error
-    except (IsADirectoryError, PermissionError) as error:
-        raise PackageError(f"{path} cannot be read: {error}") from error
-    except _DAMAGE as error:
-        raise PackageError(f"{path} is not a .pt2 archive, or is damaged: {error}") from error
-    try:
-        return program_from_json(text)
+        program, code = _described(archive.description)
+        _check_code(code, archive.code)
+        for method in program.methods:
+            if code and not any(entry.name.startswith(f"{CODE_FOLDER}{method.name}/") for entry in code):
+                raise PackageError(f"method {method.name!r} has no code")
     except PackageError as error:
-        raise PackageError(f"{path}: {error}") from error
+        raise PackageError(f"{shown}: {error}") from error
+    return program
 
 
-def _spec_to_json(spec: TensorSpec | ConstantSpec) -> dict[str, Any]:
-    return {"kind": "tensor" if isinstance(spec, TensorSpec) else "constant", **dataclasses.asdict(spec)}
-
-
-def _spec_from_json(row: dict[str, Any]) -> TensorSpec | ConstantSpec:
-    fields = dict(row)
-    if fields.pop("kind") == "constant":
-        return ConstantSpec(**fields)
-    return TensorSpec(fields["name"], fields["dtype"], tuple(fields["shape"]), tuple(fields["strides"]))
-
-
-def _weight_from_json(row: dict[str, Any]) -> Weight:
-    return Weight(row["name"], row["dtype"], tuple(row["shape"]), tuple(row["dim_order"]), tuple(row["aliases"]))
-
-
-def _state_from_json(row: dict[str, Any]) -> State:
-    return State(
-        row["name"], row["dtype"], tuple(row["shape"]), tuple(row["dim_order"]), init=row["init"], host=row["host"]
-    )
-
-
-def _method_from_json(row: dict[str, Any]) -> Method:
-    signature = row["signature"]
-    return Method(
-        name=row["name"],
-        schedule=Schedule(
-            method=row["name"],
-            accesses=tuple(Access(*access) for access in row["schedule"]["accesses"]),
-            steps=tuple(Step(kernel, tuple(accesses)) for kernel, accesses in row["schedule"]["steps"]),
-        ),
-        signature=Signature(
-            inputs=tuple(_spec_from_json(spec) for spec in signature["inputs"]),
-            outputs=tuple(_spec_from_json(spec) for spec in signature["outputs"]),
-            in_spec=signature["in_spec"],
-            out_spec=signature["out_spec"],
-            symbols={name: (low, high) for name, (low, high) in signature["symbols"].items()},
-            written=tuple(signature["written"]),
-        ),
-        states=tuple(row["states"]),
-        activation_example_bytes=row["activation_example_bytes"],
-        activation_bound_bytes=row["activation_bound_bytes"],
-        temporaries=tuple(
-            Temporary(t["name"], t["kernel"], t["nbytes"], tuple(t["weights"])) for t in row["temporaries"]
-        ),
-    )
+def _check_code(recorded: tuple[CodeFile, ...], found: tuple[CodeFile, ...]) -> None:
+    """The code is that for which the description was written: the same files, each with the same bytes."""
+    wanted, there = ({entry.name: entry for entry in entries} for entries in (recorded, found))
+    for name in sorted(wanted.keys() | there.keys()):
+        if name not in there:
+            raise PackageError(f"its code lacks {printable(name)}, which the description names")
+        if name not in wanted:
+            raise PackageError(f"its code has {printable(name)}, which the description does not name")
+        if wanted[name] != there[name]:
+            has, needs = (
+                f"{e.nbytes} bytes of SHA-256 {printable(e.sha256)[:16]}..." for e in (there[name], wanted[name])
+            )
+            raise PackageError(f"its code {printable(name)} is not that of the description: has {has}, needs {needs}")

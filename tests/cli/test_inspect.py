@@ -124,7 +124,19 @@ def test_a_weights_file(cli: Cli, program: Path) -> None:
 
 def pte(path: Path, code: Path, **changes: object) -> Path:
     """A .pte as far as inspect looks: what our delegates share, somewhere in a file."""
-    description = {"page_bytes": PAGE, "ladders": [{"rungs": 2}, {"rungs": 1}], **changes}
+    ladder = {"methods": [0], "reads_in_place": 0, "floor_bytes": PAGE, "full_bytes": PAGE}
+    description = {
+        "program": "p",
+        "device": "cpu",
+        "page_bytes": PAGE,
+        "ladders": [{**ladder, "rungs": 2}, {**ladder, "rungs": 1}],
+        "budget_bytes": None,
+        "activation_bytes": None,
+        "built_with": {},
+        "weights": [],
+        "methods": [{"name": "forward", "accesses": [], "inputs": [], "outputs": 1}],
+        **changes,
+    }
     rungs = [Rung(31 * PAGE, bytes(16)), Rung(40 * PAGE, bytes(8)), Rung(5 * PAGE, b"")]
     payload = pack_payload(description, rungs, code.read_bytes())
     path.write_bytes(b"\x08\0\0\0ET12" + bytes(4088) + payload + b"the rest")

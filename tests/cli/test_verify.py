@@ -15,6 +15,7 @@ import torch
 from penstock.cli.call_arguments import made_arguments
 from penstock.cli.verify_checks import Verifier
 from penstock.program import METADATA_FILE, TensorSpec, read_program
+from penstock.sealed_text import sealed
 from penstock.weights import read_index
 from tests.cli.conftest import Cli, rewritten
 from tests.cli.models import WIDTH
@@ -95,8 +96,9 @@ def _metadata(path: Path, change: Callable[[Any], None]) -> None:
         if not name.endswith(METADATA_FILE):
             return content
         table = json.loads(content)
+        del table["seal"]
         change(table)
-        return json.dumps(table).encode()
+        return sealed(json.dumps(table))
 
     rewritten(path, path.with_suffix(".new"), changed).replace(path)
 
@@ -128,9 +130,7 @@ def shorter_lifetime(path: Path) -> None:
     [
         (damaged_weights, ["checksums"]),
         (no_weights, ["weights fit", "checksums"]),
-        (damaged_archive, ["archive"]),
         (wrong_floor, ["floor"]),
-        (swapped_accesses, ["schedule"]),
         (shorter_lifetime, ["schedule"]),
     ],
 )
@@ -143,6 +143,21 @@ def test_damage(cli: Cli, copied: Path, damage: Callable[[Path], None], failing:
     assert found["lifetimes"] == found["poisoned run"] == "skip", "nothing unsound is loaded"
     shown = cli("verify", copied)
     assert shown.code == 1 and "fail" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damaged_archive, "is damaged: its bytes have the CRC"),
+        (swapped_accesses, "calls must be in the order of their first readers"),
+    ],
+)
+def test_what_cannot_be_a_program_is_refused_before_any_check(
+    cli: Cli, copied: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(copied)
+    told = cli("verify", copied, "--json")
+    assert told.code == 8 and said in json.dumps(told.document)
 
 
 def test_a_bit_that_differs_is_found(cli: Cli, program: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,8 +84,10 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
         begin = base + segments[index][0]
         return raw[begin : begin + segments[index][1]]
 
-    document = json.loads(content(keys.pop("penstock.json")[0]))
-    assert document["format"] == 1
+    text = content(keys.pop("penstock.json")[0])
+    check_seal(text, raw[: offset + size])
+    document = json.loads(text)
+    assert document["format"] == 2
     found: dict[str, Found] = {}
     for entry in document["entries"]:
         for name in (entry["name"], *entry["aliases"]):
@@ -129,13 +131,25 @@ def tensor_elements(found: Found, item_bytes: int) -> list[bytes]:
     return elements
 
 
+def check_seal(text: bytes, outside: bytes = b"") -> None:
+    body, seal = text[:-77], text[-77:]
+    assert seal == b', "seal": "' + hashlib.sha256(outside + body).hexdigest().encode() + b'"}'
+
+
 def read_program(path: Path) -> dict[str, Any]:
     with zipfile.ZipFile(path) as archive:
         (name,) = (member for member in archive.namelist() if member.endswith("/extra/penstock.json"))
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
-        document: dict[str, Any] = json.loads(archive.read(name))
-        code = {member.split("/")[3] for member in archive.namelist() if "/data/aotinductor/" in member}
-    assert document["format_version"] == 3
+        raw = archive.read(name)
+        check_seal(raw)
+        document: dict[str, Any] = json.loads(raw)
+        members = [member for member in archive.namelist() if "/data/aotinductor/" in member]
+        code = {member.split("/")[3] for member in members}
+        contents = {member.partition("/")[2]: archive.read(member) for member in members}
+    assert document["format_version"] == 4
+    assert {row["name"]: (row["nbytes"], row["sha256"]) for row in document["code"]} == {
+        name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
+    }
     assert code == {method["name"] for method in document["methods"]}
     return document
 

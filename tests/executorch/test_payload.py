@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from penstock.errors import OutputExistsError, OutputPathError, PackageError, PenstockError
 from penstock.executorch import library
 from penstock.executorch.dialect import plain_op
+from penstock.executorch.file_seal import append_seal, check_seal
 from penstock.executorch.lowering import export
 from penstock.executorch.payload import WEIGHT_SHIFT, Rung, fnv64, pack_payload, read_description
 from penstock.executorch.rungs import BETWEEN, BETWEEN_ALONE, budgets_between, make_ladders
@@ -22,9 +24,65 @@ aten = torch.ops.aten
 PAGE = 4096
 
 
+DESCRIPTION: dict[str, Any] = {
+    "program": "p",
+    "device": "cpu",
+    "page_bytes": PAGE,
+    "ladders": [{"methods": [0], "reads_in_place": 0, "floor_bytes": 1, "full_bytes": 2, "rungs": 1}],
+    "budget_bytes": None,
+    "activation_bytes": 5,
+    "built_with": {"torch": "2"},
+    "weights": [{"names": ["é"], "scalar_type": 6, "shape": [3], "dim_order": [0], "nbytes": 12}],
+    "methods": [
+        {
+            "name": "forward",
+            "accesses": ["é"],
+            "inputs": [{"scalar_type": 6, "shape": [-1], "dim_order": [0]}],
+            "outputs": 1,
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"page_bytes": 0}, "page_bytes is 0"),
+        ({"page_bytes": True}, "page_bytes is true, needs a whole number"),
+        ({"ladders": []}, "has 0 ladders"),
+        ({"ladders": [{**DESCRIPTION["ladders"][0], "methods": [1]}]}, "for a method that is not there"),
+        ({"weights": []}, "'forward' reads 'é', which is no weight"),
+        ({"device": None}, "device is null, needs text"),
+    ],
+)
+def test_a_description_that_is_none_is_refused_though_its_hash_is_right(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PackageError, match=said):
+        read_description(pack_payload({**DESCRIPTION, **changes}, [], b""))
+
+
+def test_every_byte_of_a_file_with_a_seal_is_covered(tmp_path: Path) -> None:
+    path = tmp_path / "m.pte"
+    with path.open("w+b") as file:
+        file.write(b"\x08\0\0\0ET12" + b"weight_offload_signatures" + bytes(100))
+        append_seal(file)
+    whole = path.read_bytes()
+    check_seal(path)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(PackageError, match=r"m\.pte is damaged"):
+            check_seal(path)
+        path.write_bytes(whole[: max(at, 40)])
+        with pytest.raises(PackageError, match="is damaged or truncated"):
+            check_seal(path)
+    path.write_bytes(b"\x08\0\0\0ET12 of other tools")
+    check_seal(path)
+    with pytest.raises(PackageError, match="it is a folder"):
+        check_seal(tmp_path)
+
+
 def test_a_description_comes_back_and_damage_does_not() -> None:
-    packed = pack_payload({"program": "p", "é": [1, None]}, [Rung(5, bytes(16))], b"code")
-    assert read_description(packed) == {"program": "p", "é": [1, None]}
+    packed = pack_payload(DESCRIPTION, [Rung(5, bytes(16))], b"code")
+    assert read_description(packed) == DESCRIPTION
     for at in range(len(packed)):
         broken = bytearray(packed)
         broken[at] ^= 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.sealed_text import sealed
 from penstock.weight import ITEM_BYTES, State, Weight
 from penstock.weights import WeightsIndex, layout_identity, write_ptd
 from penstock.weights.format import PADDED_HEADER_BYTES, Header, aligned_bytes
@@ -65,7 +66,7 @@ class Crafted:
     # None: a file without our metadata.
     metadata: Any = field(
         default_factory=lambda: {
-            "format": 1,
+            "format": 2,
             "identity": "some identity",
             "entries": [
                 {
@@ -104,7 +105,7 @@ class Crafted:
         ends_bytes = [segment.offset_bytes + segment.size_bytes for segment in segments]
         end_bytes = max((end for end in ends_bytes if end < 1 << 20), default=0)
         if self.metadata is not None:
-            raw = json.dumps(self.metadata).encode() if self.metadata_bytes is None else self.metadata_bytes
+            raw = sealed(json.dumps(self.metadata)) if self.metadata_bytes is None else self.metadata_bytes
             metadata_offset_bytes = aligned_bytes(end_bytes)
             named_data.append(NamedData("penstock.json", len(segments), None))
             segments.append(Segment(metadata_offset_bytes, len(raw)))
@@ -115,7 +116,10 @@ class Crafted:
         base_bytes = aligned_bytes(PADDED_HEADER_BYTES + len(flatbuffer))
         header = replace(Header(PADDED_HEADER_BYTES, len(flatbuffer), base_bytes, end_bytes), **self.header)
         body = bytearray(base_bytes + end_bytes)
-        body[: PADDED_HEADER_BYTES + len(flatbuffer)] = with_header(flatbuffer, header)
+        head = with_header(flatbuffer, header)
+        body[: len(head)] = head
+        if self.metadata is not None and self.metadata_bytes is None:
+            raw = sealed(json.dumps(self.metadata), head)
         body[base_bytes + metadata_offset_bytes : base_bytes + metadata_offset_bytes + len(raw)] = raw
         path.write_bytes(bytes(body) + self.trailing)
         return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import mmap
 import struct
-import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,8 @@ from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.plan.modes import ModePlanner
-from penstock.program import METADATA_FILE, Program, program_from_json, read_program
+from penstock.program import Program, program_from_archive, read_program
+from penstock.regular_file import open_regular
 from penstock.runtime.driver import soft_page_bytes
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -66,29 +66,25 @@ def _of_pte(path: Path) -> Subject:
         description = read_description(payload)
         _, _, _, text_bytes, table_bytes, _ = _HEAD_AND_LENGTHS.unpack_from(payload)
         table = _HEAD_AND_LENGTHS.size + text_bytes
-        with zipfile.ZipFile(io.BytesIO(payload[table + table_bytes :])) as archive:
-            (name,) = [name for name in archive.namelist() if name.endswith(f"/extra/{METADATA_FILE}")]
-            program = program_from_json(archive.read(name).decode())
+        program = program_from_archive(io.BytesIO(payload[table + table_bytes :]), "its code")
         rungs = _rungs(payload, table, description["ladders"][0]["rungs"])
         return Subject(path, program, description["page_bytes"], rungs)
     except PackageError as error:
         raise PackageError(f"{path}: {error}") from error
-    except (KeyError, IndexError, TypeError, ValueError, struct.error, zipfile.BadZipFile) as error:
+    except struct.error as error:
         raise PackageError(f"{path}: what its delegates share is damaged: {error!r}") from error
 
 
 def _payload(path: Path) -> bytes:
     """What all delegates share. It is found by its magic; that it is the right one is shown by its seal."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with open_regular(path, PackageError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             at = mapped.find(PAYLOAD_MAGIC)
             if at < 0 or at + _HEAD_AND_LENGTHS.size > len(mapped):
                 raise PackageError(f"{path} has no delegate of ours: there is no {PAYLOAD_MAGIC.decode()} in it")
             _, _, _, *lengths = _HEAD_AND_LENGTHS.unpack_from(mapped, at)
             return mapped[at : at + _HEAD_AND_LENGTHS.size + sum(lengths)]
-    except FileNotFoundError as error:
-        raise PackageError(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:  # a folder, a file without permission, an empty file
+    except (OSError, ValueError) as error:  # an empty file
         raise PackageError(f"{path} cannot be read: {error}") from error
 
 

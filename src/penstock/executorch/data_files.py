@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import OutputExistsError, PenstockError, WeightsFileError
+from penstock.regular_file import open_regular
 from penstock.runtime.weights_source import read_weights_index
 from penstock.weight import Weight
 from penstock.weights import Entry, WeightsIndex, layout_identity, write_ptd
@@ -81,7 +83,7 @@ def _weight(index: WeightsIndex, entry: Entry) -> Weight:
 
 def _pieces(index: WeightsIndex, entry: Entry) -> Iterator[bytes]:
     left = entry.length_bytes
-    with Path(index.path).open("rb") as file:
+    with io.BufferedReader(open_regular(index.path, WeightsFileError)) as file:
         file.seek(entry.offset_bytes)
         while left:
             piece = file.read(min(_PIECE_BYTES, left))

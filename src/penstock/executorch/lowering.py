@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from penstock.errors import NoWeightsError, PackageError, UnsupportedProgramError
 from penstock.executorch.backend import DATA_FILE
 from penstock.executorch.dialect import erase_fetches
+from penstock.executorch.file_seal import append_seal
 from penstock.executorch.partitioner import CudaPartitioner
 from penstock.executorch.payload import read_description
 from penstock.executorch.signatures import (
@@ -205,8 +206,9 @@ def _write(program: Any, program_path: Path, weights_path: Path) -> None:
     try:
         with partial_weights.open("wb") as file:
             program._tensor_data[DATA_FILE].write_to_file(file)
-        with partial_program.open("wb") as file:
+        with partial_program.open("w+b") as file:
             program.write_to_file(file)
+            append_seal(file)
         partial_weights.replace(weights_path)
         partial_program.replace(program_path)
     finally:

@@ -24,6 +24,7 @@ from penstock.errors import (
 from penstock.executorch.data_files import data_files
 from penstock.executorch.delegates import Delegates, refuse_options
 from penstock.executorch.entrance import Entrance
+from penstock.executorch.file_seal import check_seal
 from penstock.executorch.native import NativeModule
 from penstock.executorch.sessions import Sessions
 from penstock.executorch.signatures import OWN_METHODS, SIGNATURES_METHOD, methods_from_json
@@ -83,8 +84,7 @@ class Module:
         quiet: bool,
         options: dict[str, Any],
     ) -> None:
-        if not self.path.is_file():
-            raise PackageError(f"{self.path} does not exist")
+        check_seal(self.path)
         refuse_options(self.path, options)
         if weight_offload_budget_mb is not None:
             options["weight_offload_budget_mb"] = weight_offload_budget_mb

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PackageError
+from penstock.executorch.description import check_description
+from penstock.printable import printable
+from penstock.schema import SchemaError, parse_json
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
 TICKET_MAGIC = b"PNSTKDLG"
@@ -72,7 +75,11 @@ def read_description(payload: bytes) -> dict[str, Any]:
         raise PackageError("the payload is damaged: its bytes do not have the hash that its header names")
     text_bytes = _LENGTHS.unpack_from(payload, _HEAD.size)[0]
     start = _HEAD.size + _LENGTHS.size
-    found: dict[str, Any] = json.loads(payload[start : start + text_bytes])
+    try:
+        found: dict[str, Any] = parse_json(payload[start : start + text_bytes].decode())
+        check_description(found)
+    except (SchemaError, UnicodeDecodeError) as error:
+        raise PackageError(f"what the delegates share is damaged: {printable(str(error))}") from error
     return found
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from torch.export.pt2_archive import is_pt2_package
 
+from penstock.archive import CODE_FOLDER, METADATA_FILE, CodeFile
 from penstock.errors import PackageError
-from penstock.program import METADATA_FILE, Program, program_to_json
+from penstock.program import Program, program_from_archive, program_to_json
 from penstock.torch_private.inductor import pack_archive
 
 
 def pack_program(program: Program, files: Mapping[str, Sequence[str]]) -> bytes:
     """The archive as bytes: code only, so it is small, and writing it is left to the caller's rules for full disks."""
-    packed = pack_archive(files, {METADATA_FILE: program_to_json(program)})
+    code = sorted(_code(files), key=lambda entry: entry.name)
+    packed = pack_archive(files, {METADATA_FILE: program_to_json(program, code)})
     if not is_pt2_package(packed):
         raise PackageError("torch packed something that it does not take for a .pt2 archive")
+    # As any reader will read it: that torch packed the files under the names that were sealed is only seen here.
+    program_from_archive(io.BytesIO(packed), "the packed program")
     return packed
+
+
+def _code(files: Mapping[str, Sequence[str]]) -> Iterator[CodeFile]:
+    for method, paths in files.items():
+        for path in map(Path, paths):
+            content = path.read_bytes()
+            name = f"{CODE_FOLDER}{method}/{path.name}"
+            yield CodeFile(name, len(content), hashlib.sha256(content).hexdigest())

@@ -6,34 +6,12 @@ torch's own flattening, for which they must be registered in this process as the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import InputError, PackageError
+from penstock.errors import InputError
+from penstock.nesting import LEAF, Node, parse_call, parse_nesting
 from penstock.torch_private.pytree import flatten, unflatten
-
-_LEAF = "leaf"
-_PROTOCOL = 1
-
-
-@dataclass(frozen=True)
-class Node:
-    """One container, or a leaf. `keys` are a dict's, in the order of the children."""
-
-    kind: str
-    keys: tuple[Any, ...]
-    children: tuple[Node, ...]
-
-    @property
-    def leaf_count(self) -> int:
-        return 1 if self.kind == _LEAF else sum(child.leaf_count for child in self.children)
-
-    @property
-    def is_plain(self) -> bool:
-        known = self.kind in (_LEAF, "builtins.tuple", "builtins.list", "builtins.dict")
-        return known and all(child.is_plain for child in self.children)
 
 
 class CallStructure:
@@ -41,9 +19,7 @@ class CallStructure:
 
     def __init__(self, spec: str, leaf_count: int) -> None:
         self._spec = spec
-        self._root = _parsed(spec, leaf_count)
-        if [child.kind for child in self._root.children] != ["builtins.tuple", "builtins.dict"]:
-            raise PackageError(f"the inputs nest as {spec}, which is not a tuple of positional ones and a dict")
+        self._root = parse_call(spec, leaf_count)
         self._plain = self._root.is_plain
 
     def leaves(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
@@ -79,41 +55,16 @@ class ResultStructure:
 
     def __init__(self, spec: str, leaf_count: int) -> None:
         self._spec = spec
-        self._root = _parsed(spec, leaf_count)
+        self._root = parse_nesting(spec, leaf_count)
         self._plain = self._root.is_plain
 
     def build(self, leaves: Sequence[Any]) -> Any:
         return _build(self._root, iter(leaves)) if self._plain else unflatten(leaves, self._spec)
 
 
-def _parsed(spec: str, leaf_count: int) -> Node:
-    try:
-        protocol, row = json.loads(spec)
-        if protocol != _PROTOCOL:
-            raise PackageError(f"the structure {spec} has protocol {protocol}; this release reads {_PROTOCOL}")
-        root = _node(row)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PackageError(f"the structure {spec} is damaged: {error!r}") from error
-    if root.leaf_count != leaf_count:
-        raise PackageError(f"the structure {spec} has {root.leaf_count} leaves, the signature lists {leaf_count}")
-    return root
-
-
-def _node(row: dict[str, Any]) -> Node:
-    if row["type"] is None:
-        return Node(_LEAF, (), ())
-    children = tuple(_node(child) for child in row["children_spec"])
-    keys: tuple[Any, ...] = ()
-    if row["type"] == "builtins.dict":
-        keys = tuple(json.loads(row["context"]))
-        if len(keys) != len(children):
-            raise ValueError(f"a dict has {len(keys)} keys and {len(children)} values")
-    return Node(row["type"], keys, children)
-
-
 def _collect(node: Node, value: Any, path: tuple[Any, ...], leaves: list[Any]) -> None:
     kind = node.kind
-    if kind == _LEAF:
+    if kind == LEAF:
         leaves.append(value)
     elif kind == "builtins.dict":
         if type(value) is not dict:
@@ -148,7 +99,7 @@ def _place(path: tuple[Any, ...]) -> str:
 
 
 def _render(node: Node, texts: Iterator[str]) -> str:
-    if node.kind == _LEAF:
+    if node.kind == LEAF:
         return next(texts)
     children = [_render(child, texts) for child in node.children]
     if node.kind == "builtins.tuple":
@@ -161,7 +112,7 @@ def _render(node: Node, texts: Iterator[str]) -> str:
 
 
 def _build(node: Node, leaves: Iterator[Any]) -> Any:
-    if node.kind == _LEAF:
+    if node.kind == LEAF:
         return next(leaves)
     children = [_build(child, leaves) for child in node.children]
     if node.kind == "builtins.tuple":

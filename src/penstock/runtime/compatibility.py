@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-import zipfile
 from pathlib import Path
 
 import torch
 
+from penstock.archive import NoMetadataError
 from penstock.errors import (
     BudgetError,
     BuildMismatchError,
@@ -17,7 +17,7 @@ from penstock.errors import (
     PackageError,
     WeightMismatchError,
 )
-from penstock.program import METADATA_FILE, Program, read_program
+from penstock.program import Program, read_program
 from penstock.weight import State, Weight
 from penstock.weights import Entry, WeightsIndex
 
@@ -26,21 +26,13 @@ def read_offloaded(path: str | Path, *, budget: int | str | None) -> Program:
     """The offload metadata; a budget for a program without any is an error of its own, as it could not be held."""
     try:
         return read_program(path)
-    except PackageError as error:
-        if budget is not None and _lacks_metadata(path):
-            raise BudgetError(
-                f"the budget {budget!r} was given for {path}, which has no offload metadata: its weights are in it; "
-                "export the model with penstock.apply_weight_offload and penstock.compile"
-            ) from error
-        raise
-
-
-def _lacks_metadata(path: str | Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return not any(name.endswith(f"/extra/{METADATA_FILE}") for name in archive.namelist())
-    except (OSError, zipfile.BadZipFile):
-        return False  # there is more wrong with it, which reading it has told
+    except NoMetadataError as error:
+        if budget is None:
+            raise
+        raise BudgetError(
+            f"the budget {budget!r} was given for {path}, which has no offload metadata: its weights are in it; "
+            "export the model with penstock.apply_weight_offload and penstock.compile"
+        ) from error
 
 
 def resolve_device(program: Program, device: str | torch.device | None) -> torch.device:

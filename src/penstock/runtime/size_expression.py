@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PackageError
+from penstock.printable import printable
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -68,14 +69,16 @@ class SizeExpression:
 
 def size_expression(text: str) -> SizeExpression:
     if len(text) > _MAX_LENGTH:
-        raise PackageError(f"the size {text[:40]}... has {len(text)} characters, needs to stay within {_MAX_LENGTH}")
+        raise PackageError(
+            f"the size {printable(text[:40])}... has {len(text)} characters, needs to stay within {_MAX_LENGTH}"
+        )
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PackageError(f"the size {text!r} is no expression: {error}") from error
+        raise PackageError(f"the size {printable(text)!r} is no expression: {printable(str(error))}") from error
     powers = sum(isinstance(node, ast.Pow) for node in ast.walk(tree))
     if powers > _MAX_POWERS:
-        raise PackageError(f"the size {text!r} has {powers} powers, needs to stay within {_MAX_POWERS}")
+        raise PackageError(f"the size {printable(text)!r} has {powers} powers, needs to stay within {_MAX_POWERS}")
     symbols: set[str] = set()
     _check(tree, text, symbols)
     return SizeExpression(text, frozenset(symbols), tree)
@@ -101,8 +104,8 @@ def _check(tree: ast.expr, text: str, symbols: set[str]) -> None:
             pass
         case _:
             raise PackageError(
-                f"the size {text!r} holds {ast.unparse(tree)!r}, which is not understood; known are whole numbers, "
-                f"symbols, + - * // % **, and {', '.join(_FUNCTIONS)}"
+                f"the size {printable(text)!r} holds {printable(ast.unparse(tree))!r}, which is not understood; "
+                f"known are whole numbers, symbols, + - * // % **, and {', '.join(_FUNCTIONS)}"
             )
     for part in parts:
         _check(part, text, symbols)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, PackageError
-from penstock.program import TensorSpec
+from penstock.printable import printable
 from penstock.runtime.size_expression import SizeExpression, size_expression
+
+if TYPE_CHECKING:
+    from penstock.program import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,15 @@ class SymbolicLayout:
             for dim, size in enumerate(sizes)
             if isinstance(size, SizeExpression)
         ]
+        used = {
+            symbol
+            for parts in (*self._sizes, *self._strides)
+            for part in parts
+            if isinstance(part, SizeExpression)
+            for symbol in part.symbols
+        }
+        # Before any is looked for: the search goes over all sizes once for each symbol that it finds.
+        _require_none(used - self._ranges.keys(), "has no range")
         # A size that is a symbol by itself tells it most plainly; one in several symbols tells the last unknown one.
         dynamic.sort(key=lambda item: item[2].text not in item[2].symbols)
         found: dict[str, _Origin] = {}
@@ -68,19 +81,7 @@ class SymbolicLayout:
                 if len(unknown) == 1 and size.is_linear_in(symbol):
                     found[symbol] = _Origin(symbol, index, dim, size)
                     progress = True
-        used = {
-            symbol
-            for parts in (*self._sizes, *self._strides)
-            for part in parts
-            if isinstance(part, SizeExpression)
-            for symbol in part.symbols
-        }
-        for what, missing in (
-            ("is told by no size", used - found.keys()),
-            ("has no range", used - self._ranges.keys()),
-        ):
-            if missing:
-                raise PackageError(f"the signature is damaged: symbol {', '.join(sorted(missing))} {what}")
+        _require_none(used - found.keys(), "is told by no size")
         return tuple(found.values())
 
     def _check_fixed(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -134,6 +135,12 @@ class SymbolicLayout:
                         f"input {spec.name!r} has size {size} in dimension {dim}, needs {expression.text} = {needed} "
                         f"({told})"
                     )
+
+
+def _require_none(symbols: Set[str], fault: str) -> None:
+    if symbols:
+        shown = printable(", ".join(sorted(symbols)))
+        raise PackageError(f"the signature is damaged: symbol {shown} {fault}")
 
 
 def _parsed(size: int | str) -> int | SizeExpression:

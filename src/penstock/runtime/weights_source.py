@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from penstock.budget import parse_bytes
 from penstock.errors import BudgetError, HostMemoryError, WeightsChangedError, WeightsFileError
+from penstock.regular_file import open_regular
 from penstock.runtime.host_memory import (
     PinnedFile,
     bytes_to_pin,
@@ -108,7 +110,7 @@ def read_weights_index(path: Path) -> WeightsIndex:
 
 def stored_bytes(index: WeightsIndex, name: str) -> bytes:
     entry: Entry = index[name]
-    with Path(index.path).open("rb") as file:
+    with io.BufferedReader(open_regular(index.path, WeightsFileError)) as file:
         file.seek(entry.offset_bytes)
         content = file.read(entry.length_bytes)
     if len(content) != entry.length_bytes:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import penstock.kv.ops  # noqa: F401 - programs call these ops by their names
-from penstock.errors import IdentityError, PackageError
+from penstock.errors import IdentityError, PackageError, WeightsFileError
 from penstock.native import core
 from penstock.program import ConstantSpec, Method, read_program
+from penstock.regular_file import open_regular
 from penstock.torch_private.loader import CompiledMethod
 from penstock.torch_private.pytree import flatten, unflatten
 from penstock.verify.poison import PoisonSession
@@ -33,7 +34,7 @@ class PoisonedModule:
             raise IdentityError(
                 f"{self._index.path} has identity {self._index.identity}, {self.path} needs {self.program.identity}"
             )
-        with Path(self._index.path).open("rb") as file:
+        with open_regular(self._index.path, WeightsFileError) as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory; nothing writes
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self._weights = {weight.name: self._stored(weight.name) for weight in self.program.weights}

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from penstock.errors import WeightsFileError
+from penstock.printable import printable
 from penstock.weight import ITEM_BYTES
 from penstock.weights.format import METADATA_KEY, PAGE_BYTES, SCALAR_TYPES, Header, layout_fault
 from penstock.weights.metadata import Metadata, Record
@@ -24,10 +25,10 @@ def check_segments(path: Path, header: Header, tables: Tables) -> None:
     for item in reversed(tables.named_data):
         if item.segment_index not in labels:
             raise WeightsFileError(
-                f"{path}: entry {item.key!r} has segment number {item.segment_index},"
+                f"{path}: entry {printable(item.key)!r} has segment number {item.segment_index},"
                 f" the file has {len(tables.segments)} segments"
             )
-        labels[item.segment_index] = f"entry {item.key!r}"
+        labels[item.segment_index] = f"entry {printable(item.key)!r}"
     for index, segment in enumerate(tables.segments):
         end_bytes = segment.offset_bytes + segment.size_bytes
         if end_bytes > header.segment_data_bytes:
@@ -50,11 +51,12 @@ def check_tensor(
 ) -> None:
     fault = layout_fault(dtype, shape, dim_order)
     if fault is not None:
-        raise WeightsFileError(f"{path}: entry {name!r} {fault}")
+        raise WeightsFileError(f"{path}: entry {printable(name)!r} {fault}")
     needed_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if length_bytes != needed_bytes:
         raise WeightsFileError(
-            f"{path}: entry {name!r} has {length_bytes} bytes, {dtype} of shape {list(shape)} needs {needed_bytes}"
+            f"{path}: entry {printable(name)!r} has {length_bytes} bytes, {dtype} of shape {list(shape)} needs"
+            f" {needed_bytes}"
         )
 
 
@@ -67,13 +69,14 @@ def check_agreement(path: Path, header: Header, tables: Tables, metadata: Metada
         offset_bytes = header.segment_base_bytes + tables.segments[item.segment_index].offset_bytes
         if offset_bytes % PAGE_BYTES:
             raise WeightsFileError(
-                f"{path}: entry {item.key!r} is misaligned: has offset {offset_bytes}, needs a multiple of {PAGE_BYTES}"
+                f"{path}: entry {printable(item.key)!r} is misaligned: has offset {offset_bytes},"
+                f" needs a multiple of {PAGE_BYTES}"
             )
     owners = {items.pop(METADATA_KEY).segment_index: METADATA_KEY}
     for record in metadata.records:
         _check_record(path, record, items, tables, owners)
     for name in items:
-        raise WeightsFileError(f"{path}: entry {name!r} has no record in {METADATA_KEY}, needs one")
+        raise WeightsFileError(f"{path}: entry {printable(name)!r} has no record in {METADATA_KEY}, needs one")
 
 
 def _check_record(
@@ -85,22 +88,26 @@ def _check_record(
     for name in record.names:
         item = items.pop(name, None)
         if item is None:
-            raise WeightsFileError(f"{path}: {METADATA_KEY} has {name!r}, needs names that the table has, each once")
+            raise WeightsFileError(
+                f"{path}: {METADATA_KEY} has {printable(name)!r}, needs names that the table has, each once"
+            )
         if segment_index is None:
             segment_index = item.segment_index
             owner = owners.setdefault(segment_index, name)
             if owner != name:
                 raise WeightsFileError(
-                    f"{path}: entry {name!r} has segment number {segment_index}, which is that of {owner!r};"
-                    f" {METADATA_KEY} needs them apart"
+                    f"{path}: entry {printable(name)!r} has segment number {segment_index}, which is that of"
+                    f" {printable(owner)!r}; {METADATA_KEY} needs them apart"
                 )
             check_tensor(
                 path, name, record.dtype, record.shape, record.dim_order, tables.segments[segment_index].size_bytes
             )
         if item.segment_index != segment_index:
             raise WeightsFileError(
-                f"{path}: entry {name!r} has segment number {item.segment_index},"
-                f" {METADATA_KEY} needs {segment_index}, that of {record.name!r}"
+                f"{path}: entry {printable(name)!r} has segment number {item.segment_index},"
+                f" {METADATA_KEY} needs {segment_index}, that of {printable(record.name)!r}"
             )
         if item.layout != layout:
-            raise WeightsFileError(f"{path}: entry {name!r} has {item.layout}, {METADATA_KEY} needs {layout}")
+            raise WeightsFileError(
+                f"{path}: entry {printable(name)!r} has {item.layout}, {METADATA_KEY} needs {layout}"
+            )

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import xxhash
 
 from penstock.errors import ChecksumError, WeightsFileError
+from penstock.printable import printable
+from penstock.regular_file import open_regular
 from penstock.weights.index import Entry, WeightsIndex, read_index
 
 _BUFFER_BYTES = 16 << 20
@@ -20,17 +22,16 @@ def verify_checksums(
     index = path_or_index if isinstance(path_or_index, WeightsIndex) else read_index(path_or_index)
     for entry in index.entries:
         if entry.checksum is None:
-            raise WeightsFileError(f"{index.path}: entry {entry.name!r} has no checksum, needs one to be verified")
+            raise WeightsFileError(
+                f"{index.path}: entry {printable(entry.name)!r} has no checksum, needs one to be verified"
+            )
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     faults: list[str] = []
-    fd = os.open(index.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open_regular(index.path, WeightsFileError) as file:
         for entry in index.unique_entries:
-            checksum = _checksum(index, entry, fd, buffer, on_bytes)
+            checksum = _checksum(index, entry, file.fileno(), buffer, on_bytes)
             if checksum != entry.checksum:
-                faults.append(f"{entry.name!r} has {checksum:016x}, needs {entry.checksum:016x}")
-    finally:
-        os.close(fd)
+                faults.append(f"{printable(entry.name)!r} has {checksum:016x}, needs {entry.checksum:016x}")
     if faults:
         raise ChecksumError(
             f"{index.path}: {len(faults)} of {len(index.unique_entries)} entries are damaged: {'; '.join(faults)}"
@@ -47,7 +48,8 @@ def _checksum(
         count_bytes = os.preadv(fd, [piece], entry.offset_bytes + read_bytes)
         if count_bytes == 0:
             raise WeightsFileError(
-                f"{index.path}: truncated: entry {entry.name!r} has {read_bytes} bytes, needs {entry.length_bytes}"
+                f"{index.path}: truncated: entry {printable(entry.name)!r} has {read_bytes} bytes,"
+                f" needs {entry.length_bytes}"
             )
         digest.update(piece[:count_bytes])
         read_bytes += count_bytes

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import WeightsFileError
+from penstock.printable import printable
 from penstock.weight import ITEM_BYTES
 
 FILE_MAGIC = b"FT01"
@@ -80,7 +81,7 @@ def aligned_bytes(count: int, alignment: int = PAGE_BYTES) -> int:
 def layout_fault(dtype: str, shape: tuple[int, ...], dim_order: tuple[int, ...]) -> str | None:
     """What keeps a tensor out of a .ptd file, in words, or None. Writer and reader ask the same question."""
     if dtype not in ITEM_BYTES:
-        return f"has dtype {dtype!r}, needs one of {', '.join(ITEM_BYTES)}"
+        return f"has dtype {printable(dtype)!r}, needs one of {', '.join(ITEM_BYTES)}"
     if len(shape) > RANK_LIMIT:
         return f"has {len(shape)} dimensions, needs at most {RANK_LIMIT}"
     for dim, size in enumerate(shape):

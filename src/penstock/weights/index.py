@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from penstock.errors import WeightsFileError
+from penstock.printable import printable
+from penstock.regular_file import open_regular
 from penstock.weights.agreement import check_agreement, check_segments, check_tensor
 from penstock.weights.format import DTYPES, HEAD_BYTES, INDEX_LIMIT_BYTES, METADATA_KEY, Header, parse_header
 from penstock.weights.metadata import Metadata, decode_metadata
@@ -54,7 +55,7 @@ class WeightsIndex:
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self._by_name:
-            raise WeightsFileError(f"{self.path}: has no entry {name!r} among its {len(self.entries)}")
+            raise WeightsFileError(f"{self.path}: has no entry {printable(name)!r} among its {len(self.entries)}")
         return self._by_name[name]
 
     def __contains__(self, name: object) -> bool:
@@ -66,31 +67,24 @@ class WeightsIndex:
 
 def read_index(path: str | os.PathLike[str]) -> WeightsIndex:
     """Reads and checks the header, the tables and our metadata; files that ExecuTorch wrote have no metadata."""
-    path = Path(path)
-    # Without O_NONBLOCK, opening a named pipe would wait for somebody to write to it.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        return _read_index(path, fd)
-    finally:
-        os.close(fd)
+    with open_regular(path, WeightsFileError) as file:
+        return _read_index(Path(path), file.fileno())
 
 
 def _read_index(path: Path, fd: int) -> WeightsIndex:
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise WeightsFileError(f"{path}: not a .ptd file: has mode {status.st_mode:#o}, needs to be a regular file")
-    file_bytes = status.st_size
+    file_bytes = os.fstat(fd).st_size
     header = parse_header(path, _read(path, fd, 0, min(file_bytes, HEAD_BYTES)), file_bytes)
-    tables = decode_tables(path, _read(path, fd, 0, header.flatbuffer_end_bytes))
+    head = _read(path, fd, 0, header.flatbuffer_end_bytes)
+    tables = decode_tables(path, head)
     check_segments(path, header, tables)
-    metadata = _read_metadata(path, fd, header, tables)
+    metadata = _read_metadata(path, fd, header, tables, head)
     if metadata is None:
         return WeightsIndex(path, file_bytes, None, tuple(_foreign_entries(path, header, tables)))
     check_agreement(path, header, tables, metadata, file_bytes)
     return WeightsIndex(path, file_bytes, metadata.identity, tuple(_own_entries(header, tables, metadata)))
 
 
-def _read_metadata(path: Path, fd: int, header: Header, tables: Tables) -> Metadata | None:
+def _read_metadata(path: Path, fd: int, header: Header, tables: Tables, head: bytes) -> Metadata | None:
     for item in tables.named_data:
         if item.key == METADATA_KEY:
             segment = tables.segments[item.segment_index]
@@ -100,7 +94,7 @@ def _read_metadata(path: Path, fd: int, header: Header, tables: Tables) -> Metad
                     f" needs to stay within {INDEX_LIMIT_BYTES}"
                 )
             raw = _read(path, fd, header.segment_base_bytes + segment.offset_bytes, segment.size_bytes)
-            return decode_metadata(path, raw)
+            return decode_metadata(path, raw, head)
     return None
 
 
@@ -137,7 +131,7 @@ def _foreign_entries(path: Path, header: Header, tables: Tables) -> Iterator[Ent
             check_tensor(path, item.key, dtype, shape, dim_order, segment.size_bytes)
         else:
             raise WeightsFileError(
-                f"{path}: entry {item.key!r} has scalar type {item.layout.scalar_type},"
+                f"{path}: entry {printable(item.key)!r} has scalar type {item.layout.scalar_type},"
                 f" needs one of {', '.join(map(str, sorted(DTYPES)))}"
             )
         yield Entry(

@@ -1,4 +1,8 @@
-"""What a .ptd of ours carries beyond the FlatTensor tables: identity, dtypes, kinds and checksums, as JSON."""
+"""What a .ptd of ours carries beyond the FlatTensor tables: identity, dtypes, kinds and checksums, as JSON, sealed.
+
+The seal is over the whole index: the file from its first byte to the end of the flatbuffer, where names meet offsets,
+and the JSON itself. So two entries of one shape cannot change places without being seen.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.errors import WeightsFileError
+from penstock.printable import printable
+from penstock.schema import SchemaError, parse_json
+from penstock.sealed_text import sealed, unsealed
 from penstock.weights.format import METADATA_KEY
 
-METADATA_FORMAT = 1
+METADATA_FORMAT = 2
 KINDS = ("weight", "state")
 
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
@@ -41,8 +48,9 @@ class Metadata:
     records: tuple[Record, ...]
 
 
-def encode_metadata(identity: str, records: Sequence[Record]) -> bytes:
-    """The length does not depend on the checksums, so that room can be left for them before they are known."""
+def encode_metadata(identity: str, records: Sequence[Record], head: bytes) -> bytes:
+    """`head` is the file up to the end of its flatbuffer. The length depends neither on that nor on checksums, so that
+    room can be left before they are known."""
     entries = [
         {
             "name": record.name,
@@ -56,20 +64,23 @@ def encode_metadata(identity: str, records: Sequence[Record]) -> bytes:
         for record in records
     ]
     document = {"format": METADATA_FORMAT, "identity": identity, "entries": entries}
-    return json.dumps(document, separators=(",", ":")).encode()
+    return sealed(json.dumps(document, separators=(",", ":")), head)
 
 
-def decode_metadata(path: Path, raw: bytes) -> Metadata:
-    """Checks types and the format's number. Whether the records fit the tables is the index's question."""
+def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
+    """Checks the seal, types and the format's number. Whether records fit the tables is the index's question."""
     try:
-        document = json.loads(raw)
-    # ValueError: not UTF-8, not JSON, or a number of absurd length. RecursionError: absurd nesting.
-    except (ValueError, RecursionError) as error:
+        top = _Object(path, METADATA_KEY, parse_json(raw.decode()))
+        version = top.typed("format", int)
+        if version != METADATA_FORMAT:
+            raise WeightsFileError(
+                f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT}: penstock.compile again"
+            )
+        unsealed(raw, head)
+    except UnicodeDecodeError as error:
         raise WeightsFileError(f"{path}: {METADATA_KEY} is not JSON: {error}") from error
-    top = _Object(path, METADATA_KEY, document)
-    version = top.typed("format", int)
-    if version != METADATA_FORMAT:
-        raise WeightsFileError(f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT}")
+    except SchemaError as error:
+        raise WeightsFileError(f"{path}: {METADATA_KEY} is damaged, or the index is: {error}") from error
     entries = top.typed("entries", list)
     return Metadata(
         identity=top.text("identity"),
@@ -79,7 +90,7 @@ def decode_metadata(path: Path, raw: bytes) -> Metadata:
 
 def _record(entry: _Object) -> Record:
     name = entry.text("name")
-    entry = _Object(entry.path, f"{METADATA_KEY} entry {name!r}", entry.value)
+    entry = _Object(entry.path, f"{METADATA_KEY} entry {printable(name)!r}", entry.value)
     kind = entry.text("kind")
     if kind not in KINDS:
         entry.fail("kind", kind, " or ".join(KINDS))
@@ -109,7 +120,7 @@ class _Object:
 
     def fail(self, name: str, has: object, needs: str) -> NoReturn:
         # A list or an object may be nested too deeply to be printed.
-        shown = type(has).__name__ if isinstance(has, list | dict) else f"{has!r:.200}"
+        shown = type(has).__name__ if isinstance(has, list | dict) else printable(f"{has!r:.200}")
         raise WeightsFileError(f"{self.path}: {self.where}: {name} has {shown}, needs {needs}")
 
     def typed(self, name: str, kind: type) -> Any:

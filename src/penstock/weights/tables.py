@@ -10,6 +10,7 @@ from pathlib import Path
 import flatbuffers
 
 from penstock.errors import WeightsFileError
+from penstock.printable import printable
 from penstock.weights.flatbuffer import Buffer, Table
 from penstock.weights.format import FILE_MAGIC, PADDED_HEADER_BYTES, PREFIX_BYTES, RANK_LIMIT, SCHEMA_VERSION, Header
 
@@ -66,7 +67,7 @@ def decode_tables(path: Path, head: bytes) -> Tables:
         key = table.text(0, "key", budget_bytes)
         budget_bytes -= len(key.encode())
         if key in seen:
-            raise WeightsFileError(f"{path}: has more than one entry {key!r}, needs every name once")
+            raise WeightsFileError(f"{path}: has more than one entry {printable(key)!r}, needs every name once")
         seen.add(key)
         named_data.append(NamedData(key, table.number(1, "segment_index", "I"), _decode_layout(table)))
     return Tables(segments, tuple(named_data))

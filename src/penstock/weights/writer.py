@@ -51,7 +51,7 @@ def write_ptd(
             offset_bytes = plan.base_bytes + segment.offset_bytes
             checksum = _write_chunks(file, source, offset_bytes, chunks_of(source), on_bytes)
             records.append(replace(record, checksum=checksum))
-        file.write(plan.base_bytes + plan.segments[-1].offset_bytes, encode_metadata(identity, records))
+        file.write(plan.base_bytes + plan.segments[-1].offset_bytes, encode_metadata(identity, records, plan.index))
         index = read_index(file.partial)
     return replace(index, path=path)
 
@@ -75,7 +75,7 @@ class _Plan:
 def _plan(path: Path, sources: Sequence[Weight | State], identity: str) -> _Plan:
     records = tuple(_record(source) for source in sources)
     _check(path, records, identity)
-    sizes_bytes = [*(source.nbytes for source in sources), len(encode_metadata(identity, records))]
+    sizes_bytes = [*(source.nbytes for source in sources), len(encode_metadata(identity, records, b""))]
     tables = Tables(tuple(_segments(sizes_bytes)), tuple(_named_data(records)))
     flatbuffer = encode_tables(tables)
     base_bytes = aligned_bytes(PADDED_HEADER_BYTES + len(flatbuffer))

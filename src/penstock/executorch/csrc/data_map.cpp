@@ -91,11 +91,12 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     throw Refusal(Kind::weights_file, "the weights file " + place.path + " cannot be read");
   place.file_bytes = status.st_size;
   for (size_t i = 0; i < place.offsets.size(); ++i)
-    if (place.offsets[i] + payload.weights[i].bytes > place.file_bytes)
+    if (payload.weights[i].bytes > place.file_bytes - place.offsets[i])
       throw Refusal(Kind::weights_file, "the weights file " + place.path + " is truncated: it has " +
                                             std::to_string(place.file_bytes) + " bytes, weight '" +
                                             payload.weights[i].name + "' needs " +
-                                            std::to_string(place.offsets[i] + payload.weights[i].bytes));
+                                            std::to_string(payload.weights[i].bytes) + " from byte " +
+                                            std::to_string(place.offsets[i]));
   return place;
 }
 

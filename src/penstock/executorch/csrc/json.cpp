@@ -80,7 +80,7 @@ class JsonReader {
           peek();
           std::string key = quoted();
           expect(':');
-          value.table_.emplace(std::move(key), next(depth + 1));
+          if (!value.table_.emplace(key, next(depth + 1)).second) damaged("it has '" + key + "' twice");
         } while (take(','));
         expect('}');
         return value;
@@ -164,7 +164,11 @@ class JsonReader {
         if (code >= 0xD800 && code < 0xDC00) {
           if (at_ + 1 >= text_.size() || text_[at_] != '\\' || text_[at_ + 1] != 'u') damaged("half a character");
           at_ += 2;
-          code = 0x10000 + ((code - 0xD800) << 10) + (hex4() - 0xDC00);
+          uint32_t low = hex4();
+          if (low < 0xDC00 || low > 0xDFFF) damaged("half a character");
+          code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+        } else if (code >= 0xDC00 && code <= 0xDFFF) {
+          damaged("half a character");
         }
         append_utf8(out, code);
       } else {

@@ -60,9 +60,16 @@ Header opened(const void* data, size_t bytes, const char* magic, const char* wha
   return header;
 }
 
-std::optional<int64_t> optional_integer(const Json& value) {
-  if (value.is_null()) return std::nullopt;
-  return value.integer();
+// What counts bytes or things: never negative.
+int64_t counted(const Json& row, const char* key) {
+  int64_t value = row.at(key).integer();
+  if (value < 0) refuse(std::string("the program says ") + key + " is " + std::to_string(value));
+  return value;
+}
+
+std::optional<int64_t> optional_counted(const Json& row, const char* key) {
+  if (row.at(key).is_null()) return std::nullopt;
+  return counted(row, key);
 }
 
 std::string hex(uint64_t value) {
@@ -79,6 +86,7 @@ Rung read_rung(const char*& at, const char* end, const std::string& seal, const 
   std::memcpy(head, at, sizeof head);
   at += sizeof head;
   if (head[1] > (size_t)(end - at) / sizeof(int64_t)) refuse("the plans of the program are truncated");
+  if (head[0] > (uint64_t)INT64_MAX) refuse("a plan of the program needs more memory than there can be");
   Rung rung{(int64_t)head[0], at, (size_t)head[1]};
   at += head[1] * sizeof(int64_t);
   if (hex(hash(start, (size_t)(at - start))) != seal)
@@ -92,7 +100,7 @@ std::vector<Ladder> read_ladders(const Json& rows, size_t methods, const char* a
   const char* end = at + bytes;
   for (const Json& row : rows.list()) {
     Ladder ladder{row.at("methods").integers(), row.at("reads_in_place").integer() != 0,
-                  row.at("floor_bytes").integer(), row.at("full_bytes").integer(), {}};
+                  counted(row, "floor_bytes"), counted(row, "full_bytes"), {}};
     for (int64_t method : ladder.methods)
       if (method < 0 || (size_t)method >= methods) refuse("the program has plans for a method that it has not");
     const std::vector<Json>& seals = row.at("seals").list();
@@ -191,9 +199,10 @@ Payload read_payload(const void* data, size_t bytes) {
   Payload out;
   out.program = text.at("program").string();
   out.device = text.at("device").string();
-  out.page_bytes = text.at("page_bytes").integer();
-  out.baked_bytes = optional_integer(text.at("budget_bytes"));
-  out.activation_bytes = optional_integer(text.at("activation_bytes"));
+  out.page_bytes = counted(text, "page_bytes");
+  if (!out.page_bytes) refuse("the program says page_bytes is 0");
+  out.baked_bytes = optional_counted(text, "budget_bytes");
+  out.activation_bytes = optional_counted(text, "activation_bytes");
   out.torch = text.at("built_with").at("torch").string();
   out.machine = text.at("built_with").at("machine").string();
   out.cpu = text.at("built_with").at("cpu").string();
@@ -206,10 +215,10 @@ Payload read_payload(const void* data, size_t bytes) {
     for (const Json& name : row.at("names").list()) names.push_back(name.string());
     if (names.empty()) refuse("a weight of the program has no name");
     out.weights.push_back({names.front(), names, row.at("scalar_type").integer(), row.at("shape").integers(),
-                           row.at("dim_order").integers(), row.at("nbytes").integer()});
+                           row.at("dim_order").integers(), counted(row, "nbytes")});
   }
   for (const Json& row : text.at("methods").list()) {
-    MethodFacts method{row.at("name").string(), {}, row.at("outputs").integer()};
+    MethodFacts method{row.at("name").string(), {}, counted(row, "outputs")};
     for (const Json& input : row.at("inputs").list())
       method.inputs.push_back(
           {input.at("scalar_type").integer(), input.at("shape").integers(), input.at("dim_order").integers()});

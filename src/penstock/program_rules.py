@@ -1,0 +1,167 @@
+"""What the parts of a program's description must be to one another. Types are the schema's business.
+
+Each rule is broken by name, with what is there and what is needed. Counts are bounded, so that no file makes its reader
+work for ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
+
+from penstock.errors import PackageError, ScheduleError
+from penstock.nesting import parse_call, parse_nesting
+from penstock.plan.floor import check_schedules
+from penstock.printable import printable
+from penstock.runtime.symbolic_layout import SymbolicLayout
+from penstock.schema import HIGHEST
+from penstock.weight import ITEM_BYTES, State, Weight
+from penstock.weights.format import layout_fault
+from penstock.weights.identity import layout_identity
+
+if TYPE_CHECKING:
+    from penstock.program import ConstantSpec, Method, Program, Signature, TensorSpec
+
+DEVICES = ("cpu", "cuda")
+INITS = ("zeros", "stored")
+# Far beyond any model: what one description may ask its reader to work through.
+SYMBOLS_LIMIT = 256
+EXPRESSIONS_LIMIT = 10_000
+LIFETIMES_LIMIT = 1 << 22
+TEXT_LIMIT = 500
+
+_METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_program(program: Program) -> None:
+    if not program.methods:
+        _refuse("it has no method")
+    if program.device not in DEVICES:
+        _refuse(f"its device is {_quoted(program.device)}, needs to be one of {', '.join(DEVICES)}")
+    _check_stored(program.weights, program.states)
+    identity = layout_identity(program.weights, program.states)
+    if program.identity != identity:
+        _refuse(f"its identity is {_quoted(program.identity)}, its weights and states need {identity}")
+    _unique("method", (method.name for method in program.methods))
+    _unique("unused name", program.unused)
+    _check_schedules(program)
+    for method in program.methods:
+        _check_method(method, program)
+    expressions = sum(isinstance(size, str) for method in program.methods for size in _sizes(method.signature))
+    if expressions > EXPRESSIONS_LIMIT:
+        _refuse(f"it has {expressions} dynamic sizes and strides, needs at most {EXPRESSIONS_LIMIT}")
+    for method in program.methods:
+        _within(method.name, lambda method=method: check_signature(method.signature))
+
+
+def check_signature(signature: Signature) -> None:
+    """Sizes that can be told from inputs, strides for each size, and as many leaves as there are values."""
+    if len(signature.symbols) > SYMBOLS_LIMIT:
+        _refuse(f"it has {len(signature.symbols)} symbols, needs at most {SYMBOLS_LIMIT}")
+    for name, (low, high) in signature.symbols.items():
+        if high is not None and high < low:
+            _refuse(f"symbol {_quoted(name)} has the range {low} to {high}, needs one that holds something")
+    _unique("input", (spec.name for spec in signature.inputs))
+    _unique("written name", signature.written)
+    tensors = [spec for spec in signature.inputs if _is_tensor(spec)]
+    for name in signature.written:
+        if name not in {spec.name for spec in tensors}:
+            _refuse(f"it writes {_quoted(name)}, which is no tensor among its inputs")
+    for spec in (*signature.inputs, *signature.outputs):
+        if _is_tensor(spec):
+            _check_tensor(spec)  # type: ignore[arg-type]
+    SymbolicLayout(tensors, signature.symbols)  # type: ignore[arg-type]
+    parse_call(signature.in_spec, len(signature.inputs))
+    parse_nesting(signature.out_spec, len(signature.outputs))
+
+
+def _is_tensor(spec: TensorSpec | ConstantSpec) -> bool:
+    return spec.KIND == "tensor"
+
+
+def _check_tensor(spec: TensorSpec) -> None:
+    if spec.dtype not in ITEM_BYTES:
+        _refuse(f"{_quoted(spec.name)} has dtype {_quoted(spec.dtype)}, needs one of {', '.join(ITEM_BYTES)}")
+    if len(spec.shape) != len(spec.strides):
+        _refuse(f"{_quoted(spec.name)} has {len(spec.shape)} sizes and {len(spec.strides)} strides, needs as many")
+    for size in (*spec.shape, *spec.strides):
+        if isinstance(size, str) and len(size) > TEXT_LIMIT:
+            _refuse(f"{_quoted(spec.name)} has a size of {len(size)} characters, needs at most {TEXT_LIMIT}")
+
+
+def _sizes(signature: Signature) -> Iterable[int | str]:
+    for spec in (*signature.inputs, *signature.outputs):
+        if _is_tensor(spec):
+            yield from spec.shape  # type: ignore[union-attr]
+            yield from spec.strides  # type: ignore[union-attr]
+
+
+def _check_stored(weights: Iterable[Weight], states: Iterable[State]) -> None:
+    items: list[Weight | State] = [*weights, *states]
+    _unique("weight or state", (name for w in items for name in (w.names if isinstance(w, Weight) else (w.name,))))
+    total_bytes = 0
+    for item in items:
+        kind = "weight" if isinstance(item, Weight) else "state"
+        fault = layout_fault(item.dtype, item.shape, item.dim_order)
+        if fault is not None:
+            _refuse(f"{kind} {_quoted(item.name)} {printable(fault)}")
+        if isinstance(item, State) and item.init not in INITS:
+            _refuse(f"state {_quoted(item.name)} begins as {_quoted(item.init)}, needs one of {', '.join(INITS)}")
+        total_bytes += item.nbytes
+        if total_bytes > HIGHEST:
+            _refuse(f"up to {kind} {_quoted(item.name)} its tensors have {total_bytes} bytes, needs at most {HIGHEST}")
+
+
+def _check_schedules(program: Program) -> None:
+    weights = {weight.name: weight for weight in program.weights}
+    try:
+        check_schedules([method.schedule for method in program.methods], weights, granularity_bytes=1)
+    except ScheduleError as error:
+        _refuse(printable(str(error)))
+    lived = 0
+    for method in program.methods:
+        first, last = method.schedule.first_step, method.schedule.last_step
+        lived += sum(last[number] - first[number] + 1 for number in first)
+    if lived > LIFETIMES_LIMIT:
+        _refuse(f"its accesses live for {lived} steps together, needs at most {LIFETIMES_LIMIT}")
+
+
+def _check_method(method: Method, program: Program) -> None:
+    if not _METHOD_NAME.fullmatch(method.name):
+        _refuse(f"method {_quoted(method.name)} needs a name of letters, digits and underscores")
+    where = f"method {method.name!r}"
+    _unique(f"state of {where}", method.states)
+    for name in method.states:
+        if name not in {state.name for state in program.states}:
+            _refuse(f"{where} has the state {_quoted(name)}, which is none of the program's")
+    weights = {weight.name for weight in program.weights}
+    for temporary in method.temporaries:
+        for name in temporary.weights:
+            if name not in weights:
+                _refuse(f"{where} computes {_quoted(temporary.name)} from {_quoted(name)}, which is no weight")
+
+
+def _within(method: str, check: object) -> None:
+    assert callable(check)
+    try:
+        check()
+    except PackageError as error:
+        text = str(error).removeprefix("the offload metadata is damaged: ")
+        _refuse(f"method {method!r}: {text}")
+
+
+def _unique(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            _refuse(f"the {what} {_quoted(name)} is there twice, needs every name once")
+        seen.add(name)
+
+
+def _quoted(text: str) -> str:
+    return repr(printable(text if len(text) <= 80 else text[:80] + "..."))
+
+
+def _refuse(text: str) -> NoReturn:
+    raise PackageError(f"the offload metadata is damaged: {text}")
