@@ -202,7 +202,7 @@ def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | No
         activation_bytes = activation_bound_bytes(program)
     terms = AutomaticTerms(
         free_bytes=memory_bytes,
-        allocator_unused_bytes=0,
+        held_bytes=0,
         activation_bytes=activation_bytes,
         state_bytes=program.state_bytes - program.host_state_bytes,
         reserve_bytes=reserve_bytes(torch.device("cuda"), memory_bytes),
