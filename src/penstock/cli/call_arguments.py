@@ -31,10 +31,19 @@ def call_arguments(held: Any, signature: Signature | None, where: str) -> Argume
     if not isinstance(held, Mapping):
         raise InputError(f"{where} holds a {type(held).__name__}; needs a tensor, a tuple of arguments, or names")
     if held.keys() <= {"args", "kwargs"} and held:
-        return tuple(held.get("args", ())), dict(held.get("kwargs", {}))
+        arguments, keywords = held.get("args", ()), held.get("kwargs", {})
+        if not isinstance(arguments, (tuple, list)) or not isinstance(keywords, Mapping):
+            raise InputError(
+                f"{where} holds args of type {type(arguments).__name__} and kwargs of type {type(keywords).__name__}; "
+                "needs a tuple and a dict"
+            )
+        if not all(isinstance(name, str) for name in keywords):
+            raise InputError(f"{where} holds kwargs named {', '.join(map(repr, keywords))}; needs names that are str")
+        return tuple(arguments), dict(keywords)
     numbers = {name: _POSITION.fullmatch(str(name)) for name in held}
     if all(numbers.values()):
-        ordered = sorted((int(match.group(1)), held[name]) for name, match in numbers.items() if match is not None)
+        found = [(int(match.group(1)), held[name]) for name, match in numbers.items() if match is not None]
+        ordered = sorted(found, key=lambda pair: pair[0])
         if [number for number, _ in ordered] != list(range(len(ordered))):
             raise InputError(f"{where} has the positions {sorted(map(str, held))}; needs 0 to {len(ordered) - 1}")
         return _positional([tensor for _, tensor in ordered], signature, where)
@@ -57,9 +66,9 @@ def _named(held: Mapping[str, Any], signature: Signature, where: str) -> Argumen
     missing, surplus = [n for n in names if n not in held], [n for n in held if n not in names]
     if missing or surplus:
         raise InputError(
-            f"{where} has the tensors {', '.join(held)}; the program takes {', '.join(names)}"
+            f"{where} has the tensors {', '.join(map(str, held))}; the program takes {', '.join(names)}"
             + (f"; missing: {', '.join(missing)}" if missing else "")
-            + (f"; unknown: {', '.join(surplus)}" if surplus else "")
+            + (f"; unknown: {', '.join(map(str, surplus))}" if surplus else "")
         )
     return _nested({name: held[name] for name in names}, signature)
 

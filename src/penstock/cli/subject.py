@@ -6,22 +6,32 @@ import io
 import mmap
 import struct
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from penstock.errors import PackageError
+from penstock.errors import PackageError, ScheduleError
 from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.plan.modes import ModePlanner
 from penstock.program import METADATA_FILE, Program, program_from_json, read_program
+from penstock.regular_file import open_regular
 from penstock.runtime.driver import soft_page_bytes
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
 # What every NVIDIA driver so far answers for memory that can be mapped; load asks the driver itself.
 CUDA_PAGE_BYTES = 2 << 20
+
+# What reading a description, its records and an archive raises where they are damaged.
+_DAMAGE = (
+    *(KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
+    *(struct.error, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError),
+)
 
 _HEAD_AND_LENGTHS = struct.Struct("<8sQQQQQ")
 _RUNG = struct.Struct("<QQ")
@@ -44,16 +54,28 @@ class Subject:
         return {weight.name: weight for weight in self.program.weights}
 
     def planner(self, mode: str, page_bytes: int | None = None) -> ModePlanner:
-        return ModePlanner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, mode=mode)
+        with recorded_in(self.path):
+            return ModePlanner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, mode=mode)
 
     def floor(self) -> Floor:
         """As export computes it: in exact bytes, before pages."""
-        return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
+        with recorded_in(self.path):
+            return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
+
+
+@contextmanager
+def recorded_in(path: Path) -> Iterator[None]:
+    """A schedule that contradicts itself is the compiler's fault at export; here it stands in a damaged file."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise PackageError(f"{path}: the recorded schedule is damaged: {error}") from error
 
 
 def read_subject(path: Path) -> Subject:
     if path.suffix == ".pte":
         return _of_pte(path)
+    open_regular(path, PackageError).close()
     program = read_program(path)
     page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
     return Subject(path, program, page_bytes)
@@ -73,22 +95,20 @@ def _of_pte(path: Path) -> Subject:
         return Subject(path, program, description["page_bytes"], rungs)
     except PackageError as error:
         raise PackageError(f"{path}: {error}") from error
-    except (KeyError, IndexError, TypeError, ValueError, struct.error, zipfile.BadZipFile) as error:
+    except _DAMAGE as error:
         raise PackageError(f"{path}: what its delegates share is damaged: {error!r}") from error
 
 
 def _payload(path: Path) -> bytes:
     """What all delegates share. It is found by its magic; that it is the right one is shown by its seal."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with open_regular(path, PackageError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             at = mapped.find(PAYLOAD_MAGIC)
             if at < 0 or at + _HEAD_AND_LENGTHS.size > len(mapped):
                 raise PackageError(f"{path} has no delegate of ours: there is no {PAYLOAD_MAGIC.decode()} in it")
             _, _, _, *lengths = _HEAD_AND_LENGTHS.unpack_from(mapped, at)
             return mapped[at : at + _HEAD_AND_LENGTHS.size + sum(lengths)]
-    except FileNotFoundError as error:
-        raise PackageError(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:  # a folder, a file without permission, an empty file
+    except (OSError, ValueError) as error:  # an empty file, for one
         raise PackageError(f"{path} cannot be read: {error}") from error
 
 
