@@ -80,9 +80,9 @@ def _from_here(arguments: tuple[str, ...]) -> list[str]:
 def _result_path(arguments: tuple[str, ...]) -> Path | None:
     """Where the suite will put result.json."""
     given = _from_here(arguments)
-    for argument, following in zip(given, [*given[1:], ""], strict=True):
-        if argument == "--out" and following:
-            return Path(following) / "result.json"
+    for number, argument in enumerate(given):
+        if argument == "--out" and number + 1 < len(given):
+            return Path(given[number + 1]) / "result.json"
         if argument.startswith("--out="):
             return Path(argument.removeprefix("--out=")) / "result.json"
     return None
