@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,15 @@ def test_refusals(cli: Cli, tmp_path: Path, options: tuple[str, ...], code: int)
 @pytest.mark.parametrize(("output", "code"), [("m.onnx", 2), ("no/such/folder/m.pt2", 9)])
 def test_outputs(cli: Cli, tmp_path: Path, output: str, code: int) -> None:
     assert cli("export", f"{HERE}:pair", "--device", "cpu", "-o", tmp_path / output).code == code
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "fifo"])
+def test_a_checkpoint_is_looked_at_before_anything_runs(cli: Cli, tmp_path: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "fifo")
+    options = ("-o", tmp_path / "m.pt2", "--device", "cpu", "--weights", tmp_path / kind)
+    told = cli("export", f"{HERE}:broken", *options)
+    assert told.code == 6 and kind in told.stderr and "ZeroDivisionError" not in told.stderr
 
 
 def test_a_pte_takes_no_checkpoint(cli: Cli, tmp_path: Path) -> None:

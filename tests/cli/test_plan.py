@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,8 @@ def test_a_gpu_that_is_not_here(cli: Cli, program: Path) -> None:
     # Too small a GPU for what is asked, and too small a GPU for anything.
     small = cli("plan", program, "--gpu-memory", "300MiB", "--budget", "100MiB", "--json").document
     assert small["gpu"]["enough"] is False
+    nothing = cli("plan", program, "--gpu-memory", "1MiB", "--json").document["error"]
+    assert nothing["class"] == "BelowFloorError" and not re.search(r"-\d", nothing["message"]), "no negative amount"
     refused = cli("plan", program, "--gpu-memory", "257MiB", "--json")
     assert refused.code == 10 and refused.document["error"]["class"] == "BelowFloorError"
 

@@ -18,6 +18,8 @@ import click
 from penstock.cli.interrupt import private_temporary_files
 from penstock.cli.output import console, emit, facts, json_option, line, only_json_on_stdout
 from penstock.cli.units import budget_option, short_bytes, short_time
+from penstock.errors import CheckpointError, PenstockError, ProgramError
+from penstock.regular_file import open_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +90,8 @@ def export(
         raise click.UsageError("--split-linear is for a .pt2: a program for ExecuTorch multiplies by the library alone")
     named = _named(target, methods)
     output_paths(output, output.suffix, overwrite)
+    if weights is not None and not weights.is_dir():
+        open_regular(weights, CheckpointError).close()
     target_device(device)
     with only_json_on_stdout(as_json), private_temporary_files():
         report = _export(named, output, weights, device, budget, overwrite, split_linear)
@@ -176,8 +180,6 @@ def _function(text: str) -> Any:
 @contextmanager
 def _users_code(text: str) -> Iterator[None]:
     """Whatever it raises, and if it ends the process: a fault of the model, with the place where it is."""
-    from penstock.errors import PenstockError, ProgramError
-
     try:
         yield
     except (Exception, SystemExit) as error:

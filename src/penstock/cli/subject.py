@@ -26,6 +26,7 @@ from penstock.weight import Weight
 
 # What every NVIDIA driver so far answers for memory that can be mapped; load asks the driver itself.
 CUDA_PAGE_BYTES = 2 << 20
+_MOST_PAGE_BYTES = 1 << 30
 
 # What reading a description, its records and an archive raises where they are damaged.
 _DAMAGE = (
@@ -54,13 +55,11 @@ class Subject:
         return {weight.name: weight for weight in self.program.weights}
 
     def planner(self, mode: str, page_bytes: int | None = None) -> ModePlanner:
-        with recorded_in(self.path):
-            return ModePlanner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, mode=mode)
+        return ModePlanner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, mode=mode)
 
     def floor(self) -> Floor:
         """As export computes it: in exact bytes, before pages."""
-        with recorded_in(self.path):
-            return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
+        return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
 
 
 @contextmanager
@@ -73,8 +72,13 @@ def recorded_in(path: Path) -> Iterator[None]:
 
 
 def read_subject(path: Path) -> Subject:
-    if path.suffix == ".pte":
-        return _of_pte(path)
+    subject = _of_pte(path) if path.suffix == ".pte" else _of_pt2(path)
+    with recorded_in(path):
+        subject.floor()  # which looks at the whole schedule, so that nobody else meets one that is damaged
+    return subject
+
+
+def _of_pt2(path: Path) -> Subject:
     open_regular(path, PackageError).close()
     program = read_program(path)
     page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
@@ -92,7 +96,10 @@ def _of_pte(path: Path) -> Subject:
             (name,) = [name for name in archive.namelist() if name.endswith(f"/extra/{METADATA_FILE}")]
             program = program_from_json(archive.read(name).decode())
         rungs = _rungs(payload, table, description["ladders"][0]["rungs"])
-        return Subject(path, program, description["page_bytes"], rungs)
+        page_bytes = description["page_bytes"]
+        if type(page_bytes) is not int or not 0 < page_bytes <= _MOST_PAGE_BYTES:
+            raise PackageError(f"its pages have {page_bytes!r:.80} bytes; needs 1 to {_MOST_PAGE_BYTES}")
+        return Subject(path, program, page_bytes, rungs)
     except PackageError as error:
         raise PackageError(f"{path}: {error}") from error
     except _DAMAGE as error:
