@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.budget import MAX_BYTES, format_bytes, mb_to_bytes, parse_bytes
@@ -42,6 +44,14 @@ def _short_id(value: object) -> str:
         ("7.0", 7),
         ("0.1MB", 100_000),
         ("1.10GB", 1_100_000_000),
+        # The fraction of a byte is cut off, never rounded up: what is asked for is never exceeded.
+        ("2.3GiB", 2469606195),
+        ("0.1MiB", 104857),
+        ("1.1GiB", 1181116006),
+        ("0.9999999999999999999999KiB", 1023),
+        ("1.0009KB", 1000),
+        ("0.0001KB", 0),
+        ("8796093022207.9999999999999999999999MiB", MAX_BYTES),
     ],
 )
 def test_parse(value: int | str, expected: int) -> None:
@@ -89,9 +99,10 @@ def test_parse(value: int | str, expected: int) -> None:
         ".5GiB",
         "5.GiB",
         "1.2.3GiB",
-        "1.1GiB",
+        "1.1",
         "0.5",
-        "0.0001KB",
+        "1.3B",
+        "8796093022208.0000000000000000000001MiB",
         "\u0668GiB",
         "8\u00a0GiB",
         "8G\u0131B",
@@ -111,6 +122,18 @@ def test_refused_with_what_was_given_and_what_is_valid(value: object) -> None:
         assert repr(value) in message
 
 
+@settings(derandomize=True)
+@given(
+    st.decimals(min_value=0, max_value=1000, places=9, allow_nan=False),
+    st.sampled_from([("KiB", 2**10), ("MB", 10**6), ("GiB", 2**30)]),
+)
+def test_the_fraction_is_cut_off_exactly(number: Decimal, unit: tuple[str, int]) -> None:
+    name, unit_bytes = unit
+    billionths = int(number.scaleb(9))
+    assert parse_bytes(f"{number:f}{name}") == billionths * unit_bytes // 10**9
+
+
+@settings(derandomize=True)
 @given(st.integers(min_value=0, max_value=MAX_BYTES))
 def test_wire_form_round_trips(n: int) -> None:
     assert parse_bytes(str(n)) == n
@@ -139,6 +162,7 @@ def test_format(n: int, expected: str) -> None:
     assert format_bytes(n) == expected
 
 
+@settings(derandomize=True)
 @given(st.integers(min_value=0, max_value=2**49))
 def test_format_never_loses_bytes(n: int) -> None:
     text = format_bytes(n)

@@ -27,12 +27,15 @@ _AMOUNT = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)[ \t]*([A-Za-z]*)")
 _VALID_FORMS = (
     "valid: a whole number of bytes (8589934592, as int or str), or a number and a unit: "
     "KiB, MiB, GiB, TiB (powers of 1024) or B, KB, MB, GB, TB (powers of 1000), "
-    "as in '8GiB', '1.5 GiB', '512MiB', '8 GB'"
+    "as in '8GiB', '2.3 GiB', '512MiB', '8 GB'"
 )
 
 
 def parse_bytes(value: int | str) -> int:
-    """The number of bytes that `value` stands for; BudgetError for anything that is not clearly one."""
+    """The number of bytes that `value` stands for; BudgetError for anything that is not clearly one.
+
+    '2.3GiB' is 2469606195 bytes: the fraction of a byte is cut off.
+    """
     if isinstance(value, bool):
         raise BudgetError(f"{value!r} is a bool, not a number of bytes; {_VALID_FORMS}")
     if isinstance(value, int):
@@ -45,11 +48,11 @@ def parse_bytes(value: int | str) -> int:
     digits, unit = match.groups()
     if unit not in _UNIT_BYTES:
         raise BudgetError(f"{_shown(value)} has the unit {_shown(unit)}, which is unknown or ambiguous; {_VALID_FORMS}")
-    # Fraction, not float: 1.1 GiB is refused because it is no whole number, never rounded to one.
+    # Fraction, not float: the digits count as they are written, and only then is the fraction of a byte cut off.
     amount = Fraction(digits) * _UNIT_BYTES[unit]
-    if amount.denominator != 1:
-        raise BudgetError(f"{_shown(value)} is {float(amount)} bytes, not a whole number of them; {_VALID_FORMS}")
-    return _in_range(amount.numerator, given=value)
+    if _UNIT_BYTES[unit] == 1 and amount.denominator != 1:
+        raise BudgetError(f"{_shown(value)} is not a whole number of bytes; {_VALID_FORMS}")
+    return _in_range(int(amount), given=value)
 
 
 def mb_to_bytes(mb: int) -> int:

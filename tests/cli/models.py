@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -45,3 +46,20 @@ def junk() -> Any:
 
 def broken() -> Any:
     raise ZeroDivisionError("the user's own mistake")
+
+
+def leaving() -> Any:
+    sys.exit(0)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def unexportable() -> Any:
+    return Branches(), (torch.ones(2, 4),)

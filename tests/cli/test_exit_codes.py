@@ -9,7 +9,7 @@ import pytest
 
 import penstock.cli.main as main_file
 from penstock import errors
-from penstock.cli.exit_codes import FAILED, FAMILIES, INTERRUPTED, MEANINGS, USAGE, exit_code
+from penstock.cli.exit_codes import FAILED, FAMILIES, INTERNAL, INTERRUPTED, MEANINGS, USAGE, exit_code
 from penstock.errors import PenstockError
 from tests.cli.conftest import Cli
 
@@ -32,7 +32,10 @@ EXPECTED: dict[type[BaseException], int] = {
     errors.InputError: 12,
     errors.PeakMemoryError: FAILED,
     PenstockError: FAILED,
-    ZeroDivisionError: FAILED,
+    PermissionError: FAILED,
+    MemoryError: FAILED,
+    ZeroDivisionError: INTERNAL,
+    SystemExit: INTERNAL,
     KeyboardInterrupt: INTERRUPTED,
 }
 
@@ -58,15 +61,17 @@ def test_every_family_of_errors_py_has_a_code_of_its_own() -> None:
             assert exit_code(kind.__new__(kind)) not in (FAILED, USAGE), kind
 
 
-@pytest.mark.parametrize("error", [errors.DeviceError("no such thing"), ZeroDivisionError("of a user")])
-def test_a_failure_is_a_document(cli: Cli, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [errors.DeviceError("no such thing"), ZeroDivisionError("of ours"), PermissionError("no"), SystemExit(0)]
+)
+def test_a_failure_is_a_document(cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(path: Path) -> None:
         raise error
 
     monkeypatch.setattr("penstock.cli.subject.read_subject", fail)
     plain = cli("inspect", "model.pt2")
     assert (plain.code, plain.stdout) == (exit_code(error), "")
-    assert str(error) in plain.stderr
+    assert str(error) in plain.stderr and plain.stderr.count("\n") == 1, "one line, and no traceback"
     told = cli("inspect", "model.pt2", "--json")
     assert told.code == plain.code
     assert told.document == {
@@ -86,3 +91,22 @@ def test_help_has_examples_and_json(cli: Cli, command: str) -> None:
     told = cli(command, "--help")
     assert told.code == 0
     assert f"  penstock {command} " in told.stdout and "--json" in told.stdout
+
+
+def test_the_traceback_is_there_for_those_who_ask(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise KeyError("floor")
+
+    monkeypatch.setattr("penstock.cli.subject.read_subject", fail)
+    quiet = cli("inspect", "model.pt2").stderr
+    assert main_file.TRACEBACK_VARIABLE in quiet and "in fail" not in quiet
+    monkeypatch.setenv(main_file.TRACEBACK_VARIABLE, "1")
+    loud = cli("inspect", "model.pt2")
+    assert "in fail" in loud.stderr and loud.code == INTERNAL
+    assert loud.stderr.splitlines()[-1] == quiet.strip()
+
+
+@pytest.mark.parametrize("argument", ["a\0b.pt2", "\0"])
+def test_a_nul_is_no_argument(cli: Cli, argument: str) -> None:
+    told = cli("inspect", argument, "--json")
+    assert told.code == USAGE and "NUL" in told.document["error"]["message"] and "\0" not in told.stderr

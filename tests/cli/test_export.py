@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,10 +45,38 @@ def test_junk_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
     assert "(Linear, Tensor)" in told.stderr and not list(tmp_path.iterdir())
 
 
-def test_a_mistake_in_the_users_code_shows_its_traceback(cli: Cli, tmp_path: Path) -> None:
-    told = cli("export", f"{HERE}:broken", "-o", tmp_path / "m.pt2", "--device", "cpu", "--json")
-    assert told.code == 1 and told.document["error"]["message"] == "the user's own mistake"
-    assert "models.py" in told.stderr and "in broken" in told.stderr
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("broken", "ZeroDivisionError: the user's own mistake"),
+        ("leaving", "sys.exit(0)"),
+        ("unexportable", "models.py"),
+    ],
+)
+def test_a_mistake_in_the_users_code_is_told_with_its_line(cli: Cli, tmp_path: Path, function: str, said: str) -> None:
+    told = cli("export", f"{HERE}:{function}", "-o", tmp_path / "m.pt2", "--device", "cpu", "--json")
+    error = told.document["error"]
+    assert told.code == 3 and error["class"] == "ProgramError"
+    assert said in error["message"] and f"{HERE}:{function}" in error["message"]
+    assert "models.py" in error["message"] and "line" in error["message"]
+    assert "Traceback (most recent call last)" not in told.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_module_that_exits_while_it_is_imported(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_model.py").write_text("raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    told = cli("export", "leaving_model:f", "-o", tmp_path / "m.pt2", "--device", "cpu")
+    assert told.code == 3 and "leaving_model.py, line 1" in told.stderr
+
+
+def test_no_place_for_temporary_files(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pt2", "--device", "cpu")
+    assert told.code == 9 and "TMPDIR" in told.stderr and not list(tmp_path.iterdir())
 
 
 def test_existing_files_stay(cli: Cli, program: Path) -> None:
@@ -61,10 +92,14 @@ def test_existing_files_stay(cli: Cli, program: Path) -> None:
         (("no_such_module:f",), 2),
         ((f"{HERE}:no_such_function",), 2),
         (("no-colon",), 2),
+        (("..:f",), 2),
+        (("a b:f",), 2),
+        (("sys:",), 2),
+        (("sys:no_such_function",), 2),
         ((), 2),
         (("--method", "decode"), 2),
         ((f"{HERE}:pair", "--method", f"forward={HERE}:pair"), 2),
-        ((f"{HERE}:pair", "--budget", "much"), 2),
+        ((f"{HERE}:pair", "--budget", "much"), 10),
         ((f"{HERE}:pair", "--device", "tpu"), 5),
     ],
     ids=str,
@@ -78,6 +113,15 @@ def test_refusals(cli: Cli, tmp_path: Path, options: tuple[str, ...], code: int)
 @pytest.mark.parametrize(("output", "code"), [("m.onnx", 2), ("no/such/folder/m.pt2", 9)])
 def test_outputs(cli: Cli, tmp_path: Path, output: str, code: int) -> None:
     assert cli("export", f"{HERE}:pair", "--device", "cpu", "-o", tmp_path / output).code == code
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "fifo"])
+def test_a_checkpoint_is_looked_at_before_anything_runs(cli: Cli, tmp_path: Path, kind: str) -> None:
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "fifo")
+    options = ("-o", tmp_path / "m.pt2", "--device", "cpu", "--weights", tmp_path / kind)
+    told = cli("export", f"{HERE}:broken", *options)
+    assert told.code == 6 and kind in told.stderr and "ZeroDivisionError" not in told.stderr
 
 
 def test_a_pte_takes_no_checkpoint(cli: Cli, tmp_path: Path) -> None:
@@ -102,4 +146,4 @@ def test_a_module_that_lacks_something_is_no_usage_error(
     (tmp_path / "lacking_model.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)
     told = cli("export", "lacking_model:f", "-o", tmp_path / "m.pt2", "--device", "cpu")
-    assert told.code == 1 and "no_such_package" in told.stderr
+    assert told.code == 3 and "no_such_package" in told.stderr and "lacking_model.py, line 1" in told.stderr

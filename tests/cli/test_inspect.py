@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,12 +144,39 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"page_bytes": value} for value in (0, -1, "4096", None, True, 4096.0, 2**70)),
+        *({"ladders": value} for value in ([], {}, None, [{}], [{"rungs": 10**9}], [{"rungs": "2"}])),
+    ],
+    ids=str,
+)
+def test_a_pte_that_describes_itself_wrongly(cli: Cli, tmp_path: Path, by_hand: Path, changes: dict[str, Any]) -> None:
+    told = cli("inspect", pte(tmp_path / "m.pte", by_hand, **changes), "--json")
+    assert told.code == 8 and "m.pte" in told.document["error"]["message"]
+
+
 def test_a_pte_is_read_without_executorch(cli: Cli, tmp_path: Path, by_hand: Path) -> None:
     told = cli("inspect", pte(tmp_path / "m.pte", by_hand), "--json").document
     twin = cli("inspect", by_hand, "--json").document
     assert told["plan_bytes"] == [31 * PAGE, 40 * PAGE]
     other = {"path", "kind", "file_bytes", "plan_bytes"}
     assert {k: v for k, v in told.items() if k not in other} == {k: v for k, v in twin.items() if k not in other}
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("plan", "--budget", "1GB")], ids=str)
+def test_a_schedule_that_contradicts_itself_is_a_damaged_file(
+    cli: Cli, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """At export the same is the compiler's fault, with another code."""
+    made = two_methods()
+    schedule = dataclasses.replace(made.methods[0].schedule, steps=(Step("load", (99,)),))
+    methods = (dataclasses.replace(made.methods[0], schedule=schedule), made.methods[1])
+    path = write_metadata(tmp_path / "odd.pt2", dataclasses.replace(made, methods=methods))
+    told = cli(command[0], path, *command[1:], "--json")
+    assert told.code == 8 and told.document["error"]["class"] == "PackageError"
+    assert "prefill" in told.document["error"]["message"]
 
 
 def test_damaged_files_have_codes(cli: Cli, tmp_path: Path, by_hand: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,8 @@ def test_a_gpu_that_is_not_here(cli: Cli, program: Path) -> None:
     # Too small a GPU for what is asked, and too small a GPU for anything.
     small = cli("plan", program, "--gpu-memory", "300MiB", "--budget", "100MiB", "--json").document
     assert small["gpu"]["enough"] is False
+    nothing = cli("plan", program, "--gpu-memory", "1MiB", "--json").document["error"]
+    assert nothing["class"] == "BelowFloorError" and not re.search(r"-\d", nothing["message"]), "no negative amount"
     refused = cli("plan", program, "--gpu-memory", "257MiB", "--json")
     assert refused.code == 10 and refused.document["error"]["class"] == "BelowFloorError"
 
@@ -240,7 +244,11 @@ def test_where_nothing_can_be_split_the_mode_is_refused(cli: Cli, program: Path)
 @pytest.mark.parametrize(
     "options",
     [
-        ("--budget", "8 parsecs"),
+        ("--budget", "1GB", "--gpu-memory", "8 parsecs"),
+        ("--budget", "1GB", "--link", "25GB/s", "--copy-latency-us", "nan"),
+        ("--budget", "1GB", "--link", "25GB/s", "--copy-latency-us", "inf"),
+        ("--budget", "1GB", "--link", "25GB/s", "--copy-latency-us", "-1"),
+        ("--budget", "1GB", "--points", "9" * 5000),
         ("--budget", "1GB", "--link", "25GB"),
         ("--budget", "1GB", "--link", "0GB/s"),
         ("--budget", "1GB", "--copy-latency-us", "3"),
@@ -254,6 +262,48 @@ def test_where_nothing_can_be_split_the_mode_is_refused(cli: Cli, program: Path)
 )
 def test_usage(cli: Cli, program: Path, options: tuple[str, ...]) -> None:
     assert cli("plan", program, *options).code == 2
+
+
+@pytest.mark.parametrize("budget", ["8 parsecs", "nan", "-1", "", "9" * 5000, "1\udcff"], ids=ascii)
+def test_a_malformed_budget_has_the_code_of_budgets(cli: Cli, program: Path, budget: str) -> None:
+    told = cli("plan", program, "--budget", budget, "--json")
+    assert told.code == 10 and told.document["error"]["class"] == "BudgetError"
+    assert "--budget" in told.document["error"]["message"]
+
+
+SOUND = {"bytes_per_s": 1e9, "copy_latency_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps({"link": SOUND, "step_s": {"forward": [float("nan")]}}).encode(),
+        json.dumps({"link": SOUND, "step_s": {"forward": [float("inf")]}}).encode(),
+        json.dumps({"link": SOUND, "step_s": {"forward": [-1]}}).encode(),
+        json.dumps({"link": SOUND, "step_s": {"forward": [10**400]}}).encode(),
+        json.dumps({"link": SOUND, "step_s": {"forward": "12345"}}).encode(),
+        json.dumps({"link": {**SOUND, "bytes_per_s": 0}, "step_s": {}}).encode(),
+        json.dumps({"link": 5, "step_s": {}}).encode(),
+        json.dumps({"link": SOUND, "step_s": [1]}).encode(),
+    ],
+    ids=lambda content: repr(content[-40:]),
+)
+def test_step_times_that_are_none(cli: Cli, program: Path, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "times.json").write_bytes(content)
+    told = cli("plan", program, "--budget", "1GB", "--step-times", tmp_path / "times.json", "--json")
+    assert told.code == 1 and told.document["error"]["class"] == "PenstockError"
+    assert "times.json" in told.document["error"]["message"]
+
+
+def test_a_png_takes_any_name_as_its_title(cli: Cli, program: Path, tmp_path: Path) -> None:
+    """matplotlib reads what stands between two dollars as mathematics."""
+    pytest.importorskip("matplotlib")
+    odd = shutil.copy(program, tmp_path / "$\\frac{$.pt2")
+    told = cli("plan", odd, "--link", "25GB/s", "--curve", tmp_path / "c.png", "--points", "2")
+    assert told.code == 0 and (tmp_path / "c.png").stat().st_size > 0
 
 
 def test_step_times_of_another_program(cli: Cli, program: Path, tmp_path: Path) -> None:

@@ -157,6 +157,40 @@ def test_inputs_that_do_not_fit(cli: Cli, program: Path, tmp_path: Path, held: A
     assert not (tmp_path / "o.pt").exists()
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".npz", ".safetensors"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x02]q", b"PK\x03\x04", bytes(100), b"\x93NUMPY\x01\x00", b"{}"], ids=repr
+)
+def test_junk_is_no_input(cli: Cli, program: Path, tmp_path: Path, suffix: str, content: bytes) -> None:
+    (tmp_path / f"junk{suffix}").write_bytes(content)
+    told = cli("run", program, "--budget", "1GB", "--inputs", tmp_path / f"junk{suffix}", "--json")
+    assert told.code == 12 and told.document["error"]["class"] == "InputError"
+    assert f"junk{suffix}" in told.document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"args": 5},
+        {"args": (INDEX,), "kwargs": [1]},
+        {"args": (), "kwargs": {1: INDEX}},
+        {"0": INDEX, "arr_0": INDEX},
+        {0: INDEX, "scale": SCALE},
+        {"index": INDEX.float().to_sparse(), "scale": SCALE},
+        {"index": INDEX.to("meta"), "scale": SCALE},
+        {"index": "text", "scale": None},
+        [[[]]],
+        5,
+        None,
+    ],
+    ids=str,
+)
+def test_what_is_no_arguments(cli: Cli, program: Path, tmp_path: Path, held: Any) -> None:
+    torch.save(held, tmp_path / "in.pt")
+    told = cli("run", program, "--budget", "1GB", "--inputs", tmp_path / "in.pt", "--json")
+    assert told.code == 12 and told.document["error"]["class"] == "InputError"
+
+
 def test_refusals(cli: Cli, program: Path, inputs: Path, tmp_path: Path) -> None:
     floor = planner(program).floor_bytes
     assert cli("run", program, "--budget", floor - 1, "--inputs", inputs).code == 10

@@ -197,6 +197,8 @@ def test_usage(cli: Cli, program: Path) -> None:
     assert cli("verify", program.with_suffix(".ptd")).code == 2
     assert cli("verify", program, "--method", "forward").code == 2
     assert cli("verify", program.with_name("none.pt2")).code == 8
+    for seed in ("9" * 23, "9" * 5000, "-1", "nan", "1.5", str(2**63)):
+        assert cli("verify", program, "--no-run", "--seed", seed).code == 2
 
 
 def test_made_inputs_have_the_recorded_layout() -> None:

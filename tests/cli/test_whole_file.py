@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.whole_file import refuse_folderless, whole_file, write_whole
+from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
 from penstock.errors import DiskFullError, OutputPathError
 
 
@@ -33,5 +33,5 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "no/f", tmp_path / "folder"):
         with pytest.raises(OutputPathError, match="folder"):
-            refuse_folderless(None, path)
-    refuse_folderless(None, tmp_path / "f")
+            refuse_unwritable(None, path)
+    refuse_unwritable(None, tmp_path / "f")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import BelowFloorError, BudgetError
-from penstock.runtime.budget_choice import BudgetChoice, choose_budget
+from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 
 FLOOR = 3 * 2**20 + 1
 FULL = 10 * 2**20
@@ -59,7 +59,7 @@ def test_one_byte_below_the_floor_is_refused_with_the_exact_minimum(given: dict[
 
 
 def test_the_remedies_it_names_are_accepted() -> None:
-    with pytest.raises(BelowFloorError, match=f"budget={FLOOR} or weight_offload_budget_mb=4, or more"):
+    with pytest.raises(BelowFloorError, match=f"budget={FLOOR} .*weight_offload_budget_mb=4"):
         choose(budget=1)
     assert choose(weight_offload_budget_mb=4).budget_bytes == 4 * 2**20
     assert choose(budget=FLOOR).budget_bytes == FLOOR
@@ -87,12 +87,37 @@ def test_the_clamp_never_goes_below_the_floor() -> None:
     ids=str,
 )
 def test_junk_is_refused_by_name(given: dict[str, Any]) -> None:
-    with pytest.raises(BudgetError, match="valid: ") as caught:
+    with pytest.raises(BudgetError, match="valid") as caught:
         choose(**given)
     assert not isinstance(caught.value, BelowFloorError)
 
 
 @pytest.mark.parametrize("budget", [2**30, "auto", 0])
 def test_two_budgets_are_refused(budget: int | str) -> None:
-    with pytest.raises(BudgetError, match="both given; pass one"):
+    with pytest.raises(BudgetError, match="weight_offload_budget_mb"):
         choose(budget=budget, weight_offload_budget_mb=0, automatic=lambda: FULL)
+
+
+def change(budget: Any, automatic: Any = never) -> BudgetChoice:
+    return choose_new_budget(budget, automatic=automatic, floor_bytes=FLOOR, full_bytes=FULL)
+
+
+def test_a_loaded_module_takes_what_it_is_given() -> None:
+    assert change(FLOOR) == BudgetChoice(FLOOR, FLOOR, "change")
+    assert change("5MiB") == BudgetChoice(5 * 2**20, 5 * 2**20, "change")
+    assert change("1TiB").budget_bytes == FULL and change("1TiB").clamped
+    assert change("auto", lambda: 7 * 2**20) == BudgetChoice(7 * 2**20, 7 * 2**20, "automatic")
+
+
+def test_none_is_no_budget_for_a_loaded_module() -> None:
+    """At load it means the baked or an automatic one; here nobody could tell which."""
+    with pytest.raises(BudgetError, match='None.*"auto"'):
+        change(None)
+
+
+@pytest.mark.parametrize("budget", [FLOOR - 1, 0, "1KiB"])
+def test_a_change_below_the_floor_names_a_remedy_that_set_budget_has(budget: int | str) -> None:
+    with pytest.raises(BelowFloorError, match="set_budget") as caught:
+        change(budget)
+    assert caught.value.floor_bytes == FLOOR
+    assert str(FLOOR) in str(caught.value) and "weight_offload_budget_mb" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,14 +10,14 @@ from pathlib import Path
 
 import click
 
-from penstock.cli.exit_codes import FAILED, OK, USAGE
-from penstock.cli.output import json_option
+from penstock.cli.exit_codes import OK, USAGE
+from penstock.cli.output import json_option, print_json
 
 
 @click.command(short_help="Run the benchmark suite.", context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def bench(arguments: tuple[str, ...], as_json: bool) -> int:
+def bench(arguments: tuple[str, ...], as_json: bool) -> None:
     """Run the benchmark suite (python -m bench.suite) with ARGUMENTS as they are.
 
     Needs the source tree: an installed wheel has no bench/. --json prints the suite's result.json. Its own help:
@@ -46,9 +47,16 @@ def bench(arguments: tuple[str, ...], as_json: bool) -> int:
         stdout=sys.stderr.fileno() if as_json else None,
         check=False,
     ).returncode
-    if code == 0 and as_json and result is not None:
-        print(result.read_text().strip())
-    return code if code in (OK, USAGE) else FAILED
+    if code == USAGE:
+        raise click.UsageError("the suite did not understand its arguments: penstock bench -- --help")
+    if code != OK:
+        raise PenstockError(f"the suite ended with code {code}; what it said is above")
+    if as_json and result is not None:
+        try:
+            document = json.loads(result.read_bytes())
+        except (OSError, ValueError) as error:
+            raise PenstockError(f"the suite left no result in {result}: {error}") from error
+        print_json(document)
 
 
 def source_root() -> Path | None:
@@ -72,9 +80,9 @@ def _from_here(arguments: tuple[str, ...]) -> list[str]:
 def _result_path(arguments: tuple[str, ...]) -> Path | None:
     """Where the suite will put result.json."""
     given = _from_here(arguments)
-    for argument, following in zip(given, [*given[1:], ""], strict=True):
-        if argument == "--out" and following:
-            return Path(following) / "result.json"
+    for number, argument in enumerate(given):
+        if argument == "--out" and number + 1 < len(given):
+            return Path(given[number + 1]) / "result.json"
         if argument.startswith("--out="):
             return Path(argument.removeprefix("--out=")) / "result.json"
     return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from penstock.errors import InputError, PackageError
 from penstock.layout import overlaps
+from penstock.printable import printable
 from penstock.program import ConstantSpec, Method, Signature, TensorSpec
 from penstock.runtime.size_expression import size_expression
 from penstock.torch_private.pytree import unflatten
@@ -31,15 +32,24 @@ def call_arguments(held: Any, signature: Signature | None, where: str) -> Argume
     if not isinstance(held, Mapping):
         raise InputError(f"{where} holds a {type(held).__name__}; needs a tensor, a tuple of arguments, or names")
     if held.keys() <= {"args", "kwargs"} and held:
-        return tuple(held.get("args", ())), dict(held.get("kwargs", {}))
+        arguments, keywords = held.get("args", ()), held.get("kwargs", {})
+        if not isinstance(arguments, (tuple, list)) or not isinstance(keywords, Mapping):
+            raise InputError(
+                f"{where} holds args of type {type(arguments).__name__} and kwargs of type {type(keywords).__name__}; "
+                "needs a tuple and a dict"
+            )
+        if not all(isinstance(name, str) for name in keywords):
+            raise InputError(f"{where} holds kwargs named {', '.join(map(repr, keywords))}; needs names that are str")
+        return tuple(arguments), dict(keywords)
     numbers = {name: _POSITION.fullmatch(str(name)) for name in held}
     if all(numbers.values()):
-        ordered = sorted((int(match.group(1)), held[name]) for name, match in numbers.items() if match is not None)
+        found = [(int(match.group(1)), held[name]) for name, match in numbers.items() if match is not None]
+        ordered = sorted(found, key=lambda pair: pair[0])
         if [number for number, _ in ordered] != list(range(len(ordered))):
             raise InputError(f"{where} has the positions {sorted(map(str, held))}; needs 0 to {len(ordered) - 1}")
         return _positional([tensor for _, tensor in ordered], signature, where)
     if signature is None:
-        raise InputError(f"{where} names its tensors {', '.join(map(str, held))}; a .pte needs positions: arr_0, arr_1")
+        raise InputError(f"{where} names its tensors {_listed(held)}; a .pte needs positions: arr_0, arr_1")
     return _named(held, signature, where)
 
 
@@ -48,7 +58,7 @@ def _positional(tensors: list[Any], signature: Signature | None, where: str) -> 
         return tuple(tensors), {}
     names = [spec.name for spec in signature.inputs if isinstance(spec, TensorSpec)]
     if len(names) != len(tensors):
-        raise InputError(f"{where} has {len(tensors)} tensors, the program takes {len(names)}: {', '.join(names)}")
+        raise InputError(f"{where} has {len(tensors)} tensors, the program takes {len(names)}: {_listed(names)}")
     return _named(dict(zip(names, tensors, strict=True)), signature, where)
 
 
@@ -57,11 +67,15 @@ def _named(held: Mapping[str, Any], signature: Signature, where: str) -> Argumen
     missing, surplus = [n for n in names if n not in held], [n for n in held if n not in names]
     if missing or surplus:
         raise InputError(
-            f"{where} has the tensors {', '.join(held)}; the program takes {', '.join(names)}"
-            + (f"; missing: {', '.join(missing)}" if missing else "")
-            + (f"; unknown: {', '.join(surplus)}" if surplus else "")
+            f"{where} has the tensors {_listed(held)}; the program takes {_listed(names)}"
+            + (f"; missing: {_listed(missing)}" if missing else "")
+            + (f"; unknown: {_listed(surplus)}" if surplus else "")
         )
     return _nested({name: held[name] for name in names}, signature)
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(printable(str(name)) for name in names)
 
 
 def _nested(tensors: Mapping[str, Any], signature: Signature) -> Arguments:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.plan_report import CurveRow
-from penstock.cli.whole_file import refuse_folderless, whole_file, write_whole
+from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
 from penstock.errors import PenstockError
 
 SUFFIXES = (".png", ".html")
@@ -21,7 +21,7 @@ class MissingPackageError(PenstockError):
 
 def check_curve_path(path: Path) -> None:
     """Before anything is planned: what would fail only at the end."""
-    refuse_folderless(path)
+    refuse_unwritable(path)
     if path.suffix == ".png":
         _pyplot()
 
@@ -57,7 +57,7 @@ def _png(rows: Sequence[CurveRow], title: str) -> bytes:
     above.set_ylabel("ms per run")
     above.set_ylim(bottom=0)
     above.legend()
-    above.set_title(title)
+    above.set_title(title, parse_math=False)  # a name may hold a $
     timed = [(budget, row.runs_per_s) for budget, row in zip(budgets, rows, strict=True) if row.runs_per_s is not None]
     below.plot([budget for budget, _ in timed], [rate for _, rate in timed], marker="o")
     below.set_ylabel("runs per second")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import click
+
 from penstock import errors
 
 OK = 0
 FAILED = 1
 USAGE = 2
+# As sysexits.h has it.
+INTERNAL = 70
+# As a shell shows them: 128 and the number of the signal, SIGINT and SIGPIPE.
 INTERRUPTED = 130
+NOBODY_READS = 141
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,19 @@ MEANINGS: dict[int, str] = {
     FAILED: FAMILIES[-1].meaning,
     USAGE: "the command line was not understood",
     **{family.code: family.meaning for family in FAMILIES[:-1]},
+    INTERNAL: "an internal error, which is a fault of Penstock",
     INTERRUPTED: "interrupted (Ctrl-C); nothing is left behind",
+    NOBODY_READS: "nobody reads the output: a pipe was closed, or stdout was",
 }
 
 
 def exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if isinstance(error, click.ClickException):
+        return USAGE
     for family in FAMILIES:
         if isinstance(error, family.classes):
             return family.code
-    return FAILED
+    # The machine said no, and nobody foresaw where.
+    return FAILED if isinstance(error, (OSError, MemoryError)) else INTERNAL

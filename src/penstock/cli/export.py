@@ -6,6 +6,9 @@ import importlib
 import os
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.interrupt import private_temporary_files
-from penstock.cli.output import console, emit, facts, json_option, only_json_on_stdout
-from penstock.cli.units import bytes_option, short_bytes, short_time
+from penstock.cli.output import console, emit, facts, json_option, line, only_json_on_stdout
+from penstock.cli.units import budget_option, short_bytes, short_time
+from penstock.errors import CheckpointError, PenstockError, ProgramError
+from penstock.regular_file import open_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +50,7 @@ class ExportReport:
 )
 @click.option("--weights", type=click.Path(path_type=Path), help="Values: a .safetensors file, or a folder of them.")
 @click.option("--device", help="cpu or cuda[:n], wherever the model sits. Default: cuda where there is a GPU.")
-@bytes_option("--budget", help="A default budget to bake in: 8GiB.")
+@budget_option(help="A default budget to bake in: 8GiB.")
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option(
     "--split-linear",
@@ -85,6 +90,8 @@ def export(
         raise click.UsageError("--split-linear is for a .pt2: a program for ExecuTorch multiplies by the library alone")
     named = _named(target, methods)
     output_paths(output, output.suffix, overwrite)
+    if weights is not None and not weights.is_dir():
+        open_regular(weights, CheckpointError).close()
     target_device(device)
     with only_json_on_stdout(as_json), private_temporary_files():
         report = _export(named, output, weights, device, budget, overwrite, split_linear)
@@ -120,10 +127,13 @@ def _export(
     began_s = time.perf_counter()
     programs: dict[str, ExportedProgram] = {}
     for number, (name, text) in enumerate(named.items(), 1):
-        screen.print(f"[{number}/{len(named)}] exporting {name} from {text}")
-        programs[name] = penstock.apply_weight_offload(_exported(_function(text)(), text))
+        line(screen, f"[{number}/{len(named)}] exporting {name} from {text}")
+        function = _function(text)
+        with _users_code(text):
+            returned = function()
+        programs[name] = penstock.apply_weight_offload(_exported(returned, text))
     traced_s = time.perf_counter()
-    screen.print(f"compiling {', '.join(programs)}; {short_time(traced_s - began_s)} so far")
+    line(screen, f"compiling {', '.join(programs)}; {short_time(traced_s - began_s)} so far")
     options: dict[str, Any] = {"device": device, "weight_offload_budget": budget, "overwrite": overwrite}
     if output.suffix == ".pte":
         import penstock.executorch
@@ -147,21 +157,53 @@ def _export(
 
 def _function(text: str) -> Any:
     module_name, _, function_name = text.partition(":")
-    if not module_name or not function_name:
+    if not all(part.isidentifier() for part in (*module_name.split("."), function_name)):
         raise click.BadParameter(f"{text!r} is not MODULE:FUNCTION, as in mymodel:small")
     if str(Path.cwd()) not in sys.path:
         # As `python -m` does; an installed command starts without it.
         sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something itself
-        raise click.BadParameter(f"there is no module {module_name!r} in {Path.cwd()}, or installed") from error
+    with _users_code(text):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # the module is there, and lacks something itself
+            raise click.BadParameter(f"there is no module {module_name!r} in {Path.cwd()}, or installed") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise click.BadParameter(f"{module_name} ({module.__file__}) has no function {function_name!r}")
+        raise click.BadParameter(
+            f"{module_name} ({getattr(module, '__file__', 'built in')}) has no function {function_name!r}"
+        )
     return function
+
+
+@contextmanager
+def _users_code(text: str) -> Iterator[None]:
+    """Whatever it raises, and if it ends the process: a fault of the model, with the place where it is."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, (PenstockError, click.ClickException)):
+            raise
+        what = f"exits (sys.exit({error.code!r}))" if isinstance(error, SystemExit) else _told(error)
+        raise ProgramError(
+            f"{text} cannot be exported: it {what}{_place(error)}; PENSTOCK_TRACEBACK=1 shows the whole traceback"
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"raised {type(error).__name__}: {first:.400}" if first else f"raised {type(error).__name__}"
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line that is neither ours nor of the libraries that we call."""
+    import torch
+
+    others = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), str(Path(importlib.__file__).parent))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    frames = [frame for frame in frames if not frame.filename.startswith("<")]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def _exported(returned: Any, text: str) -> ExportedProgram:
@@ -178,7 +220,7 @@ def _exported(returned: Any, text: str) -> ExportedProgram:
             "tuple and kwargs a dict, or a torch.export.ExportedProgram"
         )
     model, arguments, keywords = (*returned, {})[:3]
-    with torch.no_grad():
+    with _users_code(text), torch.no_grad():
         return torch.export.export(model.eval().requires_grad_(False), tuple(arguments), dict(keywords))
 
 

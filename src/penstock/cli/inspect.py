@@ -10,6 +10,8 @@ import click
 
 from penstock.cli.output import emit, facts, json_option, table
 from penstock.cli.units import short_bytes
+from penstock.printable import printable
+from penstock.regular_file import open_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +43,7 @@ def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
         from penstock.errors import WeightsFileError
         from penstock.weights.index import read_index
 
+        open_regular(file, WeightsFileError).close()
         try:
             index = read_index(file)
         except OSError as error:
@@ -61,7 +64,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
     built = ", ".join(f"{name} {version}" for name, version in report.built_with.items())
     facts(
         to,
-        str(report.path),
+        printable(str(report.path)),
         [
             ("file", f"{short_bytes(report.file_bytes)}, code for {report.device}, built with {built}"),
             ("weights", f"{report.weight_count}, {short_bytes(report.weight_bytes)}"),
@@ -89,7 +92,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
         bound = "without a bound" if method.activation_bytes is None else short_bytes(method.activation_bytes)
         facts(
             to,
-            f"\nmethod {method.name}",
+            f"\nmethod {printable(method.name)}",
             [
                 ("inputs", ", ".join(method.inputs)),
                 ("outputs", ", ".join(method.outputs)),
@@ -114,7 +117,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
 def _show_weights(to: Console, report: WeightsReport, top: int | None) -> None:
     facts(
         to,
-        str(report.path),
+        printable(str(report.path)),
         [
             ("file", short_bytes(report.file_bytes)),
             ("stored", f"{report.stored_count}, {short_bytes(report.stored_bytes)}; {len(report.entries)} names"),

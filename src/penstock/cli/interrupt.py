@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from penstock.errors import OutputPathError
+
 _PR_SET_CHILD_SUBREAPER = 36
 # What was interrupted removes its temporary files; after this it is killed.
 _GRACE_S = 1.0
@@ -103,9 +105,15 @@ def _reap() -> bool:
 @contextmanager
 def private_temporary_files() -> Iterator[None]:
     """Children put their temporary files into a folder that is removed, also when they were killed over them."""
-    tempfile.gettempdir()  # this process, and the compiler's cache, stay where they were
+    try:
+        tempfile.gettempdir()  # this process, and the compiler's cache, stay where they were
+        made = tempfile.TemporaryDirectory(prefix="penstock-cli-")
+    except OSError as error:
+        raise OutputPathError(
+            f"there is no room for temporary files: {error}; set TMPDIR to a folder that has"
+        ) from error
     earlier = os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="penstock-cli-") as folder:
+    with made as folder:
         os.environ["TMPDIR"] = folder
         try:
             yield

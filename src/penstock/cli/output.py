@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from penstock.errors import OutputPathError
+from penstock.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 # Where the output is no terminal there is no width to respect; tables should not be folded at 80 columns.
 _PLAIN_WIDTH = 160
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _COLOURS = {"pass": "green", "warn": "yellow", "skip": "yellow", "fail": "bold red"}
 
 Report = TypeVar("Report")
@@ -32,9 +38,13 @@ def json_option(command: Decorated) -> Decorated:
 def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would exit with code 1
+
     stream = sys.stderr if stderr else sys.stdout
     # Names of weights are no markup, and numbers need no colours.
-    return Console(
+    return PlainConsole(
         file=stream, width=None if stream.isatty() else _PLAIN_WIDTH, markup=False, highlight=False, emoji=False
     )
 
@@ -43,7 +53,8 @@ def emit(report: Report, as_json: bool, show: Callable[[Console, Report], None])
     if as_json:
         print_json(to_json(report))
     else:
-        show(console(), report)
+        with _writing_to_stdout():
+            show(console(), report)
 
 
 def to_json(report: Any) -> dict[str, Any]:
@@ -51,14 +62,38 @@ def to_json(report: Any) -> dict[str, Any]:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    # allow_nan=False: NaN and Infinity are no JSON, and readers refuse them.
-    print(json.dumps(document, default=_plain, allow_nan=False), flush=True)
+    # allow_nan=False: NaN and Infinity are no JSON, and readers refuse them. All that is not ASCII is escaped; DEL is.
+    text = json.dumps(_plain(document), allow_nan=False).replace("\x7f", "\\u007f")
+    with _writing_to_stdout():
+        print(text, flush=True)
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
+def _plain(value: Any) -> Any:
+    """Paths as text; and no half of a surrogate pair (a byte of a path that is no UTF-8), which readers refuse."""
+    if isinstance(value, (str, Path)):
+        return _SURROGATE.sub(lambda match: printable(match.group()), str(value))
+    if isinstance(value, dict):
+        return {_plain(name): _plain(held) for name, held in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(held) for held in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
     raise TypeError(f"{type(value).__name__} has no place in a report: {value!r:.80}")
+
+
+def flush_stdout() -> None:
+    with _writing_to_stdout():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _writing_to_stdout() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # nobody reads: that is no failure to tell of
+    except OSError as error:
+        raise OutputPathError(f"stdout cannot be written to: {error}") from error
 
 
 @contextmanager
@@ -85,11 +120,11 @@ def table(to: Console, title: str, columns: Sequence[str], rows: Sequence[Sequen
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold", box=None)
+    made = Table(title=_title(title), title_justify="left", header_style="bold", box=None)
     for column in columns:
         made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(str(cell), style=_COLOURS.get(str(cell), "")) for cell in row))
+        made.add_row(*(Text(printable(str(cell)), style=_COLOURS.get(str(cell), "")) for cell in row))
     to.print(made)
 
 
@@ -98,9 +133,26 @@ def facts(to: Console, title: str, pairs: Sequence[tuple[str, object]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=title or None, title_justify="left", title_style="bold", show_header=False, box=None)
+    made = Table(title=_title(title), title_justify="left", show_header=False, box=None)
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in pairs:
-        made.add_row(name, Text(str(value)))
+        made.add_row(Text(printable(name)), Text(printable(str(value))))
     to.print(made)
+
+
+def line(to: Console, text: str, style: str = "") -> None:
+    from rich.text import Text
+
+    to.print(Text(printable_lines(text), style=style))
+
+
+def printable_lines(text: str) -> str:
+    """For messages of ours, which may have several lines; printable() alone is for names."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _title(text: str) -> Text | None:
+    from rich.text import Text
+
+    return Text(printable_lines(text), style="bold") if text else None

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli.output import console, emit, json_option
-from penstock.cli.units import bytes_option, rate_option, short_rate
+from penstock.cli.output import console, emit, json_option, line
+from penstock.cli.units import FiniteRange, budget_option, bytes_option, rate_option, short_rate
+from penstock.printable import printable
 
 if TYPE_CHECKING:
     from penstock.cli.plan_report import GpuRow, PlanReport, StepTimes
@@ -27,11 +28,14 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
 
 @click.command(short_help="Show what a budget buys, on any GPU.")
 @click.argument("program", type=click.Path(path_type=Path))
-@bytes_option("--budget", help="Device memory for weights: 8GiB. Default: the baked one.")
+@budget_option(help="Device memory for weights: 8GiB. Default: the baked one.")
 @bytes_option("--gpu-memory", help="A GPU of this size, here or not: the budget is what it leaves.")
 @rate_option("--link", "link_rate", help="Host to device: 25GB/s.")
 @click.option(
-    "--copy-latency-us", type=click.FloatRange(min=0), help="What each copy costs beside its bytes. Default: 0."
+    "--copy-latency-us",
+    # Up to a quarter of an hour: no sum of finite times is infinite.
+    type=FiniteRange(min=0, max=1e9),
+    help="What each copy costs beside its bytes. Default: 0.",
 )
 @click.option(
     "--step-times", type=click.Path(path_type=Path), help="Measured times: what run --write-step-times wrote."
@@ -144,7 +148,7 @@ def plan(
     )
     if curve is not None:
         write_curve(curve, report.curve, _title(report, method))
-        console(stderr=True).print(f"wrote {curve}")
+        line(console(stderr=True), f"wrote {printable(str(curve))}")
     emit(report, as_json, show_plan)
 
 
@@ -202,7 +206,7 @@ def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | No
         activation_bytes = activation_bound_bytes(program)
     terms = AutomaticTerms(
         free_bytes=memory_bytes,
-        allocator_unused_bytes=0,
+        held_bytes=0,
         activation_bytes=activation_bytes,
         state_bytes=program.state_bytes - program.host_state_bytes,
         reserve_bytes=reserve_bytes(torch.device("cuda"), memory_bytes),
@@ -263,4 +267,4 @@ def _title(report: PlanReport, method: str | None) -> str:
     rate = short_rate(report.link_bytes_per_s or 0.0)
     what = "one run of each method" if method is None else method
     only = " (link only)" if report.step_times == "unknown" else ""
-    return f"{report.path.name}: {what}, link {rate}{only}"
+    return printable(f"{report.path.name}: {what}, link {rate}{only}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cli.output import facts, table
+from penstock.cli.output import facts, line, table
 from penstock.cli.plan_report import GpuRow, PlanReport
 from penstock.cli.units import short_bytes, short_rate, short_time
+from penstock.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,7 @@ def show_plan(to: Console, report: PlanReport) -> None:
     link = "not given" if report.link_bytes_per_s is None else short_rate(report.link_bytes_per_s)
     facts(
         to,
-        str(report.path),
+        printable(str(report.path)),
         [
             ("budget", f"{report.budget_bytes} bytes ({short_bytes(report.budget_bytes)}, {report.budget_source})"),
             *(
@@ -87,7 +88,7 @@ def show_plan(to: Console, report: PlanReport) -> None:
             ],
         )
     for note in report.notes:
-        to.print(f"\nnote: {note}", style="yellow")
+        line(to, f"\nnote: {printable(note)}", style="yellow")
 
 
 def _gpu_text(gpu: GpuRow) -> str:

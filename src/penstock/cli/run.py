@@ -13,12 +13,15 @@ import click
 
 from penstock.cli.output import emit, facts, json_option, only_json_on_stdout
 from penstock.cli.units import short_bytes, short_rate, short_time
-from penstock.cli.whole_file import refuse_folderless, whole_file, write_whole
+from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
+from penstock.errors import InputError, PackageError, RuntimeFailure, WeightsFileError
+from penstock.regular_file import open_regular
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from penstock.cli.call_arguments import Arguments
     from penstock.program import Signature
 
 
@@ -72,7 +75,7 @@ class RunReport:
     show_default=True,
     help="Who multiplies, where a program was compiled with --split-linear; split: the same bits at every budget.",
 )
-@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Runs, back to back.")
+@click.option("--repeat", type=click.IntRange(1, 10**9), default=1, show_default=True, help="Runs, back to back.")
 @click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a trace of all runs for Perfetto.")
 @click.option(
@@ -117,7 +120,7 @@ def run(
     options = {name: value for name, value in (("mode", mode), ("linear", linear)) if value != usual[name]}
     if trace is not None and write_step_times is not None:
         raise click.UsageError("--trace and --write-step-times record the same runs in different ways; give one")
-    refuse_folderless(trace, write_step_times, out)
+    refuse_unwritable(trace, write_step_times, out)
     with only_json_on_stdout(as_json):
         report = _run(
             program, budget, inputs, method, options, repeat, weights, trace, write_step_times, out, not as_json
@@ -140,21 +143,23 @@ def _run(
 ) -> RunReport:
     import torch
 
-    import penstock
-    from penstock.cli.call_arguments import call_arguments, copied, named_leaves
+    from penstock.cli.call_arguments import named_leaves
     from penstock.cli.speedometer import speedometer, time_runs
     from penstock.cli.step_times_file import step_times_text
     from penstock.cli.tensors_file import dump_tensors, load_tensors
 
     held = load_tensors(inputs)
     began_s = time.perf_counter()
-    with penstock.Module(path, budget, weights=weights, quiet=True, **options) as module:
+    with _loaded(path, budget, weights, options) as module:
         load_s = time.perf_counter() - began_s
         name = method or _only_method(module.methods)
         signature = _signature(module, name)
-        arguments = copied(call_arguments(held, signature, str(inputs)), _tensor_device(module))
+        arguments = _arguments(held, signature, inputs, _tensor_device(module))
         with torch.no_grad(), _recording(module, trace, write_step_times), speedometer(module, live) as tick:
-            first_run_s, run_s, result = time_runs(module, name, arguments, repeat, tick)
+            try:
+                first_run_s, run_s, result = time_runs(module, name, arguments, repeat, tick)
+            except RuntimeError as error:  # what compiled code raises
+                raise RuntimeFailure(f"{path}: {name} failed: {error}") from error
             stats = module.last_run
         if write_step_times is not None and module.calibration is not None:
             write_whole(write_step_times, step_times_text(module.calibration).encode())
@@ -187,6 +192,27 @@ def _run(
             outputs=out,
             step_times=write_step_times,
         )
+
+
+def _loaded(path: Path, budget: str | None, weights: Path | None, options: dict[str, Any]) -> Any:
+    import penstock
+    from penstock.cli.subject import recorded_in
+
+    open_regular(path, PackageError).close()
+    if weights is not None:
+        open_regular(weights, WeightsFileError).close()
+    with recorded_in(path):
+        return penstock.Module(path, budget, weights=weights, quiet=True, **options)
+
+
+def _arguments(held: Any, signature: Signature | None, inputs: Path, device: torch.device) -> Arguments:
+    from penstock.cli.call_arguments import call_arguments, copied
+
+    given = call_arguments(held, signature, str(inputs))
+    try:
+        return copied(given, device)
+    except (RuntimeError, TypeError) as error:  # a sparse tensor, for one, or one without memory
+        raise InputError(f"{inputs} holds a tensor that no program takes: {error}") from error
 
 
 def _only_method(methods: tuple[str, ...]) -> str:

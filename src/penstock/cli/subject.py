@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import mmap
 import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from penstock.errors import PackageError
+from penstock.errors import PackageError, ScheduleError
 from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
@@ -22,6 +26,13 @@ from penstock.weight import Weight
 
 # What every NVIDIA driver so far answers for memory that can be mapped; load asks the driver itself.
 CUDA_PAGE_BYTES = 2 << 20
+_MOST_PAGE_BYTES = 1 << 30
+
+# What reading a description, its records and an archive raises where they are damaged.
+_DAMAGE = (
+    *(KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
+    *(struct.error, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError),
+)
 
 _HEAD_AND_LENGTHS = struct.Struct("<8sQQQQQ")
 _RUNG = struct.Struct("<QQ")
@@ -51,9 +62,24 @@ class Subject:
         return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
 
 
+@contextmanager
+def recorded_in(path: Path) -> Iterator[None]:
+    """A schedule that contradicts itself is the compiler's fault at export; here it stands in a damaged file."""
+    try:
+        yield
+    except ScheduleError as error:
+        raise PackageError(f"{path}: the recorded schedule is damaged: {error}") from error
+
+
 def read_subject(path: Path) -> Subject:
-    if path.suffix == ".pte":
-        return _of_pte(path)
+    subject = _of_pte(path) if path.suffix == ".pte" else _of_pt2(path)
+    with recorded_in(path):
+        subject.floor()  # which looks at the whole schedule, so that nobody else meets one that is damaged
+    return subject
+
+
+def _of_pt2(path: Path) -> Subject:
+    open_regular(path, PackageError).close()
     program = read_program(path)
     page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
     return Subject(path, program, page_bytes)
@@ -68,10 +94,13 @@ def _of_pte(path: Path) -> Subject:
         table = _HEAD_AND_LENGTHS.size + text_bytes
         program = program_from_archive(io.BytesIO(payload[table + table_bytes :]), "its code")
         rungs = _rungs(payload, table, description["ladders"][0]["rungs"])
-        return Subject(path, program, description["page_bytes"], rungs)
+        page_bytes = description["page_bytes"]
+        if type(page_bytes) is not int or not 0 < page_bytes <= _MOST_PAGE_BYTES:
+            raise PackageError(f"its pages have {page_bytes!r:.80} bytes; needs 1 to {_MOST_PAGE_BYTES}")
+        return Subject(path, program, page_bytes, rungs)
     except PackageError as error:
         raise PackageError(f"{path}: {error}") from error
-    except struct.error as error:
+    except _DAMAGE as error:
         raise PackageError(f"{path}: what its delegates share is damaged: {error!r}") from error
 
 
@@ -84,7 +113,7 @@ def _payload(path: Path) -> bytes:
                 raise PackageError(f"{path} has no delegate of ours: there is no {PAYLOAD_MAGIC.decode()} in it")
             _, _, _, *lengths = _HEAD_AND_LENGTHS.unpack_from(mapped, at)
             return mapped[at : at + _HEAD_AND_LENGTHS.size + sum(lengths)]
-    except (OSError, ValueError) as error:  # an empty file
+    except (OSError, ValueError) as error:  # an empty file, for one
         raise PackageError(f"{path} cannot be read: {error}") from error
 
 

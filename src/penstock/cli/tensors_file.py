@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import struct
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ from typing import Any
 import torch
 
 from penstock.cli.curve_picture import MissingPackageError
-from penstock.errors import CheckpointError, InputError, OutputPathError
+from penstock.errors import InputError, OutputPathError
 from penstock.export.safetensors_file import DTYPES, read_checkpoint, stored_pieces
+from penstock.regular_file import open_regular
 
 SUFFIXES = (".pt", ".npz", ".safetensors")
 
@@ -23,13 +22,21 @@ SUFFIXES = (".pt", ".npz", ".safetensors")
 def load_tensors(path: Path) -> Any:
     """Of a .pt whatever is in it, as far as torch reads it without running any of it; else tensors by name."""
     try:
-        if path.suffix == ".pt":
-            return torch.load(path, map_location="cpu", weights_only=True)
-        return _load_npz(path) if path.suffix == ".npz" else _load_safetensors(path)
-    except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise InputError(f"the inputs {path} cannot be read: {error}") from error
-    except CheckpointError as error:
-        raise InputError(f"the inputs {path} cannot be read: {error}") from error
+        # Their readers are torch's and numpy's, which raise whatever a damaged file leads them to.
+        with open_regular(path, InputError) as file:
+            if path.suffix == ".pt":
+                return torch.load(file, map_location="cpu", weights_only=True)
+            return _load_npz(file) if path.suffix == ".npz" else _load_safetensors(path)
+    except MissingPackageError:
+        raise
+    except Exception as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the inputs {path} cannot be read: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def dump_tensors(path: Path, result: Any, named: Mapping[str, torch.Tensor]) -> bytes:
@@ -51,8 +58,8 @@ def _numpy() -> Any:
         raise MissingPackageError("an .npz needs numpy: pip install numpy, or use a .pt or .safetensors") from error
 
 
-def _load_npz(path: Path) -> dict[str, torch.Tensor]:
-    with _numpy().load(path, allow_pickle=False) as arrays:
+def _load_npz(file: io.FileIO) -> dict[str, torch.Tensor]:
+    with _numpy().load(file, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name].copy()) for name in arrays.files}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -30,14 +31,36 @@ def short_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
+def budget_option(*, help: str) -> Callable[[Decorated], Decorated]:
+    """--budget, which takes 8589934592, 8GiB or 2.3 GB. A malformed one has the exit code of budgets."""
+    return click.option("--budget", callback=_parse_budget, metavar="BYTES", help=help)
+
+
 def bytes_option(*names: str, help: str) -> Callable[[Decorated], Decorated]:
-    """An option that takes 8589934592, 8GiB or 1.5 GB."""
+    """An option that takes an amount as --budget does."""
     return click.option(*names, callback=_parse_amount, metavar="BYTES", help=help)
 
 
 def rate_option(*names: str, help: str) -> Callable[[Decorated], Decorated]:
     """An option that takes 25GB/s."""
     return click.option(*names, callback=_parse_rate, metavar="BYTES/s", help=help)
+
+
+class FiniteRange(click.FloatRange):
+    """Of numbers: "nan" lies in no range, and click would let it pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        found = super().convert(value, param, context)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a finite number", param, context)
+        return found
+
+
+def _parse_budget(context: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_bytes(value)
+    except BudgetError as error:
+        raise BudgetError(f"--budget: {error}") from error
 
 
 def _parse_amount(context: click.Context, param: click.Parameter, value: str | None) -> int | None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.exit_codes import FAILED, OK
-from penstock.cli.output import console, emit, json_option, only_json_on_stdout, table
+from penstock.cli.output import console, emit, json_option, line, only_json_on_stdout, table
+from penstock.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +33,9 @@ class VerifyReport:
 @click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
 @click.option("--inputs", type=click.Path(path_type=Path), help=".pt, .npz or .safetensors, for --method.")
 @click.option("--method", help="Of --inputs: the only method that is run then.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of inputs that are made up.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of inputs that are made up."
+)
 @click.option("--no-run", is_flag=True, help="Leave out what loads and runs the program.")
 @json_option
 def verify(
@@ -72,5 +75,9 @@ def verify(
 
 
 def _show(to: Console, report: VerifyReport) -> None:
-    table(to, str(report.path), ("", "", ""), [(check.status, check.name, check.finding) for check in report.checks])
-    to.print(f"inputs: {report.inputs}")
+    rows: list[tuple[str, str, str]] = []
+    for check in report.checks:
+        first, *others = check.finding.split("\n")  # a message may have several lines
+        rows += [(check.status, check.name, first), *(("", "", other) for other in others)]
+    table(to, printable(str(report.path)), ("", "", ""), rows)
+    line(to, f"inputs: {printable(report.inputs)}")

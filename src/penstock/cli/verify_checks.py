@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.budget import format_bytes
-from penstock.errors import ChecksumError, PackageError, PenstockError
+from penstock.errors import ChecksumError, PackageError, WeightsFileError
 from penstock.program import Program, read_program
+from penstock.regular_file import open_regular
 from penstock.weights import WeightsIndex
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Verifier:
         self._inputs = inputs
         self._method = method
         self._seed = seed
+        open_regular(path, PackageError).close()
         self._program: Program = read_program(path)
         if method is not None:
             self._program.method(method)
@@ -87,6 +89,7 @@ class Verifier:
     def _index(self) -> WeightsIndex:
         from penstock.runtime.weights_source import read_weights_index
 
+        open_regular(self._weights_path, WeightsFileError).close()
         return read_weights_index(self._weights_path)
 
     def _weights_fit(self) -> str:
@@ -239,7 +242,7 @@ def _compare(wanted: list[tuple[str, torch.Tensor]], played: list[tuple[str, tor
 def _checked(name: str, check: Callable[[], str | Check]) -> Check:
     try:
         found = check()
-    except (PenstockError, OSError, zipfile.BadZipFile, RuntimeError) as error:  # the last: what compiled code raises
+    except Exception as error:  # of whatever kind: what compiled code, or a reader of a damaged file, raises
         return Check(name, "fail", f"{type(error).__name__}: {error}")
     return found if isinstance(found, Check) else Check(name, "pass", found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,10 +31,27 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
-def refuse_folderless(*paths: Path | None) -> None:
-    """Before anything is done: what would fail only at the end."""
+def refuse_unwritable(*paths: Path | None) -> None:
+    """Before anything is done: what would fail only at the end, or would take the place of a device."""
     for path in paths:
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not _is_folder(path.parent):
             raise OutputPathError(f"{path} cannot be written: the folder {path.parent} does not exist")
-        if path is not None and path.is_dir():
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # a name that is too long, for one
+            raise OutputPathError(f"{path} cannot be written: {error.strerror}") from error
+        if stat.S_ISDIR(mode):
             raise OutputPathError(f"{path} cannot be written: it is a folder")
+        if not stat.S_ISREG(mode):
+            raise OutputPathError(f"{path} cannot be written: it is no file, and one would take its place")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, BudgetError
 from penstock.program import Method, Program
+from penstock.runtime.driver import Memory
 
 _LEAST_RESERVE_BYTES = 256 * 2**20
 # On a GPU the reserve is for what appears after the load: libraries' workspaces, kernels loaded at their first launch,
@@ -18,31 +20,33 @@ _RESERVE_PARTS = {"cuda": 50, "cpu": 20}
 
 @dataclass(frozen=True)
 class AutomaticTerms:
-    """Taken before state is allocated: its bytes are still among the free ones, and are subtracted."""
+    """What is free, and what of it is not for weights."""
 
     free_bytes: int
-    # Held by torch's allocator and in use by nobody. Pages for weights come from the driver, so the allocator must give
-    # this back (empty_cache) before they are created.
-    allocator_unused_bytes: int
+    # Held by the weights of a module that plans again, and free as soon as it does. 0 at load.
+    held_bytes: int
     activation_bytes: int
+    # That is still to be allocated: 0 for a module that plans again.
     state_bytes: int
     reserve_bytes: int
 
     @property
     def budget_bytes(self) -> int:
-        """May be negative."""
-        return (
-            self.free_bytes
-            + self.allocator_unused_bytes
-            - self.activation_bytes
-            - self.state_bytes
-            - self.reserve_bytes
-        )
+        """Never negative: a device that lacks memory for the rest has none for weights."""
+        return max(0, self.free_bytes + self.held_bytes - self._other_bytes)
+
+    def lacking_bytes(self, floor_bytes: int) -> int:
+        """How many more must be free before the budget reaches the floor; 0: it does."""
+        return max(0, floor_bytes + self._other_bytes - self.free_bytes - self.held_bytes)
+
+    @property
+    def _other_bytes(self) -> int:
+        return self.activation_bytes + self.state_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
+        held = f" + held for weights {format_bytes(self.held_bytes)}" if self.held_bytes else ""
         return (
-            f"free {format_bytes(self.free_bytes)}"
-            f" + held unused by torch {format_bytes(self.allocator_unused_bytes)}"
+            f"free {format_bytes(self.free_bytes)}{held}"
             f" - activations {format_bytes(self.activation_bytes)}"
             f" - state {format_bytes(self.state_bytes)}"
             f" - reserve {format_bytes(self.reserve_bytes)}"
@@ -50,10 +54,11 @@ class AutomaticTerms:
 
 
 def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
-    if terms.budget_bytes < floor_bytes:
+    lacking_bytes = terms.lacking_bytes(floor_bytes)
+    if lacking_bytes:
         raise BelowFloorError(
             f"the automatic budget is {format_bytes(terms.budget_bytes)} ({terms}), below the floor of this program: "
-            f"it needs at least {floor_bytes} bytes, {floor_bytes - terms.budget_bytes} more than there are; "
+            f"it needs at least {floor_bytes} bytes for weights, so {format_bytes(lacking_bytes)} more must be free; "
             "free device memory, or pass a budget to leave less in reserve",
             budget_bytes=terms.budget_bytes,
             floor_bytes=floor_bytes,
@@ -62,16 +67,27 @@ def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
 
 
 def automatic_terms(
-    program: Program, device: torch.device, *, free_bytes: int, total_bytes: int, cuda_graph: bool = False
+    program: Program,
+    device: torch.device,
+    read_memory: Callable[[], Memory],
+    *,
+    held_bytes: int | None = None,
+    cuda_graph: bool = False,
 ) -> AutomaticTerms:
-    """`free_bytes` and `total_bytes` are the driver's, for `device`, before state is allocated."""
+    """`read_memory` asks the driver. `held_bytes` is what a loaded module holds for weights; None: before it is loaded,
+    when state is not allocated yet."""
+    if device.type == "cuda":
+        # Pages for weights come from the driver, so what torch's allocator holds and does not use goes back to it; what
+        # it cannot give back is not free. Hence this comes before the driver is asked.
+        torch.cuda.empty_cache()
+    memory = read_memory()
     return AutomaticTerms(
-        free_bytes=free_bytes,
-        allocator_unused_bytes=_allocator_unused_bytes(device),
+        free_bytes=memory.free_bytes,
+        held_bytes=held_bytes or 0,
         # Graphs keep theirs, and runs that are no replays need as much again.
         activation_bytes=activation_bound_bytes(program) * (2 if cuda_graph else 1),
-        state_bytes=device_state_bytes(program, device),
-        reserve_bytes=reserve_bytes(device, total_bytes),
+        state_bytes=device_state_bytes(program, device) if held_bytes is None else 0,
+        reserve_bytes=reserve_bytes(device, memory.total_bytes),
     )
 
 
@@ -115,9 +131,3 @@ def _symbols_of(shape: tuple[int | str, ...]) -> set[str]:
     # Sizes are expressions such as "2*s0 + 1"; splitting is enough to find a name in one.
     words = "".join(c if c.isalnum() or c == "_" else " " for size in shape for c in f" {size}")
     return set(words.split())
-
-
-def _allocator_unused_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

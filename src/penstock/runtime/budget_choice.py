@@ -1,4 +1,5 @@
-"""Which budget holds: the value given at load, then the one baked at export, then an automatic one."""
+"""Which budget holds. At load: the value given, then the one baked at export, then an automatic one. Later: what is
+given to set_budget."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ from typing import Literal
 from penstock.budget import format_bytes, mb_to_bytes, parse_bytes
 from penstock.errors import BelowFloorError, BudgetError
 
-Source = Literal["load", "baked", "automatic"]
+Source = Literal["load", "change", "baked", "automatic"]
 
 AUTOMATIC = "auto"
 _MIB = 2**20
-_ORIGINS: dict[Source, str] = {"load": "given at load", "baked": "baked at export", "automatic": "automatic"}
+_ORIGINS: dict[Source, str] = {
+    "load": "given at load",
+    "change": "given to set_budget",
+    "baked": "baked at export",
+    "automatic": "automatic",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def choose_budget(
     floor_bytes: int,
     full_bytes: int,
 ) -> BudgetChoice:
-    """`full_bytes` is what all weights take when every one is resident.
+    """At load. `full_bytes` is what all weights take when every one is resident.
 
     `automatic` is called only when its answer is needed; it raises its own error below the floor, with its terms.
     """
@@ -60,6 +66,24 @@ def choose_budget(
             f"budget={budget!r} and weight_offload_budget_mb={weight_offload_budget_mb!r} were both given; pass one"
         )
     asked_bytes, source = _asked(budget, weight_offload_budget_mb, baked_bytes, automatic)
+    return _within(asked_bytes, source, floor_bytes, full_bytes)
+
+
+def choose_new_budget(
+    budget: int | str, *, automatic: Callable[[], int], floor_bytes: int, full_bytes: int
+) -> BudgetChoice:
+    """For set_budget, where there is no default: None would mean one budget at load and another here."""
+    if budget is None:
+        raise BudgetError(
+            f'set_budget(None) names no budget; pass a number of bytes, an amount such as "8GiB", or "{AUTOMATIC}" for '
+            "what the device has free"
+        )
+    if budget == AUTOMATIC:
+        return _within(automatic(), "automatic", floor_bytes, full_bytes)
+    return _within(parse_bytes(budget), "change", floor_bytes, full_bytes)
+
+
+def _within(asked_bytes: int, source: Source, floor_bytes: int, full_bytes: int) -> BudgetChoice:
     if asked_bytes < floor_bytes:
         raise BelowFloorError(
             f"the budget of {format_bytes(asked_bytes)} ({_ORIGINS[source]}) is below the floor of this program: it "
@@ -86,4 +110,6 @@ def _asked(
 def _remedy(source: Source, floor_bytes: int) -> str:
     if source == "automatic":
         return "free device memory"
+    if source == "change":
+        return f"pass {floor_bytes}, or more"
     return f"pass budget={floor_bytes} or weight_offload_budget_mb={-(-floor_bytes // _MIB)}, or more"

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +32,7 @@ from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.arranger import Arranger
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
-from penstock.runtime.budget_choice import BudgetChoice, choose_budget
+from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
@@ -169,9 +168,6 @@ class Module:
             )
             self._driver = driver
             self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
-            if self._choice.source == "automatic" and self.device.type == "cuda":
-                # The automatic budget counts on what torch's allocator holds and does not use.
-                torch.cuda.empty_cache()
             schedules = [method.schedule for method in self.program.methods]
             known = check_calibration(calibration, schedules, policy)
             arrangement = self._policy.arrange(self._choice.budget_bytes, known)
@@ -333,7 +329,12 @@ class Module:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
         with self._operation():
-            choice = self._choose(budget, None, None)
+            choice = choose_new_budget(
+                budget,
+                automatic=self._automatic_budget,
+                floor_bytes=self._policy.floor_bytes,
+                full_bytes=self._policy.full_bytes,
+            )
             self._arranger.change_budget(choice.budget_bytes)
             self._choice = choice
         self._say()
@@ -514,28 +515,24 @@ class Module:
         raise PackageError(f"there is no method 'forward'; name one of {', '.join(names)} with run_method")
 
     def _choose(self, budget: int | str | None, mb: int | None, baked_bytes: int | None) -> BudgetChoice:
-        def automatic() -> int:
-            memory = self._driver.memory()
-            terms = automatic_terms(
-                self.program,
-                self.device,
-                free_bytes=memory.free_bytes,
-                total_bytes=memory.total_bytes,
-                cuda_graph=self._cuda_graph,
-            )
-            if self._open:
-                # Planning again: what is held for weights will be free, and state has its memory already.
-                terms = replace(terms, free_bytes=terms.free_bytes + self._session.memory()[0], state_bytes=0)
-            return automatic_budget(terms, self._policy.floor_bytes)
-
         return choose_budget(
             budget=budget,
             weight_offload_budget_mb=mb,
             baked_bytes=baked_bytes,
-            automatic=automatic,
+            automatic=self._automatic_budget,
             floor_bytes=self._policy.floor_bytes,
             full_bytes=self._policy.full_bytes,
         )
+
+    def _automatic_budget(self) -> int:
+        terms = automatic_terms(
+            self.program,
+            self.device,
+            self._driver.memory,
+            held_bytes=self._session.memory()[0] if self._open else None,
+            cuda_graph=self._cuda_graph,
+        )
+        return automatic_budget(terms, self._policy.floor_bytes)
 
     @property
     def summary(self) -> str:

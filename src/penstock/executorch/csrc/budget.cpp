@@ -10,6 +10,12 @@ namespace {
 
 constexpr int64_t kLeastReserveBytes = int64_t{256} << 20;
 
+// Amounts that are not negative, some of them from a file; no sum of them overflows.
+int64_t sum_of(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
+}
+
 int64_t automatic_bytes(const Payload& payload, const Ladder& ladder, void* driver) {
   if (!payload.activation_bytes)
     throw Refusal(Kind::budget,
@@ -19,15 +25,17 @@ int64_t automatic_bytes(const Payload& payload, const Ladder& ladder, void* driv
   int64_t free_bytes = 0, total_bytes = 0;
   if (core().driver_memory(driver, &free_bytes, &total_bytes)) throw_core_failure();
   int64_t reserve_bytes = std::max(kLeastReserveBytes, total_bytes / (payload.device == "cuda" ? 50 : 20));
-  int64_t budget_bytes = free_bytes - *payload.activation_bytes - reserve_bytes;
-  if (budget_bytes < ladder.floor_bytes)
+  int64_t other_bytes = sum_of(*payload.activation_bytes, reserve_bytes);
+  // Never negative: a device that lacks memory for the rest has none for weights.
+  int64_t budget_bytes = std::max(int64_t{0}, free_bytes - other_bytes);
+  int64_t lacking_bytes = sum_of(ladder.floor_bytes, other_bytes) - free_bytes;
+  if (lacking_bytes > 0)
     throw Refusal(Kind::below_floor,
                   "the automatic budget is " + format_bytes(budget_bytes) + " (free " + format_bytes(free_bytes) +
                       " - activations " + format_bytes(*payload.activation_bytes) + " - reserve " +
                       format_bytes(reserve_bytes) + "), below the floor of this program: it needs at least " +
-                      std::to_string(ladder.floor_bytes) + " bytes, " +
-                      std::to_string(ladder.floor_bytes - budget_bytes) +
-                      " more than there are; free device memory, or give a budget to leave less in reserve",
+                      std::to_string(ladder.floor_bytes) + " bytes for weights, so " + format_bytes(lacking_bytes) +
+                      " more must be free; free device memory, or give a budget to leave less in reserve",
                   ladder.floor_bytes);
   return budget_bytes;
 }
