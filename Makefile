@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test lint types unit gate fuzz native wheel clean
+.PHONY: demo test test-torch lint types unit gate fuzz native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -27,6 +27,26 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# What depends on torch's private interfaces, against any version of it, in an environment of its own:
+#   make test-torch TORCH=2.12.1
+# Only torch differs: everything else is pinned. The ExecuTorch delegate is not part of it, since executorch 1.5 goes with
+# torch 2.13, which `make unit` tests. An untested version is let through, and test_this_torch_was_tested says so.
+TORCH_VENV  ?= .venv-torch-$(TORCH)
+TORCH_PINS  := tests/torch_private/pins.txt
+TORCH_TESTS ?= tests/torch_private tests/export/test_small_programs.py tests/export/test_record.py \
+    tests/export/test_hazards.py tests/verify tests/runtime/test_module_runs.py
+
+test-torch: $(TORCH_VENV)/.ready
+	$(TEST_ENV) PENSTOCK_UNTESTED_TORCH=1 $(TORCH_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(TORCH_TESTS)
+
+$(TORCH_VENV)/.ready: $(TORCH_PINS) $(SOURCES)
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install -q -c $(TORCH_PINS) pip setuptools
+	$(TORCH_VENV)/bin/python -m pip install -q -c $(TORCH_PINS) torch==$(TORCH) numpy \
+	    flatbuffers xxhash tqdm click rich pytest pytest-xdist hypothesis safetensors
+	$(TORCH_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
 
 # Exporting from a checkpoint must not need memory that grows with it: 0.98 GB of weights inside 900 MiB of host memory.
 gate: $(VENV)/.dev
@@ -71,4 +91,4 @@ $(VENV)/.dev: $(VENV)/.runtime
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo-out embeddings-out generate-out src/*.egg-info src/penstock/libpenstock.so
+	rm -rf $(VENV) .venv-torch-* build dist demo-out embeddings-out generate-out src/*.egg-info src/penstock/libpenstock.so

@@ -47,6 +47,10 @@ class ToolchainError(CompileError):
     """The C++ compiler is missing, or what it builds cannot be loaded."""
 
 
+class UntestedTorchError(CompileError):
+    """This torch is none of the versions that Penstock was tested with."""
+
+
 class DeviceError(PenstockError):
     """The target device is unknown, or cannot be compiled for on this machine."""
 

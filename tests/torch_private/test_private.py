@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 
 import pytest
 import torch
 
-from penstock.torch_private import graph
+from penstock.torch_private import graph, pytree
 
 SCHEDULER_METHODS = ("codegen", "enter_context", "flush")
 NODE_METHODS = ("used_or_aliased_buffer_names", "get_nodes", "get_outputs", "get_name", "get_buffer_names")
@@ -158,3 +159,62 @@ def test_package_pt2_still_takes_what_we_pass() -> None:
     from torch.export.pt2_archive._package import package_pt2
 
     assert {"aoti_files", "extra_files"} <= set(inspect.signature(package_pt2).parameters)
+
+
+def test_specs_are_dumped_in_the_form_that_program_files_have() -> None:
+    """Program files hold this text, and are read without torch."""
+    leaf = {"type": None, "context": None, "children_spec": []}
+    _, spec = pytree.flatten((1, [2], (3,)), {"b": 4, "a": 5})
+    assert json.loads(spec) == [
+        1,
+        {
+            "type": "builtins.tuple",
+            "context": "null",
+            "children_spec": [
+                {
+                    "type": "builtins.tuple",
+                    "context": "null",
+                    "children_spec": [
+                        leaf,
+                        {"type": "builtins.list", "context": "null", "children_spec": [leaf]},
+                        {"type": "builtins.tuple", "context": "null", "children_spec": [leaf]},
+                    ],
+                },
+                {"type": "builtins.dict", "context": '["b", "a"]', "children_spec": [leaf, leaf]},
+            ],
+        },
+    ]
+
+
+def test_tensors_of_a_nesting() -> None:
+    a, b = torch.ones(2), torch.zeros(3)
+    tree = {"x": [a, 1], "y": (b,)}
+    assert pytree.leaves_of(tree)[1] == 1 and pytree.leaves_of(tree)[0] is a
+    doubled = pytree.with_tensors(tree, lambda tensor: tensor * 2)
+    assert doubled["x"][1] == 1 and torch.equal(doubled["x"][0], a * 2) and isinstance(doubled["y"], tuple)
+
+
+def test_a_flat_module_says_so() -> None:
+    module = torch.fx.symbolic_trace(torch.nn.ReLU())
+    pytree.make_flat(module, 3, 2)
+    assert module._in_spec.num_leaves == 3 and module._out_spec.num_leaves == 2
+
+
+def test_overload_names() -> None:
+    assert graph.overload_name(torch.ops.aten.add.Tensor) == "Tensor"
+    assert graph.overload_name(torch.ops.aten.mm.default) == "default"
+
+
+def test_schemas_can_be_listed() -> None:
+    schemas = {(schema.name, schema.overload_name): schema for schema in torch._C._jit_get_all_schemas()}
+    assert schemas["aten::view", "dtype"].returns[0].alias_info is not None
+    assert schemas["aten::mm", ""].returns[0].alias_info is None
+
+
+def test_compiled_files_have_the_names_that_we_look_for() -> None:
+    """The wrapper's text is taken from the file of this name, and from this folder of an archive."""
+    from torch._inductor import codecache
+    from torch.export.pt2_archive import constants
+
+    assert '"wrapper.cpp"' in inspect.getsource(codecache)
+    assert constants.AOTINDUCTOR_DIR == "data/aotinductor/"

@@ -13,7 +13,7 @@ from penstock.layout import overlaps
 from penstock.printable import printable
 from penstock.program import ConstantSpec, Method, Signature, TensorSpec
 from penstock.runtime.size_expression import size_expression
-from penstock.torch_private.pytree import unflatten
+from penstock.torch_private.pytree import leaves_of, unflatten, with_tensors
 
 # numpy names arrays without a name so; plain numbers mean the same.
 _POSITION = re.compile(r"(?:arr_)?([0-9]{1,6})")
@@ -120,19 +120,16 @@ def _number(size: int | str, symbols: Mapping[str, int]) -> int:
 
 def copied(arguments: Arguments, device: torch.device) -> Arguments:
     """In memory of their own, since a program may write into its inputs. None writes into what is expanded."""
-    from torch.utils._pytree import tree_map_only
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, copy=not overlaps(tensor.shape, tensor.stride()))
 
-    return tree_map_only(torch.Tensor, copy, arguments)  # type: ignore[no-any-return]
+    return with_tensors(arguments, copy)  # type: ignore[no-any-return]
 
 
 def named_leaves(result: Any, signature: Signature | None) -> dict[str, torch.Tensor]:
     """The tensors of a result by the program's own names of its outputs; by number where those do not tell."""
-    from torch.utils._pytree import tree_leaves
-
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
     names = [] if signature is None else [spec.name for spec in signature.outputs if isinstance(spec, TensorSpec)]
     if len(set(names)) != len(tensors):
         names = [str(number) for number in range(len(tensors))]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from penstock.cli.children import ChildFailure, ask_child
 from penstock.cli.units import short_bytes, short_rate
+from penstock.torch_private.versions import TESTED, is_tested
 
 Status = Literal["pass", "warn", "fail"]
 
@@ -143,9 +144,8 @@ class Doctor:
             found = answer["torch"]
             self._torch_sees_gpu = found["sees"]
             text = f"{found['version']}, " + (f"CUDA {found['cuda']}" if found["cuda"] else "for the CPU only")
-            major, minor = (int(part) for part in found["version"].split(".")[:2])
-            if (major, minor) < (2, 11):
-                return Line("torch", "fail", text, "install torch 2.11 or later")
+            if not is_tested(found["version"]):
+                return Line("torch", "fail", text, f"install a release of torch {', '.join(TESTED)}")
             return Line("torch", "pass", text)
 
         if isinstance(self._compiler, dict):

@@ -118,11 +118,12 @@ class Verifier:
         return f"the generated code makes every recorded access in its order, and holds no weight ({steps})"
 
     def _wrappers(self) -> Mapping[str, str]:
+        from penstock.torch_private.wrapper_text import archived_wrappers
+
         found: dict[str, str] = {}
         with zipfile.ZipFile(self._path) as archive:
             for method in self._program.methods:
-                folder = f"/data/aotinductor/{method.name}/"
-                names = [n for n in archive.namelist() if folder in n and n.endswith(".wrapper.cpp")]
+                names = archived_wrappers(archive.namelist(), method.name)
                 if len(names) != 1:
                     raise PackageError(f"{self._path}: method {method.name!r} has {len(names)} wrappers, needs one")
                 found[method.name] = archive.read(names[0]).decode()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import Graph, GraphModule, Node
@@ -16,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.errors import UnsupportedProgramError
 from penstock.export.offload import WEIGHT_KINDS, mutated_targets, placeholders
 from penstock.ops import FETCH
+from penstock.torch_private.graph import OpOverload, op_name, overload_name
 
 _ATEN = torch.ops.aten
 # Views that lost their name's stem on the way: a reshape copies where a view cannot be had.
@@ -74,13 +74,13 @@ def plain_op(op: OpOverload) -> OpOverload:
     """The view in place of an op that copies what the view shows; any other op as it is."""
     if op.namespace != "aten":
         return op
-    stem = op._schema.name.removeprefix("aten::")
+    stem = str(op_name(op)).removeprefix("aten::")
     name = _RENAMED.get(stem) or (stem.removesuffix("_copy") if stem.endswith("_copy") else None)
     if not name or name == "_to":
         return op
     packet = getattr(_ATEN, name, None)
     # A view of a dtype has no reshape.
-    overload = "default" if stem == "view_copy" and op._overloadname == "default" else op._overloadname
+    overload = overload_name(op)
     if stem == "view_copy" and overload != "default":
         packet = _ATEN.view
     if packet is None or overload not in packet.overloads():
@@ -91,7 +91,7 @@ def plain_op(op: OpOverload) -> OpOverload:
 
 
 def _restore_memory_format(node: Node, op: OpOverload) -> None:
-    name = op._schema.name.split("::")[-1]
+    name = str(op_name(op)).split("::")[-1]
     if name not in _DIM_ORDER_OPS:
         raise UnsupportedProgramError(f"{op} at {node.name!r} has no counterpart in ATen that is known here")
     keywords = dict(node.kwargs)

@@ -12,7 +12,6 @@ from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, Par
 from executorch.exir.backend.utils import get_non_lowered_nodes, tag_constant_data
 from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
@@ -23,7 +22,7 @@ from penstock.errors import NotOffloadedError, ProgramError, UnsupportedProgramE
 from penstock.executorch.backend import PenstockBackend
 from penstock.executorch.dialect import is_fetch, plain_op
 from penstock.export.offload import WEIGHT_KINDS, mutated_targets, placeholders
-from penstock.torch_private.graph import gives_view
+from penstock.torch_private.graph import OpOverload, gives_view, higher_order_name, op_name
 
 TAG = "delegation_tag"
 
@@ -65,7 +64,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
     ) -> tuple[list[OpOverload], Callable[[torch.fx.Node], bool] | None]:
         """Everything that we compile: Inductor decomposes by its own rules, as it does for a .pt2."""
         targets = {node.target for node in ep.graph.nodes if node.op == "call_function"}
-        return [op for op in targets if isinstance(op, OpOverload) and _stem(op._schema.name) not in self._leave], None
+        return [op for op in targets if isinstance(op, OpOverload) and _stem(str(op_name(op))) not in self._leave], None
 
     def check_left(self) -> None:
         """After lowering: refuses names in `leave` that no op had."""
@@ -123,7 +122,7 @@ def _names(node: Node) -> set[str]:
     target = node.target._op if isinstance(node.target, EdgeOpOverload) else node.target
     if not isinstance(target, OpOverload):
         return set()
-    return {_stem(target._schema.name), _stem(plain_op(target)._schema.name)}
+    return {_stem(str(op_name(op))) for op in (target, plain_op(target))}
 
 
 def _is_view(node: Node) -> bool:
@@ -158,7 +157,7 @@ def _tag_bodies(ep: ExportedProgram) -> None:
     for node in ep.graph.nodes:
         if node.op == "get_attr":
             for user in node.users:
-                if isinstance(user.target, HigherOrderOperator) and TAG in user.meta:
+                if higher_order_name(user.target) is not None and TAG in user.meta:
                     node.meta[TAG] = user.meta[TAG]
 
 

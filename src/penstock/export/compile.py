@@ -42,6 +42,7 @@ from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.program import Program
 from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
+from penstock.torch_private.versions import check_torch_version
 from penstock.version import VERSION
 from penstock.weight import State, Weight
 from penstock.weights import Chunk, layout_identity, write_ptd
@@ -92,6 +93,7 @@ def compile(
                            of a weight in device memory and the others in host memory. Off, because its results and
                            the library's differ in the last bits
     """
+    check_torch_version(str(torch.__version__))
     methods = named_methods(programs)
     target = target_device(device)
     program_path, weights_path = output_paths(path, ".pt2", overwrite)

@@ -19,6 +19,7 @@ from penstock.program import Method, Temporary
 from penstock.schedule import Access, Schedule
 from penstock.torch_private.emission import Emission
 from penstock.torch_private.inductor import MAIN_GRAPH, compile_graph, scheduled
+from penstock.torch_private.wrapper_text import is_wrapper
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _method(
 
 def wrapper_source(files: list[str]) -> str:
     """The text of the generated wrapper among a method's files."""
-    wrappers = [file for file in files if file.endswith("wrapper.cpp")]
+    wrappers = [file for file in files if is_wrapper(file)]
     if len(wrappers) != 1:
         raise CompileError(f"expected one generated wrapper, found {wrappers}")
     return Path(wrappers[0]).read_text()

@@ -33,7 +33,7 @@ from penstock.torch_private.graph import (
     view_source,
     writes,
 )
-from penstock.torch_private.pytree import dump_spec, flat_call_spec, flat_result_spec
+from penstock.torch_private.pytree import dump_spec, make_flat
 
 # Higher-order ops that call a kernel on the spot: their operands live as long as any reader's.
 _PLAIN_OPERATORS = frozenset(
@@ -156,8 +156,7 @@ def make_weightless(
     example_inputs = tuple(node.meta["val"] for node in module.graph.find_nodes(op="placeholder"))
     flat_outputs = module.graph.output_node().args[0]
     # A flat call: pytrees are the caller's business, recorded in the signature.
-    module._in_spec = flat_call_spec(len(example_inputs))
-    module._out_spec = flat_result_spec(len(flat_outputs))  # type: ignore[arg-type]
+    make_flat(module, len(example_inputs), len(flat_outputs))  # type: ignore[arg-type]
     in_spec, out_spec = ep.call_spec.in_spec, ep.call_spec.out_spec
     return WeightlessProgram(
         module=module,

@@ -6,68 +6,51 @@ recorded, and the calls must stand exactly as recorded.
 
 from __future__ import annotations
 
-import re
-
 from penstock.errors import CompileError, ScheduleError
 from penstock.schedule import Schedule
+from penstock.torch_private.wrapper_text import Mention, UnknownStatement, WrapperText, read_constants, read_wrapper
 
-_BODY = re.compile(r"::run_impl\(\s*AtenTensorHandle.*?\)\s*\{(.*)\}\s*//\s*\w+::run_impl", re.DOTALL)
-_NOISE = re.compile(r"//[^\n]*|if \(_check_aoti_runtime_check_inputs_env\(\)\)[^\n]*|\w+\.reset\(\);")
-_FETCH = re.compile(r"\baoti_torch_[a-z]+_penstock_weight\(\s*(\d+)L?\b[^;]*?&(\w+)\s*\)")
-_STEP_END = re.compile(r"\bpenstock_done\(\s*(\d+)L?\s*\)")
-_EVENT = re.compile(f"(?P<fetch>{_FETCH.pattern})|(?P<end>{_STEP_END.pattern})")
-# A new name for existing memory: `auto buf9 = std::move(buf7);`, `RAIIAtenTensorHandle buf3(buf3_handle);`, ...
-_ALIAS = re.compile(
-    r"\b(?:auto&?|const auto&?|RAIIAtenTensorHandle|AtenTensorHandle|ConstantHandle)\s+(\w+)\s*[=({]"
-    r"\s*((?:std::move|reinterpret_tensor_wrapper|wrap_with_raii_handle_if_needed|borrow_arrayref_tensor_as_tensor"
-    r"|RAIIAtenTensorHandle|ConstantHandle|copy_arrayref_tensor_to_tensor)?[\s(]*\w+\b)"
-)
-_CONSTANT_NAME = re.compile(r'constants_info_\[\d+\]\.original_fqn = "([^"]*)"')
-_CONSTANTS = re.compile(r"AOTInductorModelBase\(\s*\d+\s*,\s*\d+\s*,\s*(\d+)\s*,")
+_SHOWN_CHARACTERS = 400
 
 
 def check_wrapper(source: str, schedule: Schedule) -> None:
     """Raise ScheduleError at the first place where the wrapper is not what the schedule says."""
-    match = _BODY.search(source)
-    if match is None:
-        raise ScheduleError(f"method {schedule.method!r}: the generated wrapper has no run_impl body to check")
-    # Blanked, not removed: positions must stay.
-    body = _NOISE.sub(lambda m: " " * len(m.group()), match.group(1))
-    ends, fetches = _check_events(body, schedule)
-    _check_spans(body, schedule, ends, fetches)
+    text = read_wrapper(source)
+    if text is None:
+        raise ScheduleError(f"method {schedule.method!r}: the generated wrapper has no run function to check")
+    for statement in text.unknown:
+        raise _unknown(statement, schedule)
+    _check_calls(text, schedule)
+    _check_spans(text, schedule)
 
 
 def check_weightless(source: str, method: str) -> None:
     """Raise CompileError if the compiled program holds any constant: a weight, or something folded from one."""
-    match = _CONSTANTS.search(source)
-    if match is None:
+    constants = read_constants(source)
+    if constants is None:
         raise CompileError(f"method {method!r}: the generated wrapper does not say how many constants it has")
-    count = int(match.group(1))
-    if count:
-        names = ", ".join(_CONSTANT_NAME.findall(source)[:8])
+    if constants.count:
+        names = ", ".join(constants.names[:8])
         raise CompileError(
-            f"method {method!r}: the compiled program holds {count} constants ({names}); it must hold none"
+            f"method {method!r}: the compiled program holds {constants.count} constants ({names}); it must hold none"
         )
 
 
-def _check_events(body: str, schedule: Schedule) -> tuple[dict[int, int], dict[int, tuple[int, str]]]:
-    """Compare the sequence of fetches and step ends; give the positions of both."""
+def _unknown(statement: UnknownStatement, schedule: Schedule) -> ScheduleError:
+    line = statement.line[:_SHOWN_CHARACTERS]
+    known = (schedule.access_by_number.get(number) for number in sorted(statement.accesses))
+    weights = ", ".join(repr(access.weight) for access in known if access is not None)
+    what = f"mentions the weight {weights}" if weights else "calls Penstock"
+    return ScheduleError(
+        f"method {schedule.method!r}: the wrapper has a line that {what} and is of no known kind: {line!r}. Nobody can "
+        "say when it reads the weight; report it, with the version of torch"
+    )
+
+
+def _check_calls(text: WrapperText, schedule: Schedule) -> None:
+    """Compare the sequence of fetches and step ends."""
     expected = _recorded_events(schedule)
-    ends: dict[int, int] = {}
-    fetches: dict[int, tuple[int, str]] = {}
-    found: list[tuple[str, int]] = []
-    for event in _EVENT.finditer(body):
-        if event.group("fetch"):
-            call = _FETCH.match(event.group("fetch"))
-            assert call is not None
-            number = int(call.group(1))
-            found.append(("access", number))
-            fetches[number] = (event.end(), call.group(2))
-        else:
-            call = _STEP_END.match(event.group("end"))
-            assert call is not None
-            found.append(("end of step", int(call.group(1))))
-            ends[int(call.group(1))] = event.start()
+    found = [(call.kind, call.number) for call in text.calls]
 
     for position in range(max(len(expected), len(found))):
         want = expected[position] if position < len(expected) else None
@@ -77,7 +60,6 @@ def _check_events(body: str, schedule: Schedule) -> tuple[dict[int, int], dict[i
                 f"method {schedule.method!r}: the wrapper diverges from the schedule at call {position}: recorded "
                 f"{_describe(want, schedule)}, emitted {_describe(have, schedule)}"
             )
-    return ends, fetches
 
 
 def _recorded_events(schedule: Schedule) -> list[tuple[str, int]]:
@@ -105,25 +87,18 @@ def _describe(event: tuple[str, int] | None, schedule: Schedule) -> str:
     return f"{kind} {number}" + (f" (weight {access.weight!r})" if access else "")
 
 
-def _check_spans(body: str, schedule: Schedule, ends: dict[int, int], fetches: dict[int, tuple[int, str]]) -> None:
+def _check_spans(text: WrapperText, schedule: Schedule) -> None:
     """No name of a lent weight may stand after the end of its last recorded step."""
-    owner: dict[str, int] = {}
-    for number, (_, handle) in fetches.items():
-        owner[handle] = number
-        owner[handle.removesuffix("_handle")] = number
-    for alias in _ALIAS.finditer(body):
-        base = re.search(r"(\w+)$", alias.group(2))
-        if base is not None and base.group(1) in owner and alias.group(1) not in owner:
-            owner[alias.group(1)] = owner[base.group(1)]
+    ends = {call.number: place for place, call in enumerate(text.calls) if call.kind == "end of step"}
+    for mention in text.mentions:
+        for number in sorted(mention.accesses):
+            if mention.calls_before > ends[schedule.last_step[number]]:
+                raise _used_late(mention, number, schedule)
 
-    for word in re.finditer(r"\b[A-Za-z_]\w*\b", body):
-        if word.group() not in owner:
-            continue
-        number = owner[word.group()]
-        end = ends[schedule.last_step[number]]
-        if word.start() > end:
-            access = schedule.access_by_number[number]
-            raise ScheduleError(
-                f"method {schedule.method!r}: {word.group()} (access {number}, weight {access.weight!r}) is used after "
-                f"step {schedule.last_step[number]}, its recorded last reader"
-            )
+
+def _used_late(mention: Mention, number: int, schedule: Schedule) -> ScheduleError:
+    access = schedule.access_by_number[number]
+    return ScheduleError(
+        f"method {schedule.method!r}: {mention.name} (access {number}, weight {access.weight!r}) is used after "
+        f"step {schedule.last_step[number]}, its recorded last reader"
+    )

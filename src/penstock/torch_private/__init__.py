@@ -7,6 +7,10 @@ inductor        lowerings, the hook before emission, compilation
 cpp_compiler    which C++ compiler Inductor will call
 loader          compiled packages, loaded and called
 pytree          specs of nested arguments
+wrapper_text    the C++ text that Inductor writes, as plain data
+c_abi           the names that C++ sources of ours use
+versions        which versions of torch were tested
 
-tests/torch_private tries every one of them and names the one that broke.
+tests/torch_private tries every one of them and names the one that broke. A scan of the sources there keeps every other
+folder free of them.
 """

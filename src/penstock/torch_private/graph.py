@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
+from torch._ops import OpOverload as OpOverload  # also for type hints elsewhere
 from torch.fx import Graph, Node
 from torch.utils._sympy.value_ranges import bound_sympy
 
@@ -15,6 +16,10 @@ from torch.utils._sympy.value_ranges import bound_sympy
 def op_name(target: Any) -> str | None:
     """The name of an operator with its namespace, such as "aten::linear"; None for anything else."""
     return str(target._schema.name) if isinstance(target, OpOverload) else None
+
+
+def overload_name(op: OpOverload) -> str:
+    return str(op._overloadname)
 
 
 def arguments(node: Node) -> dict[str, Any]:

@@ -11,22 +11,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor import ir
-from torch._inductor.lowering import clone as lower_clone
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-from torch._inductor.virtualized import V
-from torch.export.pt2_archive._package import package_pt2
 from torch.fx.node import has_side_effect
 
 from penstock.ops import KEEP, LINEAR, OWN, SETTLE, WEIGHT
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
 from penstock.torch_private.graph import finite_bound, memory_of, op_name
+from penstock.torch_private.versions import check_torch_version
+from penstock.torch_private.wrapper_text import FETCH, STEP_END
+
+try:
+    from torch._inductor import config as inductor_config
+    from torch._inductor import ir
+    from torch._inductor.lowering import clone as lower_clone
+    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+    from torch._inductor.virtualized import V
+    from torch.export.pt2_archive._package import package_pt2
+except ImportError:
+    # Something moved. With a torch that was not tested that is the reason to give.
+    check_torch_version(str(torch.__version__))
+    raise
 
 MAIN_GRAPH = "main"
-# The wrapper calls this after the launches of each step.
-STEP_END = "penstock_done"
 
 # --------------------------------------------------------------------------------------------------------- lowerings
 
@@ -338,7 +344,7 @@ REQUIRED_OPTIONS = (
 
 def _c_shims(device: torch.device, linear: bool) -> dict[Any, list[str]]:
     prefix = f"AOTITorchError aoti_torch_{device.type}"
-    weight = f"{prefix}_penstock_weight(int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
+    weight = f"{prefix}_{FETCH}(int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
     shims: dict[Any, list[str]] = {WEIGHT: [weight, f"void {STEP_END}(int64_t)"]}
     if linear:
         # Bias is a pointer to a handle, null where there is none.

@@ -1,0 +1,43 @@
+"""What C++ sources of ours need of torch: the text cannot stand in this folder, so its names do.
+
+The native core finds functions by name when it is loaded (csrc/torch_abi.cpp) and refuses where one is missing. The
+ExecuTorch delegate is built against torch's headers (executorch/csrc/code.cpp). tests/torch_private compares these
+lists with the sources, and with the torch that is installed.
+"""
+
+from __future__ import annotations
+
+_CORE_CPU = (
+    "create_tensor_from_blob new_tensor_handle delete_tensor_object device_type_cpu device_type_cuda "
+    "dtype_bfloat16 dtype_float16 get_data_ptr get_dim get_sizes get_strides get_storage_offset get_dtype "
+    "get_device_index empty_strided _reinterpret_tensor copy_ cpu_mm_out cpu_addmm_out"
+)
+CORE_CPU_FUNCTIONS = tuple(f"aoti_torch_{name}" for name in _CORE_CPU.split())
+# Only where libtorch_cuda is loaded.
+CUDA_FUNCTIONS = ("aoti_torch_get_current_cuda_stream", "aoti_torch_cuda_mm_out", "aoti_torch_cuda_addmm_out")
+
+DELEGATE_HEADERS = (
+    "ATen/Context.h",
+    "ATen/Version.h",
+    "ATen/core/Tensor.h",
+    "ATen/core/grad_mode.h",
+    "ATen/detail/CUDAHooksInterface.h",
+    "ATen/ops/empty_strided.h",
+    "ATen/ops/from_blob.h",
+    "c10/core/DeviceGuard.h",
+    "torch/csrc/inductor/aoti_package/model_package_loader.h",
+    "torch/version.h",
+)
+# What is not of torch's public C++ interface: header -> words that must stand in it.
+DELEGATE_NAMES = {
+    "torch/csrc/inductor/aoti_package/model_package_loader.h": (
+        "AOTIModelPackageLoader",
+        "run_single_threaded",
+        "num_runners",
+        "device_index",
+        "stream_handle",
+    ),
+    "ATen/detail/CUDAHooksInterface.h": ("getCUDAHooks", "AcceleratorHooksInterface"),
+    "ATen/detail/AcceleratorHooksInterface.h": ("getCurrentDevice",),
+    "ATen/Version.h": ("get_cpu_capability",),
+}
