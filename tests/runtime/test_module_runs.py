@@ -106,6 +106,8 @@ def test_the_floor_is_exact(name: str, setup: str, program_path: ProgramPath, ke
         penstock.Module(path, 0, quiet=True, **SETUPS[setup])
     floor = zero.value.floor_bytes
     assert zero.value.budget_bytes == 0
+    if not SETUPS[setup]:
+        assert penstock.read_program(path).floor_bytes == floor, "export and load name the same"
     with pytest.raises(BelowFloorError, match=rf"at least {floor} bytes; pass budget={floor} ") as below:
         penstock.Module(path, floor - 1, quiet=True, **SETUPS[setup])
     assert (below.value.budget_bytes, below.value.floor_bytes) == (floor - 1, floor)

@@ -15,13 +15,10 @@ from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.plan.modes import ModePlanner
+from penstock.plan.pages import page_bytes_on
 from penstock.program import METADATA_FILE, Program, program_from_json, read_program
-from penstock.runtime.driver import soft_page_bytes
 from penstock.schedule import Schedule
 from penstock.weight import Weight
-
-# What every NVIDIA driver so far answers for memory that can be mapped; load asks the driver itself.
-CUDA_PAGE_BYTES = 2 << 20
 
 _HEAD_AND_LENGTHS = struct.Struct("<8sQQQQQ")
 _RUNG = struct.Struct("<QQ")
@@ -47,7 +44,7 @@ class Subject:
         return ModePlanner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, mode=mode)
 
     def floor(self) -> Floor:
-        """As export computes it: in exact bytes, before pages."""
+        """By the formula, in exact bytes, before pages: what sets it."""
         return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
 
 
@@ -55,8 +52,7 @@ def read_subject(path: Path) -> Subject:
     if path.suffix == ".pte":
         return _of_pte(path)
     program = read_program(path)
-    page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
-    return Subject(path, program, page_bytes)
+    return Subject(path, program, page_bytes_on(program.device, program.weight_bytes))
 
 
 def _of_pte(path: Path) -> Subject:

@@ -29,6 +29,7 @@ from penstock.errors import (
 )
 from penstock.native import core
 from penstock.plan.calibration import Calibration
+from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.arranger import Arranger
@@ -36,7 +37,7 @@ from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
-from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
+from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
@@ -458,7 +459,7 @@ class Module:
             if self._open:
                 # Planning again: what is held for weights will be free, and state has its memory already.
                 terms = replace(terms, free_bytes=terms.free_bytes + self._session.memory()[0], state_bytes=0)
-            return automatic_budget(terms, self._policy.floor_bytes)
+            return automatic_budget(terms, self._policy.floor_bytes, self._policy.in_other_modes)
 
         return choose_budget(
             budget=budget,
@@ -467,6 +468,7 @@ class Module:
             automatic=automatic,
             floor_bytes=self._policy.floor_bytes,
             full_bytes=self._policy.full_bytes,
+            in_other_modes=self._policy.in_other_modes,
         )
 
     @property

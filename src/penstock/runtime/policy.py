@@ -11,6 +11,7 @@ from penstock.budget import format_bytes
 from penstock.errors import HostMemoryError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.floor import floor_bytes
+from penstock.plan.lower_modes import lower_modes, lower_modes_text
 from penstock.plan.modes import MODES, ModePlanner
 from penstock.plan.plan import Plan
 from penstock.program import Program
@@ -81,6 +82,10 @@ class Policy(ABC):
     def host_memory(self, asked: str) -> str:
         return asked
 
+    def in_other_modes(self) -> str:
+        """What a refusal of a budget adds, where another mode would take less."""
+        return ""
+
 
 class PlannedPolicy(Policy):
     is_lru = False
@@ -109,6 +114,14 @@ class PlannedPolicy(Policy):
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
+
+    def in_other_modes(self) -> str:
+        # "streamed" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
+        if self._mode != "auto":
+            return ""
+        return lower_modes_text(
+            lower_modes(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
+        )
 
     def arrange_in_place(self) -> Arrangement:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
