@@ -113,6 +113,9 @@ def test_the_floor_is_exact(name: str, setup: str, program_path: ProgramPath, ke
     assert (below.value.budget_bytes, below.value.floor_bytes) == (floor - 1, floor)
     with penstock.Module(path, floor, quiet=True, **SETUPS[setup]) as module:
         assert module.floor_bytes == module.budget_bytes == floor
+        with pytest.raises(BelowFloorError, match=f"at least {floor} bytes") as changing:
+            module.set_budget(floor - 1)
+        assert ('mode="direct" needs' in str(changing.value)) == (not SETUPS[setup])
         Watched(module)(*[SCRIPTS[name][0][0], *SCRIPTS[name][0][1]])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,13 +49,12 @@ class AutomaticTerms:
         )
 
 
-def automatic_budget(terms: AutomaticTerms, floor_bytes: int, in_other_modes: Callable[[], str] = lambda: "") -> int:
-    """`in_other_modes` is called for a refusal only."""
+def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
     if terms.budget_bytes < floor_bytes:
         raise BelowFloorError(
             f"the automatic budget is {format_bytes(terms.budget_bytes)} ({terms}), below the floor of this program: "
             f"it needs at least {floor_bytes} bytes, {floor_bytes - terms.budget_bytes} more than there are; "
-            "free device memory, or pass a budget to leave less in reserve" + in_other_modes(),
+            "free device memory, or pass a budget to leave less in reserve",
             budget_bytes=terms.budget_bytes,
             floor_bytes=floor_bytes,
         )

@@ -50,9 +50,8 @@ def choose_budget(
     automatic: Callable[[], int],
     floor_bytes: int,
     full_bytes: int,
-    in_other_modes: Callable[[], str] = lambda: "",
 ) -> BudgetChoice:
-    """`full_bytes` is what all weights take when every one is resident; `in_other_modes` is called for a refusal only.
+    """`full_bytes` is what all weights take when every one is resident.
 
     `automatic` is called only when its answer is needed; it raises its own error below the floor, with its terms.
     """
@@ -64,7 +63,7 @@ def choose_budget(
     if asked_bytes < floor_bytes:
         raise BelowFloorError(
             f"the budget of {format_bytes(asked_bytes)} ({_ORIGINS[source]}) is below the floor of this program: it "
-            f"needs at least {floor_bytes} bytes; {_remedy(source, floor_bytes)}{in_other_modes()}",
+            f"needs at least {floor_bytes} bytes; {_remedy(source, floor_bytes)}",
             budget_bytes=asked_bytes,
             floor_bytes=floor_bytes,
         )

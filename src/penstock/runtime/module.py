@@ -120,7 +120,8 @@ class Module:
                 self.program, driver, offsets, planned_as, can_split=self._linear.can_split
             )
             self._driver = driver
-            self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
+            with self._policy.naming_lower_modes():
+                self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             if self._choice.source == "automatic" and self.device.type == "cuda":
                 # The automatic budget counts on what torch's allocator holds and does not use.
                 torch.cuda.empty_cache()
@@ -283,7 +284,7 @@ class Module:
     def set_budget(self, budget: int | str) -> None:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
-        with self._idle():
+        with self._idle(), self._policy.naming_lower_modes():
             choice = self._choose(budget, None, None)
             self._arranger.change_budget(choice.budget_bytes)
             self._choice = choice
@@ -459,7 +460,7 @@ class Module:
             if self._open:
                 # Planning again: what is held for weights will be free, and state has its memory already.
                 terms = replace(terms, free_bytes=terms.free_bytes + self._session.memory()[0], state_bytes=0)
-            return automatic_budget(terms, self._policy.floor_bytes, self._policy.in_other_modes)
+            return automatic_budget(terms, self._policy.floor_bytes)
 
         return choose_budget(
             budget=budget,
@@ -468,7 +469,6 @@ class Module:
             automatic=automatic,
             floor_bytes=self._policy.floor_bytes,
             full_bytes=self._policy.full_bytes,
-            in_other_modes=self._policy.in_other_modes,
         )
 
     @property

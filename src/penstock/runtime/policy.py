@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.budget import format_bytes
-from penstock.errors import HostMemoryError, PenstockError
+from penstock.errors import BelowFloorError, HostMemoryError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.floor import floor_bytes
 from penstock.plan.lower_modes import lower_modes, lower_modes_text
@@ -82,8 +83,16 @@ class Policy(ABC):
     def host_memory(self, asked: str) -> str:
         return asked
 
-    def in_other_modes(self) -> str:
-        """What a refusal of a budget adds, where another mode would take less."""
+    @contextmanager
+    def naming_lower_modes(self) -> Iterator[None]:
+        """A budget that is refused inside is told which modes would take less."""
+        try:
+            yield
+        except BelowFloorError as refusal:
+            refusal.args = (f"{refusal}{self._in_other_modes()}",)
+            raise
+
+    def _in_other_modes(self) -> str:
         return ""
 
 
@@ -115,7 +124,7 @@ class PlannedPolicy(Policy):
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
 
-    def in_other_modes(self) -> str:
+    def _in_other_modes(self) -> str:
         # "streamed" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
         if self._mode != "auto":
             return ""
