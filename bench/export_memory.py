@@ -4,7 +4,7 @@
 
 Source "zeros" exports from meta with zeros for weights; "memory" holds the model in RAM (uninitialised values);
 "safetensors" writes a sharded checkpoint of random bytes first, then exports the model from meta. Prints one line of
-figures at the end.
+figures at the end; --json stores them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from examples.decoder import LLAMA3_8B, CachedDecoder, DecoderConfig, export, freeze, methods
 
 import penstock
+from bench.suite.prepare import environment
 from penstock.budget import format_bytes
 
 SHARD_BYTES = 2 << 30
@@ -72,6 +73,21 @@ def main() -> None:
         f"peak {result.peaks.host_peak_bytes >> 20} MiB gpu peak {(result.peaks.gpu_peak_bytes or 0) >> 20} MiB "
         f"export {exported - started:.0f} s compile and write {seconds:.0f} s"
     )
+    if arguments.json is not None:
+        stored = {
+            "environment": environment(arguments.device),
+            "layers": config.layers,
+            "source": arguments.source,
+            "memory_fraction": arguments.memory_fraction,
+            "weight_bytes": program.weight_bytes,
+            "state_bytes": program.state_bytes,
+            "floor_bytes": program.floor_bytes,
+            "device_bytes_after": result.device_bytes_after,
+            **dataclasses.asdict(result.peaks),
+            "export_s": exported - started,
+            "compile_and_write_s": seconds,
+        }
+        arguments.json.write_text(json.dumps(stored, indent=1) + "\n")
     if arguments.delete:
         shutil.rmtree(out)
 
@@ -143,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory-fraction", type=float, help="cap torch's share of the GPU's memory")
     parser.add_argument("--delete", action="store_true", help="remove what was written at the end")
+    parser.add_argument("--json", type=Path, help="where to store the figures")
     parser.add_argument("--out", required=True)
     return parser
 

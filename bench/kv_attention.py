@@ -1,6 +1,7 @@
 """A decoding step of one layer over a KV cache that lies partly in host memory: its time, by the part that is far.
 
     python -m bench.kv_attention [--length 32768] [--batch 1] [--tokens 1] [--programs 1,2,4,8,16,64] [--round 0.3]
+                                 [--json OUT]
 
 Shapes are those of Llama-3-8B (8 kv heads of 128, 4 query heads each, bf16). The first table goes over the far share:
 microseconds, GB/s of the far part, and the bound: the longer of the two sides, each read at the speed measured for it
@@ -13,14 +14,18 @@ graphs, so that launching them costs nothing. Exits with 1 when a result is furt
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.suite.prepare import environment
 from penstock.kv import HostKVCache, ops
 from penstock.kv.cache import HOST_PROGRAMS
 
@@ -35,6 +40,8 @@ def main() -> int:
     link, memory = link_bytes_per_s(options.round), memory_bytes_per_s(options.round)
     print(f"{torch.cuda.get_device_name()}: link {link / 1e9:.1f} GB/s, device memory {memory / 1e9:.0f} GB/s")
     right = True
+    by_share: list[dict[str, Any]] = []
+    by_programs: list[dict[str, Any]] = []
     print(
         f"\nbatch {options.batch}, length {options.length}, tokens {options.tokens}, {options.host_programs} programs\n"
     )
@@ -46,10 +53,22 @@ def main() -> int:
         bound_s = max(case.far_bytes / link, case.near_bytes / memory)
         error = case.error()
         right &= error <= 1
+        copied_s = seconds(case.run_copied, options.round)
+        by_share.append(
+            {
+                "share": share,
+                "seconds": step_s,
+                "host_bytes": case.far_bytes,
+                "bound_s": bound_s,
+                "percent_of_bound": 100 * bound_s / step_s,
+                "copied_first_s": copied_s,
+                "error_part_of_tolerance": error,
+            }
+        )
         print(
             f"| {share:.1%} | {step_s * 1e6:.1f} us | {case.far_bytes / step_s / 1e9:.1f} GB/s "
             f"| {bound_s * 1e6:.1f} us | {bound_s / step_s:.0%} "
-            f"| {seconds(case.run_copied, options.round) * 1e6:.1f} us | {error:.2f} |",
+            f"| {copied_s * 1e6:.1f} us | {error:.2f} |",
             flush=True,
         )
         del case
@@ -60,12 +79,29 @@ def main() -> int:
         case = Case(options, options.share, programs)
         step_s = seconds(case.run, options.round)
         near_s = seconds(case.run_near, options.round)
+        by_programs.append(
+            {"programs": programs, "seconds": step_s, "host_bytes": case.far_bytes, "near_alone_s": near_s}
+        )
         print(
             f"| {programs} | {step_s * 1e6:.1f} us | {case.far_bytes / step_s / 1e9:.1f} GB/s "
             f"| {near_s * 1e6:.1f} us |",
             flush=True,
         )
         del case
+    if options.json is not None:
+        stored = {
+            "environment": environment("cuda"),
+            "link_bytes_per_s": link,
+            "memory_bytes_per_s": memory,
+            "batch": options.batch,
+            "length": options.length,
+            "tokens": options.tokens,
+            "host_programs": options.host_programs,
+            "by_share": by_share,
+            "share": options.share,
+            "by_programs": by_programs,
+        }
+        options.json.write_text(json.dumps(stored, indent=1) + "\n")
     return 0 if right else 1
 
 
@@ -187,6 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         "--host-programs", type=int, default=HOST_PROGRAMS, help="programs that face the host in the first table"
     )
     parser.add_argument("--round", type=float, default=0.3, help="seconds for each figure, about")
+    parser.add_argument("--json", type=Path, help="where to store the figures")
     return parser
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 import penstock
+from penstock.plan.direct import read_directly_by_default, stand_ins
+from penstock.plan.floor import floor_bytes
+from penstock.program import Program
 from penstock.schedule import Schedule
 from penstock.verify.module import PoisonedModule
 
@@ -78,6 +81,12 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 def schedule_weights(module: PoisonedModule, method: str = "forward") -> list[str]:
     return [access.weight for access in module.program.method(method).schedule.accesses]
+
+
+def exact_floor_bytes(program: Program) -> int:
+    """By the formula, before pages: what tells a small program's schedule from one that holds more."""
+    schedules, weights = [method.schedule for method in program.methods], {w.name: w for w in program.weights}
+    return floor_bytes(*stand_ins(schedules, weights, read_directly_by_default)).floor_bytes
 
 
 def resident(schedule: Schedule) -> Schedule:

@@ -93,8 +93,8 @@ class Program:
     weights: tuple[Weight, ...]
     states: tuple[State, ...]
     identity: str
-    # The floor for the default case, in exact bytes: what is gathered from is read in place, everything else streamed.
-    # Load computes its own and is the authority.
+    # The least that load accepts in its default mode, in the pages of plan/pages.py: what is gathered from is read in
+    # place, everything else streamed. Load computes its own and is the authority.
     floor_bytes: int
     budget_bytes: int | None
     # Parameters and buffers that no compiled method reads: not in the weights file.

@@ -105,7 +105,7 @@ def test_a_compiled_program(cli: Cli, program: Path) -> None:
     (method,) = told["methods"]
     assert method["inputs"][0].startswith("index: int64[5]")
     assert [step["kernel"] for step in method["steps"]] == [step.kernel for step in read.methods[0].schedule.steps]
-    assert told["floor"]["computed_bytes"] == read.floor_bytes
+    assert told["floor"]["computed_bytes"] <= told["floor"]["placed_bytes"] == read.floor_bytes
     assert [row["name"] for row in told["weights"] if row["gathered"]] == ["table.weight"]
     assert not any(row["linear"] for row in told["weights"])
     assert told["floor"]["streamed_bytes"] > told["floor"]["placed_bytes"]

@@ -34,23 +34,6 @@ READ_AS: dict[tuple[str, str], str] = {
     ("docs/cli.md", '{"error": {"class"'): "text",
     ("docs/cli.md", "penstock export [MODULE:FUNCTION]"): "text",
     ("docs/cli.md", "penstock run model.pt2 --inputs inputs.pt [--budget"): "text",
-    ("docs/executorch.md", "pip install 'penstock[executorch]'"): "console network",
-    ("docs/executorch.md", "ep = penstock.apply_weight_offload(torch.export.export(model, args))"): (
-        "python elsewhere tests/executorch/programs.py tests/executorch/test_stock_runtime.py"
-    ),
-    ("docs/executorch.md", "penstock.executorch.load_library()"): (
-        "python elsewhere tests/executorch/test_stock_runtime.py"
-    ),
-    ("docs/executorch.md", "python -m pytest tests/gpu/test_executorch_cuda.py"): "console gpu",
-    ("docs/executorch.md", 'Module module("model.pte", "model.ptd"'): "cpp elsewhere examples/executorch/main.cpp",
-    ("docs/performance.md", "python -m bench.export_memory --layers 16"): "console minutes",
-    ("docs/performance.md", "python -m bench.export_memory --layers 4"): "console gpu",
-    ("docs/performance.md", "python -m bench.suite --out FOLDER"): "console gpu",
-    ("docs/performance.md", "python -m bench.startup"): "console gpu",
-    ("docs/performance.md", "python -m bench.runtime"): "console gpu",
-    ("docs/performance.md", "python -m bench.fetch_cost"): "console gpu",
-    ("docs/performance.md", "make native"): "console gpu",
-    ("docs/runtime.md", "automatic = free device memory"): "text",
 }
 
 

@@ -29,7 +29,7 @@ class Block:
 
 
 def pages() -> list[str]:
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/bench/*/README.md")]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 

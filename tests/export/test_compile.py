@@ -19,10 +19,10 @@ from torch import nn
 
 import penstock
 import penstock.export.compile as compile_module
-from penstock.errors import BudgetError, CheckpointError, MethodConflictError, PackageError
+from penstock.errors import BelowFloorError, CheckpointError, MethodConflictError, PackageError
 from penstock.native import core
-from penstock.plan.direct import read_directly_by_default, stand_ins
-from penstock.plan.floor import floor_bytes
+from penstock.plan.modes import ModePlanner
+from penstock.plan.pages import soft_page_bytes
 from penstock.program import FORMAT_VERSION, TensorSpec, program_from_json, program_to_json, read_program
 from penstock.torch_private.loader import CompiledMethod as LoadedMethod
 from penstock.verify.module import PoisonedModule
@@ -158,9 +158,10 @@ def test_the_floor_can_be_computed_again(decoder_build: Built, small_build: Buil
     for result in (decoder_build.result, small_build.result):
         program = read_program(result.program_path)
         schedules, weights = [m.schedule for m in program.methods], {w.name: w for w in program.weights}
-        floor = floor_bytes(*stand_ins(schedules, weights, read_directly_by_default))
-        assert program.floor_bytes == floor.floor_bytes == result.floor.floor_bytes
-        assert 0 < program.floor_bytes <= program.weight_bytes
+        page_bytes = soft_page_bytes(program.weight_bytes)
+        floor = ModePlanner(schedules, weights, page_bytes=page_bytes, mode="auto").floor()
+        assert floor == result.floor
+        assert 0 < program.floor_bytes == floor.floor_bytes
 
 
 def test_reading_files_takes_no_torch(decoder_build: Built) -> None:
@@ -296,7 +297,7 @@ def test_budgets_at_and_below_the_floor(quick: None, tmp_path: Path, program: to
     floor = build(program, tmp_path).program.floor_bytes
     assert floor > 1
     for below in (floor - 1, 0, str(floor - 1)):
-        with unchanged(tmp_path), pytest.raises(BudgetError, match=f"needs at least {floor} bytes"):
+        with unchanged(tmp_path), pytest.raises(BelowFloorError, match=f"needs at least {floor} bytes"):
             build(program, tmp_path, weight_offload_budget=below, overwrite=True)
     for budget, expected in ((floor, floor), (str(floor), floor), ("8GiB", 8 * GIB), (2**63 - 1, 2**63 - 1)):
         result = build(program, tmp_path, weight_offload_budget=budget, overwrite=True)
@@ -307,7 +308,7 @@ def test_budgets_at_and_below_the_floor(quick: None, tmp_path: Path, program: to
 def test_no_files_are_left_when_the_budget_is_below_the_floor(
     quick: None, tmp_path: Path, program: torch.export.ExportedProgram
 ) -> None:
-    with pytest.raises(BudgetError, match=r"weight_offload_budget is 1 B, below the floor"):
+    with pytest.raises(BelowFloorError, match=r"weight_offload_budget is 1 B, below the floor"):
         build(program, tmp_path, weight_offload_budget=1)
     assert list(tmp_path.iterdir()) == []
 

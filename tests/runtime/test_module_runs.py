@@ -106,11 +106,16 @@ def test_the_floor_is_exact(name: str, setup: str, program_path: ProgramPath, ke
         penstock.Module(path, 0, quiet=True, **SETUPS[setup])
     floor = zero.value.floor_bytes
     assert zero.value.budget_bytes == 0
+    if not SETUPS[setup]:
+        assert penstock.read_program(path).floor_bytes == floor, "export and load name the same"
     with pytest.raises(BelowFloorError, match=rf"at least {floor} bytes; pass budget={floor} ") as below:
         penstock.Module(path, floor - 1, quiet=True, **SETUPS[setup])
     assert (below.value.budget_bytes, below.value.floor_bytes) == (floor - 1, floor)
     with penstock.Module(path, floor, quiet=True, **SETUPS[setup]) as module:
         assert module.floor_bytes == module.budget_bytes == floor
+        with pytest.raises(BelowFloorError, match=f"at least {floor} bytes") as changing:
+            module.set_budget(floor - 1)
+        assert ('mode="direct" needs' in str(changing.value)) == (not SETUPS[setup])
         Watched(module)(*[SCRIPTS[name][0][0], *SCRIPTS[name][0][1]])
 
 

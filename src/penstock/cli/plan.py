@@ -82,7 +82,8 @@ def plan(
     from penstock.cli.plan_placements import placements
     from penstock.cli.plan_report import PlanReport, Predictor
     from penstock.cli.plan_view import show_plan
-    from penstock.cli.subject import CUDA_PAGE_BYTES, read_subject
+    from penstock.cli.subject import read_subject
+    from penstock.plan.pages import CUDA_PAGE_BYTES
 
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")

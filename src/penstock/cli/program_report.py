@@ -75,8 +75,9 @@ class Part:
 class FloorRow:
     """The floor, and the two steps and the copy that make it (plan/floor.py)."""
 
-    # As export wrote it, and as computed from the schedule now: exact bytes, before pages.
+    # As export wrote it: placed_bytes, unless the file was made otherwise.
     recorded_bytes: int
+    # By the formula, from the schedule now: exact bytes, before pages.
     computed_bytes: int
     # As the planner places it, in pages: the smallest budget that loading accepts here.
     placed_bytes: int

@@ -18,14 +18,12 @@ from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.plan.modes import ModePlanner
+from penstock.plan.pages import page_bytes_on
 from penstock.program import Program, program_from_archive, read_program
 from penstock.regular_file import open_regular
-from penstock.runtime.driver import soft_page_bytes
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# What every NVIDIA driver so far answers for memory that can be mapped; load asks the driver itself.
-CUDA_PAGE_BYTES = 2 << 20
 _MOST_PAGE_BYTES = 1 << 30
 
 # What reading a description, its records and an archive raises where they are damaged.
@@ -58,7 +56,7 @@ class Subject:
         return ModePlanner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, mode=mode)
 
     def floor(self) -> Floor:
-        """As export computes it: in exact bytes, before pages."""
+        """By the formula, in exact bytes, before pages: what sets it."""
         return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
 
 
@@ -81,8 +79,7 @@ def read_subject(path: Path) -> Subject:
 def _of_pt2(path: Path) -> Subject:
     open_regular(path, PackageError).close()
     program = read_program(path)
-    page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
-    return Subject(path, program, page_bytes)
+    return Subject(path, program, page_bytes_on(program.device, program.weight_bytes))
 
 
 def _of_pte(path: Path) -> Subject:

@@ -135,7 +135,7 @@ class Verifier:
         from penstock.plan.check import check_plan
 
         subject = read_subject(self._path)
-        computed = subject.floor().floor_bytes
+        computed = subject.planner("auto").floor_bytes
         if computed != self._program.floor_bytes:
             raise PackageError(f"the program records a floor of {self._program.floor_bytes} bytes; it is {computed}")
         told: list[str] = []

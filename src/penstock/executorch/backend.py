@@ -25,12 +25,10 @@ from penstock.export.compile import Compiled
 from penstock.export.compile import compile as compile_programs
 from penstock.export.offload import fetches, lend_weights
 from penstock.layout import canonical
+from penstock.plan.pages import page_bytes_on
 from penstock.program import Method, TensorSpec
-from penstock.runtime.driver import soft_page_bytes
 from penstock.weights import read_index
 
-# The page of CUDA's virtual memory.
-CUDA_PAGE_BYTES = 2 << 20
 # Of weights in the .ptd: copies and registrations are of whole pages.
 ALIGNMENT_BYTES = 4096
 # The .ptd that external data goes to, less its ending.
@@ -114,7 +112,7 @@ def _store(
         raise UnsupportedProgramError(
             f"state {program.states[0].name!r} would belong to a delegate; state must stay outside of it"
         )
-    page_bytes = CUDA_PAGE_BYTES if program.device == "cuda" else soft_page_bytes(program.weight_bytes)
+    page_bytes = page_bytes_on(program.device, program.weight_bytes)
     all_names = {tied[0]: tied for tied in options["tied"]}
     schedules = [method.schedule for method in program.methods]
     ladders = make_ladders(schedules, program.weights, page_bytes=page_bytes)

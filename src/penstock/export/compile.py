@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from penstock.budget import format_bytes, parse_bytes
 from penstock.errors import (
-    BudgetError,
+    BelowFloorError,
     CheckpointError,
     CompileError,
     DeviceError,
@@ -38,9 +38,12 @@ from penstock.export.peak import PeakMeter, Peaks, peak_lines
 from penstock.export.toolchain import check_toolchain
 from penstock.export.values import has_value, is_zero, tensor_pieces
 from penstock.export.weightless import make_weightless
-from penstock.plan.direct import read_directly_by_default, stand_ins
-from penstock.plan.floor import Floor, floor_bytes
+from penstock.plan.lower_modes import lower_modes, lower_modes_text
+from penstock.plan.modes import ModePlanner
+from penstock.plan.pages import page_bytes_on
+from penstock.plan.planner import FloorPlan
 from penstock.program import Program
+from penstock.schedule import Schedule
 from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
 from penstock.torch_private.versions import check_torch_version
 from penstock.version import VERSION
@@ -61,8 +64,8 @@ class Compiled:
     program_path: Path
     weights_path: Path
     program: Program
-    # What sets the floor, for explanations.
-    floor: Floor
+    # The plan at the floor, and what sets it. Its bytes are the program's: the least that load accepts on that device.
+    floor: FloorPlan
     peaks: Peaks
     # Device memory still allocated after each method, on CUDA targets.
     device_bytes_after: dict[str, int]
@@ -86,7 +89,7 @@ def compile(
                            where there is a GPU, else "cpu"
     weights                where the values come from, if not from the program: a .safetensors file, a folder of them
                            (with or without index.json), a mapping of tensors, or a list of those, later ones winning
-    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"
+    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"; refused below the floor, as at load
     overwrite              replace existing files
     inductor_configs       further options for torch._inductor.config
     split_linear           products with bf16 and fp16 weights become calls of penstock_linear, which can read some rows
@@ -304,7 +307,7 @@ def _program(
     values: _Values,
     device: torch.device,
     budget_bytes: int | None,
-) -> tuple[Program, Floor]:
+) -> tuple[Program, FloorPlan]:
     schedules = [c.method.schedule for c in compiled]
     # The order of first access, method after method.
     order = dict.fromkeys(name for schedule in schedules for name in schedule.weight_names)
@@ -312,12 +315,7 @@ def _program(
     unread = {name for weight in catalog.weights.values() if weight.name not in order for name in weight.names}
     states = tuple(values.states.values())
     by_name = {weight.name: weight for weight in weights}
-    floor = floor_bytes(*stand_ins(schedules, by_name, read_directly_by_default))
-    if budget_bytes is not None and budget_bytes < floor.floor_bytes:
-        raise BudgetError(
-            f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at "
-            f"least {floor.floor_bytes} bytes"
-        )
+    floor = _floor(schedules, by_name, device, budget_bytes)
     program = Program(
         methods=tuple(c.method for c in compiled),
         weights=weights,
@@ -330,6 +328,24 @@ def _program(
         built_with=_built_with(device),
     )
     return program, floor
+
+
+def _floor(
+    schedules: Sequence[Schedule], weights: Mapping[str, Weight], device: torch.device, budget_bytes: int | None
+) -> FloorPlan:
+    """As load finds it on that device unless told otherwise, so that both refuse at the same byte."""
+    page_bytes = page_bytes_on(device.type, sum(weight.nbytes for weight in weights.values()))
+    floor = ModePlanner(schedules, weights, page_bytes=page_bytes, mode="auto").floor()
+    if budget_bytes is not None and budget_bytes < floor.floor_bytes:
+        others = lower_modes_text(lower_modes(schedules, weights, page_bytes=page_bytes, can_split=True))
+        raise BelowFloorError(
+            f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at "
+            f"least {floor.floor_bytes} bytes (pages of {page_bytes} bytes){others}"
+            + (": to use one, leave weight_offload_budget out and give the budget at load" if others else ""),
+            budget_bytes=budget_bytes,
+            floor_bytes=floor.floor_bytes,
+        )
+    return floor
 
 
 def _built_with(device: torch.device) -> dict[str, str]:

@@ -11,11 +11,6 @@ from penstock.native import core
 from penstock.runtime.failures import last_exception
 from penstock.runtime.interrupts import HeldInterrupts
 
-_SOFT_PAGE_BYTES = 4096
-# A plan handles memory page by page; this many keep planning quick, and rounding below a part in ten thousand.
-_SOFT_PAGES = 16384
-_LARGEST_SOFT_PAGE_BYTES = 2 << 20
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -58,13 +53,6 @@ class Driver:
         # Python drops an interrupt that comes in a finalizer, and what the finalizer had to do: so each owner has one.
         if self.handle is not None and os.getpid() == self._pid:
             self.close()
-
-
-def soft_page_bytes(weight_bytes: int) -> int:
-    page_bytes = _SOFT_PAGE_BYTES
-    while page_bytes < _LARGEST_SOFT_PAGE_BYTES and weight_bytes > page_bytes * _SOFT_PAGES:
-        page_bytes *= 2
-    return page_bytes
 
 
 def open_soft_driver(page_bytes: int, *, capacity_bytes: int = 0, poison: bool = False) -> Driver:

@@ -28,6 +28,7 @@ from penstock.errors import (
 )
 from penstock.native import core
 from penstock.plan.calibration import Calibration
+from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.arranger import Arranger
@@ -35,7 +36,7 @@ from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
-from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_page_bytes
+from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
@@ -167,7 +168,8 @@ class Module:
                 self.program, driver, offsets, planned_as, can_split=self._linear.can_split
             )
             self._driver = driver
-            self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
+            with self._policy.naming_lower_modes():
+                self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             schedules = [method.schedule for method in self.program.methods]
             known = check_calibration(calibration, schedules, policy)
             arrangement = self._policy.arrange(self._choice.budget_bytes, known)
@@ -329,12 +331,13 @@ class Module:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
         with self._operation():
-            choice = choose_new_budget(
-                budget,
-                automatic=self._automatic_budget,
-                floor_bytes=self._policy.floor_bytes,
-                full_bytes=self._policy.full_bytes,
-            )
+            with self._policy.naming_lower_modes():
+                choice = choose_new_budget(
+                    budget,
+                    automatic=self._automatic_budget,
+                    floor_bytes=self._policy.floor_bytes,
+                    full_bytes=self._policy.full_bytes,
+                )
             self._arranger.change_budget(choice.budget_bytes)
             self._choice = choice
         self._say()

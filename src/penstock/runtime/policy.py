@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.budget import format_bytes
-from penstock.errors import HostMemoryError, PenstockError
+from penstock.errors import BelowFloorError, HostMemoryError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
+from penstock.plan.lower_modes import lower_modes, lower_modes_text
 from penstock.plan.modes import MODES, ModePlanner
 from penstock.plan.plan import Plan
 from penstock.program import Program
@@ -82,6 +84,18 @@ class Policy(ABC):
     def host_memory(self, asked: str) -> str:
         return asked
 
+    @contextmanager
+    def naming_lower_modes(self) -> Iterator[None]:
+        """A budget that is refused inside is told which modes would take less."""
+        try:
+            yield
+        except BelowFloorError as refusal:
+            refusal.args = (f"{refusal}{self._in_other_modes()}",)
+            raise
+
+    def _in_other_modes(self) -> str:
+        return ""
+
 
 class PlannedPolicy(Policy):
     is_lru = False
@@ -114,6 +128,14 @@ class PlannedPolicy(Policy):
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
+
+    def _in_other_modes(self) -> str:
+        # "streamed" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
+        if self._mode != "auto":
+            return ""
+        return lower_modes_text(
+            lower_modes(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
+        )
 
     def arrange_in_place(self) -> Arrangement:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
