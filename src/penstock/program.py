@@ -23,6 +23,28 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedErro
 
 
 @dataclass(frozen=True)
+class IndexRange:
+    """Numbers of an input that index a table or a cache: each is at least `low` and below `high`."""
+
+    low: int
+    high: int
+    # What is indexed, along which of its dimensions, and how many entries it has there.
+    table: str
+    dim: int
+    size: int
+    # Which numbers of the input: start, stop and step in each of its dimensions. Empty: all of them.
+    region: tuple[tuple[int, int | None, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = (self.low, self.high, self.dim, self.size, *(start for start, _, _ in self.region))
+        parts = [part for _, stop, step in self.region for part in (stop, step) if part is not None]
+        if not isinstance(self.table, str) or any(type(number) is not int for number in (*numbers, *parts)):
+            raise ValueError(f"a range of indices is none: {self}")
+        if self.low > self.high or self.dim < 0 or self.size < 0 or any(step < 1 for _, _, step in self.region):
+            raise ValueError(f"a range of indices is none: {self}")
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """An input or output as a caller sees it. Dynamic sizes are symbols, by name."""
 
@@ -30,6 +52,12 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
     strides: tuple[int | str, ...]
+    # Of an input of whole numbers: what they index.
+    indexes: tuple[IndexRange, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(index.region and len(index.region) != len(self.shape) for index in self.indexes):
+            raise ValueError(f"input {self.name!r} has {len(self.shape)} dimensions, its ranges of indices others")
 
 
 @dataclass(frozen=True)
@@ -181,7 +209,17 @@ def _spec_from_json(row: dict[str, Any]) -> TensorSpec | ConstantSpec:
     fields = dict(row)
     if fields.pop("kind") == "constant":
         return ConstantSpec(**fields)
-    return TensorSpec(fields["name"], fields["dtype"], tuple(fields["shape"]), tuple(fields["strides"]))
+    return TensorSpec(
+        fields["name"],
+        fields["dtype"],
+        tuple(fields["shape"]),
+        tuple(fields["strides"]),
+        tuple(index_range_from_json(index) for index in fields["indexes"]),
+    )
+
+
+def index_range_from_json(row: dict[str, Any]) -> IndexRange:
+    return IndexRange(**{**row, "region": tuple((start, stop, step) for start, stop, step in row["region"])})
 
 
 def _weight_from_json(row: dict[str, Any]) -> Weight:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import PackageError
-from penstock.program import ConstantSpec, Method, Signature, TensorSpec
+from penstock.program import ConstantSpec, Method, Signature, TensorSpec, index_range_from_json
 from penstock.schedule import Schedule
 
 # Methods that we add to a program; each returns a constant.
@@ -51,5 +51,6 @@ def _method(name: str, row: dict[str, Any]) -> Method:
 
 def _spec(kind: str, row: dict[str, Any]) -> TensorSpec | ConstantSpec:
     if kind == "TensorSpec":
-        return TensorSpec(row["name"], row["dtype"], tuple(row["shape"]), tuple(row["strides"]))
+        indexes = tuple(index_range_from_json(index) for index in row["indexes"])
+        return TensorSpec(row["name"], row["dtype"], tuple(row["shape"]), tuple(row["strides"]), indexes)
     return ConstantSpec(row["name"], row["value"])

@@ -73,6 +73,7 @@ class Module:
         host_memory_cap: int | str | None = None,
         calibration: Calibration | Literal["first-runs"] | None = None,
         cuda_graph: bool = False,
+        check_indices: bool = False,
         verify: bool = False,
         progress: bool | None = None,
         quiet: bool = False,
@@ -165,7 +166,7 @@ class Module:
             self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
             shortages = Shortages(self.device)
             self._entrances = {
-                method.name: Entrance(self.path, number, method, self.device, shortages)
+                method.name: Entrance(self.path, number, method, self.device, shortages, check_indices=check_indices)
                 for number, method in enumerate(self.program.methods)
             }
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
