@@ -11,12 +11,20 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test lint types unit gate native wheel clean
+.PHONY: demo test test-all test-random lint types unit slow browser gate native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
 
-test: lint types unit gate
+# At most 15 minutes on two cores.
+test: lint types browser unit gate
+
+# And what takes minutes by itself.
+test-all: test slow
+
+# The properties with other examples than those of every run; a failure prints how to have it again.
+test-random: $(VENV)/.dev
+	PENSTOCK_RANDOM_EXAMPLES=1 $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -26,7 +34,15 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+# Ends at the first failure: where there is a limit of time behind it, none must be lost.
+slow: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x
+
+# Whether the tests of reports in a real browser will run.
+browser: $(VENV)/.dev
+	@$(BIN)/python -m tests.report.browser
 
 # Exporting from a checkpoint must not need memory that grows with it: 0.98 GB of weights inside 900 MiB of host memory.
 gate: $(VENV)/.dev

@@ -32,8 +32,8 @@ def _extremes(numbers: torch.Tensor) -> tuple[int, int]:
         return only, only
     if numbers.dtype not in _ORDERED:
         numbers = numbers.to(torch.int64)
-    least, greatest = torch.stack(torch.aminmax(numbers)).tolist()
-    return least, greatest
+    least, greatest = torch.aminmax(numbers)
+    return int(least.item()), int(greatest.item())
 
 
 def _message(name: str, tensor: torch.Tensor, index: IndexRange) -> str:
