@@ -17,7 +17,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
 
 # At most 15 minutes on two cores.
-test: lint types browser unit gate
+test: browser lint types unit gate
 
 # And what takes minutes by itself.
 test-all: test slow

@@ -18,6 +18,8 @@ settings.load_profile("random" if os.environ.get(RANDOM_VARIABLE) else "same")
 SLOW_FILES = (
     "direct/test_emulated_kernel.py",  # compiles the kernel for an emulator, once for each fault
     "direct/test_kernel_compiles.py",  # with nvcc and NVRTC, for each architecture
+    "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
+    "export/test_low_memory.py",  # exports models of half a gigabyte; `make gate` holds the same limit
     "runtime/test_mutations.py",  # builds the core once for each mutation
     "runtime/test_sanitizers.py",  # builds it with sanitizers
 )
