@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +25,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "qwen3_moe_grouped": lambda: hf.qwen3_moe(experts="grouped_mm", num_hidden_layers=1),
     "qwen3_moe_int4": lambda: quantized.quantized_qwen3_moe("int4"),
     "qwen3_moe_packed_int4": lambda: quantized.quantized_qwen3_moe("packed_int4", experts=True, num_hidden_layers=1),
-    "decoder_bf16": lambda: decoder.cache_free(dataclasses.replace(decoder.TINY, dtype=torch.bfloat16)),
     "decoder_int8": lambda: quantized.quantized_decoder("int8"),
     "bert": hf.bert,
     "vit": hf.vit,
