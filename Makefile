@@ -11,12 +11,20 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test test-torch lint types unit gate fuzz native wheel clean
+.PHONY: demo test test-all test-random test-torch lint types unit slow browser gate fuzz native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
 
-test: lint types unit gate
+# At most 15 minutes on two cores.
+test: browser lint types unit gate
+
+# And what takes minutes by itself.
+test-all: test slow
+
+# The properties with other examples than those of every run; a failure prints how to have it again.
+test-random: $(VENV)/.dev
+	PENSTOCK_RANDOM_EXAMPLES=1 $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -26,7 +34,15 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+# Ends at the first failure: where there is a limit of time behind it, none must be lost.
+slow: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x
+
+# Whether the tests of reports in a real browser will run.
+browser: $(VENV)/.dev
+	@$(BIN)/python -m tests.report.browser
 
 # What depends on torch's private interfaces, against any version of it, in an environment of its own:
 #   make test-torch TORCH=2.12.1

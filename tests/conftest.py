@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Iterator
 
@@ -5,13 +6,41 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Nothing is asserted about time: a busy machine is no failure.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# Nothing is asserted about time: a busy machine is no failure. Nor is anything left to luck: the examples are the same
+# each time and everywhere. `make test-random` draws others.
+RANDOM_VARIABLE = "PENSTOCK_RANDOM_EXAMPLES"
+_UNTIMED = dict(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", derandomize=True, **_UNTIMED)
+settings.register_profile("random", derandomize=False, print_blob=True, **_UNTIMED)
+settings.load_profile("random" if os.environ.get(RANDOM_VARIABLE) else "same")
+
+# What takes minutes: behind `make test-all`. Whole files, by their path below this folder.
+SLOW_FILES = (
+    "direct/test_emulated_kernel.py",  # compiles the kernel for an emulator, once for each fault
+    "direct/test_kernel_compiles.py",  # with nvcc and NVRTC, for each architecture
+    "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
+    "export/test_low_memory.py",  # exports models of half a gigabyte; `make gate` holds the same limit
+    "runtime/test_mutations.py",  # builds the core once for each mutation
+    "runtime/test_sanitizers.py",  # builds it with sanitizers
+)
+# And whatever uses one of these fixtures.
+SLOW_FIXTURES = frozenset(("finished",))  # a run of the benchmark suite
 
 # What a shell starts in the background ignores interrupts, and hands that on. Tests send themselves some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if item.path.as_posix().endswith(tuple(f"/tests/{name}" for name in SLOW_FILES)) or SLOW_FIXTURES & {*fixtures}:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_each_time() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from penstock.errors import PackageError
 from penstock.program import (
     FORMAT_VERSION,
     ConstantSpec,
+    IndexRange,
     Method,
     Program,
     Signature,
@@ -65,7 +66,7 @@ def a_program() -> Program:
     """Every kind of value that metadata can hold."""
     signature = Signature(
         inputs=(
-            TensorSpec("x", "float32", ("s0", 4), (4, 1)),
+            TensorSpec("x", "int64", ("s0", 4), (4, 1), (IndexRange(-1, 9, "w", 2, 5, ((0, None, 1), (-2, 3, 2))),)),
             ConstantSpec("flag", True),
             ConstantSpec("none", None),
             ConstantSpec("text", 'quo"te ü \n'),

@@ -15,13 +15,27 @@ from penstock.printable import printable
 from penstock.program_rules import check_program
 from penstock.regular_file import open_regular
 from penstock.schedule import Access, Schedule, Step
-from penstock.schema import SchemaError, decode, encode_constant, parse_json
+from penstock.schema import SchemaError, Signed, decode, encode_constant, parse_json
 from penstock.sealed_text import sealed, unsealed
 from penstock.weight import State, Weight
 
 __all__ = ["FORMAT_VERSION", "METADATA_FILE"]
 
 FORMAT_VERSION = 4
+
+
+@dataclass(frozen=True)
+class IndexRange:
+    """Numbers of an input that index a table or a cache: each is at least `low` and below `high`."""
+
+    low: Signed
+    high: Signed
+    # What is indexed, along which of its dimensions, and how many entries it has there.
+    table: str
+    dim: int
+    size: int
+    # Which numbers of the input: start, stop and step in each of its dimensions. Empty: all of them.
+    region: tuple[tuple[Signed, Signed | None, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,8 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
     strides: tuple[int | str, ...]
+    # Of an input of whole numbers: what they index.
+    indexes: tuple[IndexRange, ...] = ()
 
 
 @dataclass(frozen=True)

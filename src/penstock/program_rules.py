@@ -70,7 +70,7 @@ def check_signature(signature: Signature) -> None:
             _refuse(f"it writes {_quoted(name)}, which is no tensor among its inputs")
     for spec in (*signature.inputs, *signature.outputs):
         if _is_tensor(spec):
-            _check_tensor(spec)  # type: ignore[arg-type]
+            check_tensor(spec)  # type: ignore[arg-type]
     SymbolicLayout(tensors, signature.symbols)  # type: ignore[arg-type]
     parse_call(signature.in_spec, len(signature.inputs))
     parse_nesting(signature.out_spec, len(signature.outputs))
@@ -80,7 +80,7 @@ def _is_tensor(spec: TensorSpec | ConstantSpec) -> bool:
     return spec.KIND == "tensor"
 
 
-def _check_tensor(spec: TensorSpec) -> None:
+def check_tensor(spec: TensorSpec) -> None:
     if spec.dtype not in ITEM_BYTES:
         _refuse(f"{_quoted(spec.name)} has dtype {_quoted(spec.dtype)}, needs one of {', '.join(ITEM_BYTES)}")
     if len(spec.shape) != len(spec.strides):
@@ -88,6 +88,15 @@ def _check_tensor(spec: TensorSpec) -> None:
     for size in (*spec.shape, *spec.strides):
         if isinstance(size, str) and len(size) > TEXT_LIMIT:
             _refuse(f"{_quoted(spec.name)} has a size of {len(size)} characters, needs at most {TEXT_LIMIT}")
+    for index in spec.indexes:
+        if index.low > index.high:
+            _refuse(
+                f"{_quoted(spec.name)} indexes from {index.low} to {index.high}, needs a range that holds something"
+            )
+        if index.region and len(index.region) != len(spec.shape):
+            _refuse(f"{_quoted(spec.name)} has {len(spec.shape)} sizes, needs as many parts of what indexes")
+        if any(step < 1 for _, _, step in index.region):
+            _refuse(f"{_quoted(spec.name)} has a step of 0 in what indexes, needs at least 1")
 
 
 def _sizes(signature: Signature) -> Iterable[int | str]:

@@ -12,18 +12,24 @@ import json
 import math
 import types
 import typing
-from typing import Any, NewType, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from penstock.printable import printable
 
 T = TypeVar("T")
 
 # A whole number that may be negative.
-Signed = NewType("Signed", int)
+Signed = Annotated[int, "may be negative"]
 
 HIGHEST = 2**63 - 1
 _SHOWN = 80
-_NAMES = {int: f"a whole number of 0 to {HIGHEST}", str: "text", bool: "true or false", float: "a finite number"}
+_NAMES: dict[Any, str] = {
+    int: f"a whole number of 0 to {HIGHEST}",
+    Signed: "a whole number",
+    str: "text",
+    bool: "true or false",
+    float: "a finite number",
+}
 
 
 class SchemaError(ValueError):
@@ -71,9 +77,9 @@ def _decoded(kind: Any, value: Any, where: str, rows: tuple[type, ...]) -> Any:
             _text(key, f"a key of {where}"): _decoded(parts[1], item, f"{where}.{_shown(key)}", rows)
             for key, item in value.items()
         }
-    if kind is Signed:
+    if kind == Signed:
         if type(value) is not int or abs(value) > HIGHEST:
-            _fail(where, value, "a whole number")
+            _fail(where, value, _NAMES[Signed])
         return value
     if kind is Any:
         return _constant(value, where)
@@ -91,7 +97,7 @@ def _member(parts: tuple[Any, ...], value: Any, where: str) -> Any:
             _fail(f"{where}.kind", found, " or ".join(map(repr, tagged)))
         return tagged[found]
     for part in parts:
-        if type(value) is (types.NoneType if part is None else part):
+        if type(value) is (int if part == Signed else types.NoneType if part is None else part):
             return part
     return _fail(where, value, " or ".join("null" if part is types.NoneType else _NAMES[part] for part in parts))
 
@@ -118,7 +124,7 @@ _known_hints: dict[type, dict[str, Any]] = {}
 def _hints(kind: type) -> dict[str, Any]:
     if kind not in _known_hints:
         names = [field.name for field in dataclasses.fields(kind)]
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         _known_hints[kind] = {name: hints[name] for name in names}
     return _known_hints[kind]
 

@@ -45,7 +45,6 @@ def suite(folder: Path, *arguments: str) -> Finished:
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     table = (folder / "table.md").read_text()

@@ -25,7 +25,6 @@ def test_each_budget_is_measured_simulated_and_bounded(finished: Finished, tmp_p
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     stored = json.loads(out.read_text())

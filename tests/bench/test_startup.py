@@ -23,7 +23,6 @@ def test_starts_are_repeated_in_fresh_processes(finished: Finished, tmp_path: Pa
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     stored = json.loads(out.read_text())

@@ -15,26 +15,22 @@ import torch
 from penstock.cli.interrupt import descendants
 from tests.cli.models import WIDTH
 
-# No time is asserted: these are for tests that would otherwise hang.
-PATIENCE_S = 120.0
 ROOT = Path(__file__).parents[2]
 
 # A driver that starts the compiler proper, which outlives it when it is killed; and a temporary file of its own.
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then exec "{real}" --version; fi
 mktemp
-sleep 600 &
-sleep 600 &
+sleep 3600 &
+sleep 3600 &
 echo started > "{mark}"
 wait
 """
 
 
 def until(true: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert process.poll() is None, f"it ended with {process.returncode}"
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -53,7 +49,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> tuple[str, str, list[int]]:
     """Only the process itself gets the signal: a terminal would send it to its children as well."""
     children = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate()
     assert process.returncode == 130, err.decode()
     return out.decode(), err.decode(), [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
@@ -61,7 +57,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> tuple[str, str, list[int]]:
 def test_children_of_children_are_ended(tmp_path: Path) -> None:
     """Also those that ignore the signal, and whose parent is killed over them."""
     mark = tmp_path / "mark"
-    script = f"trap '' INT; sleep 600 & sleep 600 & echo > {mark}; wait; sleep 600"
+    script = f"trap '' INT; sleep 3600 & sleep 3600 & echo > {mark}; wait; sleep 3600"
     code = (
         "import subprocess, sys\n"
         "from penstock.cli.interrupt import interruptible\n"
@@ -130,5 +126,5 @@ def test_an_interrupt_stays_one_whatever_is_made_of_it(tmp_path: Path) -> None:
         "sys.exit(file.main(['inspect', 'model.pt2', '--json']))\n"
     )
     process = start(tmp_path, "-c", code)
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate()
     assert process.returncode == 130 and b"Traceback" not in err and b'"exit_code": 130' in out

@@ -178,9 +178,9 @@ class Stack(nn.Module):
     "configs",
     [
         {"reorder_for_locality": True, "reorder_for_peak_memory": True},
-        {"combo_kernels": True, "benchmark_combo_kernel": False},
-        {"memory_planning": True},
-        {"max_autotune": True, "max_autotune_gemm_backends": "ATEN,CPP"},
+        pytest.param({"combo_kernels": True, "benchmark_combo_kernel": False}, marks=pytest.mark.slow),
+        pytest.param({"memory_planning": True}, marks=pytest.mark.slow),
+        pytest.param({"max_autotune": True, "max_autotune_gemm_backends": "ATEN,CPP"}, marks=pytest.mark.slow),
     ],
     ids=["reorder", "combo", "memory_planning", "max_autotune"],
 )

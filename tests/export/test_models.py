@@ -19,17 +19,24 @@ from tests.zoo import Case, decoder, export, hf, quantized, unet
 pytest.importorskip("torchao")
 
 CASES: dict[str, Callable[[], Case]] = {
+    "llama": lambda: hf.llama(tied=True),
+    "unet": lambda: unet.unet(channels_last=True),
     "qwen3_moe": hf.qwen3_moe,
+    "qwen3_moe_grouped": lambda: hf.qwen3_moe(experts="grouped_mm", num_hidden_layers=1),
     "qwen3_moe_int4": lambda: quantized.quantized_qwen3_moe("int4"),
+    "qwen3_moe_packed_int4": lambda: quantized.quantized_qwen3_moe("packed_int4", experts=True, num_hidden_layers=1),
+    "decoder_int8": lambda: quantized.quantized_decoder("int8"),
     "bert": hf.bert,
     "vit": hf.vit,
     "t5": hf.t5,
-    "llama": lambda: hf.llama(tied=True),
-    "unet": lambda: unet.unet(channels_last=True),
 }
+# A decoder and a convolutional one at each change; the others with the slow tests.
+QUICK = ("llama", "unet")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_model(tmp_path: Path, name: str) -> None:
     case = CASES[name]()
     reference = copy.deepcopy(case.module)
@@ -49,6 +56,8 @@ def test_model(tmp_path: Path, name: str) -> None:
     if name == "t5":
         (table,) = [w for w in result.program.weights if len(w.names) == 4]
         assert set(table.names) == {f"model.{n}.weight" for n in TIED_IN_T5}
+    with penstock.Module(result.program_path, program_floor(result), quiet=True) as at_the_floor:
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(leaves(at_the_floor(*case.args)), kept, strict=True))
     if name == "qwen3_moe_int4":
         assert any(w.dtype == "uint8" for w in result.program.weights)
 
@@ -62,6 +71,11 @@ def penstock_module(result: penstock.Compiled):  # type: ignore[no-untyped-def]
     return PoisonedModule(result.program_path)
 
 
+def program_floor(result: penstock.Compiled) -> int:
+    with penstock.Module(result.program_path, "1TiB", quiet=True) as module:
+        return module.floor_bytes
+
+
 def check_files(result: penstock.Compiled) -> None:
     program, index = result.program, read_index(result.weights_path)
     assert index.identity == program.identity
@@ -70,7 +84,7 @@ def check_files(result: penstock.Compiled) -> None:
     assert exact_floor_bytes(program) <= program.floor_bytes == result.floor.floor_bytes
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_decoder_with_two_methods_and_a_cache(tmp_path: Path, tied: bool) -> None:
     config = decoder.DecoderConfig(tied=tied, layers=3)
     cases = decoder.methods(config)
@@ -129,3 +143,14 @@ def test_llama_3_8b_floor_from_meta() -> None:
     assert floor_bytes(*stand_ins([method.schedule], catalog.weights, read_directly_by_default)) == direct
     # The cache is state, whatever its size: two tensors of each layer.
     assert sum(s.nbytes for s in catalog.states.values()) == 32 * 2 * 8 * 8192 * 128 * 2
+
+
+def test_the_decoders_with_and_without_a_cache_agree() -> None:
+    """What is compared with one of them is compared with the other."""
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    cached = decoder.build(cached=True)
+    with torch.no_grad():
+        want = decoder.build(cached=False)(tokens)
+        got = [cached(tokens[:, :4], torch.arange(4))]
+        got += [cached(tokens[:, i : i + 1], torch.tensor([i])) for i in (4, 5)]
+    torch.testing.assert_close(torch.stack(got, dim=1), want[:, 3:], rtol=1e-4, atol=1e-5)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,12 +140,24 @@ def test_a_build_that_leaves_nothing_or_no_library(install: Install) -> None:
 
 
 def test_a_build_that_never_ends_is_stopped_with_its_children(
-    install: Install, monkeypatch: pytest.MonkeyPatch
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The sleep is a child of the script and holds its pipes: were it left alone, this would wait for it.
-    install("sleep 600; exit 0")
-    monkeypatch.setattr(toolchain, "TIMEOUT_S", 2.0)
-    assert "cannot build a shared library: no end within 2 s" in refused()
+    # The second cat is a child of the script and holds its pipes: were it left alone, this would wait for it.
+    started, never = tmp_path / "started", tmp_path / "never"
+    for pipe in (started, never):
+        os.mkfifo(pipe)
+    install(f"echo yes > {started}; cat {never}; exit 0")
+    genuine = subprocess.Popen.communicate
+
+    def hurried(self: Any, *arguments: Any, timeout: float | None = None) -> Any:
+        """The time is up when the build has begun, however slow the machine is."""
+        if timeout is not None and "--version" not in self.args:
+            assert started.read_text() == "yes\n"
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return genuine(self, *arguments, timeout=None)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", hurried)
+    assert "cannot build a shared library: no end within 120 s" in refused()
 
 
 def test_a_failure_is_not_remembered(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

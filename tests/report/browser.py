@@ -9,20 +9,17 @@ import base64
 import fcntl
 import json
 import os
-import select
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "PENSTOCK_CHROMIUM"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 MISSING = (
-    f"no Chromium was found: neither {VARIABLE} names one nor is any of {', '.join(NAMES)} on the path. pip "
-    "cannot install one, for no package on PyPI was found that carries it; on Debian, apt-get install chromium"
+    f"no Chromium was found: neither {VARIABLE} names one nor is any of {', '.join(NAMES)} on the path; on Debian, "
+    "apt-get install chromium"
 )
-_SECONDS = 60
 
 
 def find_browser() -> str | None:
@@ -83,19 +80,24 @@ class Browser:
             self.events.append(answer)
 
     def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + _SECONDS
         while b"\0" not in self._received:
-            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"the browser said nothing for {_SECONDS} s"
             chunk = os.read(self._read, 1 << 20)
             assert chunk, "the browser has closed its pipe"
             self._received += chunk
         message, self._received = self._received.split(b"\0", 1)
         return dict(json.loads(message))
 
+    def wait_for(self, method: str) -> dict[str, Any]:
+        """The next event of that kind, or the first one of those that were not looked at."""
+        while not any(event["method"] == method for event in self.events):
+            self.events.append(self._next())
+        found = next(event for event in self.events if event["method"] == method)
+        self.events.remove(found)
+        return dict(found["params"])
+
     def close(self) -> None:
         self.send("Browser.close")
-        self._process.wait(_SECONDS)
+        self._process.wait()
         os.close(self._read)
         os.close(self._write)
 
@@ -154,7 +156,14 @@ class Page:
         return list(self._send("Accessibility.getFullAXTree")["nodes"])
 
     def allow_downloads(self, folder: Path) -> None:
-        self._browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+        self._browser.send(
+            "Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder), eventsEnabled=True
+        )
+
+    def await_download(self) -> None:
+        while (state := self._browser.wait_for("Browser.downloadProgress")["state"]) == "inProgress":
+            pass
+        assert state == "completed"
 
     def _own_events(self, *methods: str) -> list[dict[str, Any]]:
         self.settle()
@@ -171,3 +180,8 @@ class Page:
 
     def close(self) -> None:
         self._browser.send("Target.closeTarget", targetId=self._target)
+
+
+if __name__ == "__main__":
+    found = find_browser()
+    print(f"browser tests: run in {found}" if found else f"browser tests: SKIPPED, because {MISSING}")

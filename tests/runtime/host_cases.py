@@ -141,6 +141,5 @@ def run_child(code: str, *arguments: object, options: Sequence[str] = ()) -> sub
         [sys.executable, *options, "-c", "from tests.runtime.host_cases import *\n" + code, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
     )

@@ -286,7 +286,7 @@ def test_a_probe_that_fails_says_why_and_what_to_do(tmp_path: Path, weights: Pat
 def test_a_probe_that_hangs_is_killed(tmp_path: Path, weights: Path) -> None:
     pid_file = tmp_path / "pid"
     body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    command = child(tmp_path, body + "time.sleep(600)")
+    command = child(tmp_path, body + "while True: signal.pause()")
     with pytest.raises(RegistrationError, match=r"did not return within 0\.5 s: the driver hangs .*was killed"):
         probe_registration(weights, 0, timeout_s=0.5, command=command)
     # Killed before it got that far, or killed and reaped.
@@ -298,7 +298,8 @@ def test_a_probe_that_hangs_is_killed(tmp_path: Path, weights: Path) -> None:
 def test_an_interrupted_probe_leaves_no_process_and_no_answer(tmp_path: Path, weights: Path) -> None:
     pid_file = tmp_path / "pid"
     parent = os.getpid()
-    body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nos.kill({parent}, signal.SIGINT)\ntime.sleep(600)"
+    said = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nos.kill({parent}, signal.SIGINT)\n"
+    body = said + "while True: signal.pause()"
     with pytest.raises(KeyboardInterrupt):
         probe_registration(weights, 0, command=child(tmp_path, body))
     with pytest.raises(ProcessLookupError):
@@ -314,7 +315,6 @@ def run_real_child(*arguments: str, source: str | None = None) -> subprocess.Com
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(root)},
-        timeout=60,
     )
 
 

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,11 @@ from torch import nn
 from torch.export import Dim
 
 from penstock.errors import InputError, PackageError
-from penstock.program import ConstantSpec, TensorSpec
+from penstock.program import ConstantSpec, IndexRange, TensorSpec
+from penstock.program_rules import check_tensor
 from penstock.runtime.inputs import ALIGNMENT_BYTES, InputBinding
 from penstock.runtime.outputs import OutputBinding
+from penstock.schema import SchemaError, decode
 from penstock.verify.module import PoisonedModule
 from tests.harness import compiled, offloaded
 from tests.runtime.programs import CPU, a_method
@@ -402,6 +408,201 @@ def test_an_input_that_is_written_is_never_copied() -> None:
     refused(bound, "writes into input 'x', so it is not copied: it has strides", transposed(2, 3), y)
     refused(bound, "needs strides .3, 1. at a multiple of 16", misaligned(x), y)
     refused(bound, "writes into input 'x', and input 'y' shares its memory", x, x)
+
+
+# ------------------------------------------------------------------------------------------------------------ indices
+
+ROWS = IndexRange(0, 128, "embed.weight", 0, 128)
+PLACES = IndexRange(-32, 32, "k_cache", 2, 32)
+MOST, LEAST = 2**63 - 1, -(2**63)
+
+
+def tokens_of(dtype: str = "int64", *indexes: IndexRange) -> TensorSpec:
+    return TensorSpec("tokens", dtype, (2, "s0"), ("s0", 1), indexes or (ROWS,))
+
+
+def numbers(*rows: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(rows, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_indices_up_to_their_bounds_are_passed_as_they_are(dtype: str) -> None:
+    bound = binding(tokens_of(dtype), symbols=ONE_TO_64)
+    given = numbers([0, 5, 127], [127, 0, 1], dtype=getattr(torch, dtype))
+    (flat,) = bound.flat((given,), {})
+    assert flat is given
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "found"),
+    [
+        (([0, 128, 3], [0, 0, 0]), "int64", "is 128 at [0, 1]"),
+        (([0, 1, 3], [0, 0, -1]), "int64", "is -1 at [1, 2]"),
+        (([0, 1, 3], [MOST, 0, LEAST]), "int64", f"is {MOST} at [1, 0]"),
+        (([LEAST, 1, 3], [0, 0, 500]), "int64", f"is {LEAST} at [0, 0]"),
+        (([0, 1, 128], [0, 0, 0]), "int32", "is 128 at [0, 2]"),
+        (([0, 1, 2**31 - 1], [0, 0, 0]), "int32", f"is {2**31 - 1} at [0, 2]"),
+        (([-128], [0]), "int8", "is -128 at [0, 0]"),
+        (([255], [0]), "uint8", "is 255 at [0, 0]"),
+    ],
+)
+def test_an_index_out_of_range_is_refused(rows: tuple[list[int], ...], dtype: str, found: str) -> None:
+    given = numbers(*rows, dtype=getattr(torch, dtype))
+    text = (
+        f"input 'tokens' {found}; needs to be at least 0 and below 128: it indexes 'embed.weight', which has 128 rows"
+    )
+    refused(binding(tokens_of(dtype), symbols=ONE_TO_64), re.escape(text), given)
+
+
+def test_an_index_into_a_cache_names_its_dimension_and_may_count_from_the_end() -> None:
+    bound = binding(TensorSpec("position", "int64", (), (), (PLACES,)))
+    for fits in (-32, -1, 0, 31):
+        bound.flat((torch.tensor(fits),), {})
+    text = (
+        "input 'position' is {}; needs to be at least -32 and below 32: it indexes dimension 2 of 'k_cache', which has"
+    )
+    for outside in (-33, 32, MOST, LEAST):
+        refused(bound, re.escape(text.format(outside) + " 32 entries"), torch.tensor(outside))
+
+
+def test_only_the_numbers_that_are_indices_are_checked() -> None:
+    """Of the first row all but the last; the second row is something else."""
+    part = IndexRange(0, 128, "embed.weight", 0, 128, ((0, 1, 1), (0, -1, 1)))
+    bound = binding(tokens_of("int64", part), symbols=ONE_TO_64)
+    bound.flat((numbers([0, 127, -100], [-5, 500, 500]),), {})
+    refused(bound, re.escape("is -100 at [0, 1]"), numbers([0, -100, -100], [-5, 500, 500]))
+    bound.flat((numbers([-100], [500]),), {})  # nothing is left of it
+
+
+def test_every_range_of_an_input_holds() -> None:
+    bound = binding(tokens_of("int64", ROWS, IndexRange(2, 500, "offset.weight", 0, 498)), symbols=ONE_TO_64)
+    bound.flat((numbers([2, 127], [3, 3]),), {})
+    refused(bound, "is 1 at .*'offset.weight', which has 498 rows", numbers([2, 127], [1, 3]))
+    refused(bound, "is 128 at .*'embed.weight'", numbers([2, 128], [3, 3]))
+
+
+def test_a_nested_index_is_refused_by_its_name() -> None:
+    bound = binding(PLAIN, tokens_of(), call=(({"a": 0, "b": [0]},), {}), symbols=ONE_TO_64)
+    refused(bound, "input 'tokens' is 128", {"a": torch.ones(2, 3), "b": [numbers([128], [0])]})
+
+
+def test_what_lies_in_another_layout_is_checked_as_it_is_meant() -> None:
+    given = numbers([1, 300, 2], [3, 300, 4]).t()[::2].t()
+    (flat,) = binding(tokens_of(), symbols=ONE_TO_64).flat((given,), {})
+    assert flat.tolist() == [[1, 2], [3, 4]]
+    refused(binding(tokens_of(), symbols=ONE_TO_64), re.escape("is 128 at [1, 1]"), numbers([1, 3], [2, 128]).t().t())
+
+
+def test_on_a_gpu_indices_are_checked_only_when_asked() -> None:
+    """To look at them there is to wait for it."""
+    spec, bad = tokens_of(), torch.empty(2, 3, dtype=torch.int64, device="meta")
+    meta = torch.device("meta")
+    method = a_method((spec,), symbols=ONE_TO_64)
+    assert InputBinding(method, meta, written=()).flat((bad,), {}) == [bad]
+    with pytest.raises(RuntimeError, match="meta"):  # it looks, and a meta tensor has nothing to look at
+        InputBinding(method, meta, written=(), check_indices=True).flat((bad,), {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"low": 5, "high": 4},
+        {"low": 0.5},
+        {"high": None},
+        {"high": True},
+        {"table": 7},
+        {"size": -1},
+        {"dim": -1},
+        {"region": [[0, None, 0], [0, None, 1]]},
+        {"region": [[None, None, 1], [0, None, 1]]},
+        {"region": [[0, "1", 1], [0, None, 1]]},
+        {"region": [[0, None, 1]]},
+    ],
+)
+def test_a_range_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    row: dict[str, Any] = dict(low=-4, high=4, table="t", dim=0, size=4, region=[[0, None, 1], [-2, -1, 1]])
+    spec = dict(kind="tensor", name="x", dtype="int64", shape=[2, 3], strides=[3, 1])
+
+    def read(index: dict[str, Any]) -> None:
+        check_tensor(decode(TensorSpec, {**spec, "indexes": [index]}))
+
+    read(row)
+    with pytest.raises((SchemaError, PackageError)):
+        read({**row, **change})
+
+
+class Reader(nn.Module):
+    """Tokens in a dictionary, and a cache that is written at positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 64)
+        self.out = nn.Linear(64, 8)
+        self.register_buffer("cache", torch.zeros(1, 32, 64), persistent=False)
+
+    def forward(self, batch: dict[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+        h = self.embed(batch["tokens"])
+        self.cache.index_copy_(1, positions, h)
+        return self.out(h + self.cache.sum(1, keepdim=True))
+
+
+CHILD = """
+import sys, torch, penstock
+from penstock.errors import InputError
+
+module = penstock.Module(sys.argv[1], quiet=True)
+good = {"read": torch.arange(16)[None], "step": torch.tensor([[5]], dtype=torch.int32)}
+places = {"read": torch.arange(16), "step": torch.tensor([31])}
+first = {name: module.run_method(name, {"tokens": good[name]}, places[name]) for name in good}
+assert torch.get_num_threads() == 2
+for name in good:
+    last = {"tokens": torch.full_like(good[name], 127)}
+    module.run_method(name, last, places[name])
+    for bad in (128, -1, 2**31 - 1, -(2**31)):
+        tokens = good[name].clone()
+        tokens[0, -1] = bad
+        try:
+            module.run_method(name, {"tokens": tokens}, places[name])
+        except InputError as error:
+            assert f"input 'batch_tokens' is {bad} at [0, {tokens.shape[1] - 1}]" in str(error), error
+            assert "it indexes 'embed.weight', which has 128 rows" in str(error), error
+        else:
+            sys.exit(f"{name}: token {bad} was taken")
+    for bad in (32, -1, 2**62):
+        positions = places[name].clone()
+        positions[-1] = bad
+        try:
+            module.run_method(name, {"tokens": good[name]}, positions)
+        except InputError as error:
+            assert f"input 'positions' is {bad} at [{len(positions) - 1}]" in str(error), error
+            assert "it indexes dimension 1 of 'cache', which has 32 entries" in str(error), error
+        else:
+            sys.exit(f"{name}: position {bad} was taken")
+# Nothing of the refused calls has run: state is what it was, and the module runs on.
+module.reset_state()
+assert all(torch.equal(module.run_method(n, {"tokens": good[n]}, places[n]), first[n]) for n in good)
+print("alive")
+"""
+
+
+def test_indices_out_of_range_do_not_end_the_process(tmp_path: Path) -> None:
+    """With two threads, compiled code that meets one ends it: an exception cannot leave a parallel loop."""
+    torch.manual_seed(0)
+    model, batch = Reader(), {"tokens": torch.arange(16)[None]}
+    single = {"tokens": torch.tensor([[5]], dtype=torch.int32)}
+    programs = {
+        "read": offloaded(model, (batch, torch.arange(16))),
+        "step": offloaded(model, (single, torch.tensor([3]))),
+    }
+    path = compiled(tmp_path, programs, inductor_configs={"cpp.threads": 2, "cpp.min_chunk_size": 1}).program_path
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path)],
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled

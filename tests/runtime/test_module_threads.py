@@ -17,7 +17,6 @@ from penstock.errors import ClosedError, ConcurrentRunError
 from tests.runtime.modules import SCRIPTS, SETUPS, KeptDrivers, Watched, at_the_floor, hooks, play, same
 
 ResidentBits = Callable[[str], list[list[Tensor]]]
-LONG_S = 60
 
 
 class Gated:
@@ -29,7 +28,7 @@ class Gated:
 
     def __call__(self, inputs: Any) -> Any:
         self.entered.set()
-        assert self.let_go.wait(LONG_S)
+        self.let_go.wait()
         return self._compiled(inputs)
 
 
@@ -42,12 +41,12 @@ def held_inside(module: penstock.Module) -> Iterator[Callable[[], list[list[Tens
     entrance.compiled = gate
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(play, module.run_method, SCRIPTS["chain"][:1])
-        assert gate.entered.wait(LONG_S)
+        gate.entered.wait()
         entrance.compiled = compiled
 
         def finish() -> list[list[Tensor]]:
             gate.let_go.set()
-            return run.result(LONG_S)
+            return run.result()
 
         try:
             yield finish
@@ -79,7 +78,7 @@ def test_closing_waits_for_a_run_in_another_thread(chain: Path, resident_bits: R
         closing.start()
         assert kept.last.counts().alive()
         assert same(finish(), resident_bits("chain")[:1])
-        closing.join(LONG_S)
+        closing.join()
     assert not closing.is_alive() and not kept.last.counts().alive()
     with pytest.raises(ClosedError):
         module(*SCRIPTS["chain"][0][1])
@@ -93,7 +92,7 @@ def test_a_change_of_budget_waits_for_a_run_in_another_thread(chain: Path, resid
             changing.start()
             assert module.budget_bytes == module.floor_bytes
             assert same(finish(), resident_bits("chain")[:1])
-            changing.join(LONG_S)
+            changing.join()
         assert module.budget_bytes == target and module.device_memory()[1] <= target
         assert same(play(module.run_method, SCRIPTS["chain"]), resident_bits("chain"))
 
@@ -105,7 +104,7 @@ def test_one_module_used_from_two_threads_in_turn(decoder: Path, resident_bits: 
             module.reset_state()
             found = []
             for number, call in enumerate(SCRIPTS["decoder"]):
-                found += (one, other)[number % 2].submit(play, run, [call]).result(LONG_S)
+                found += (one, other)[number % 2].submit(play, run, [call]).result()
             assert same(found, resident_bits("decoder"))
 
 
@@ -124,7 +123,7 @@ def test_modules_in_threads_of_their_own(
         with at_the_floor(program_path(name), **setups[number % len(setups)]) as module:
             hooks(module).set_delays(number + 1, 20_000)
             run = Watched(module)
-            start.wait(LONG_S)
+            start.wait()
             for _ in range(20):
                 module.reset_state()
                 assert same(play(run.run_on, SCRIPTS[name]), resident_bits(name))
@@ -150,10 +149,10 @@ def test_a_module_is_loaded_in_one_thread_and_closed_in_another(
     chain: Path, resident_bits: ResidentBits, kept: KeptDrivers
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        module = pool.submit(at_the_floor, chain).result(LONG_S)
+        module = pool.submit(at_the_floor, chain).result()
     assert same(play(Watched(module), SCRIPTS["chain"]), resident_bits("chain"))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(module.close).result(LONG_S)
+        pool.submit(module.close).result()
 
 
 def test_an_exception_in_one_thread_is_not_anothers(decoder: Path, chain: Path, resident_bits: ResidentBits) -> None:
@@ -178,4 +177,4 @@ def test_an_exception_in_one_thread_is_not_anothers(decoder: Path, chain: Path, 
         for _ in range(20):
             assert same(play(run, SCRIPTS["chain"]), resident_bits("chain"))
         stop.set()
-        assert failures.result(LONG_S) > 0
+        assert failures.result() > 0

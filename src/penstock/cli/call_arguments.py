@@ -85,8 +85,8 @@ def _nested(tensors: Mapping[str, Any], signature: Signature) -> Arguments:
 
 
 def made_arguments(method: Method, seed: int) -> Arguments:
-    """Inputs of the recorded shapes. Numbers at random; whole numbers count up from 0, so that they suit as positions,
-    and as indices of any table that is not smaller."""
+    """Inputs of the recorded shapes. Numbers at random; whole numbers count up, within what they may index: they
+    suit as tokens and as positions."""
     symbols = {name: _size_within(low, high) for name, (low, high) in method.signature.symbols.items()}
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -109,8 +109,9 @@ def _made(spec: TensorSpec, symbols: Mapping[str, int], generator: torch.Generat
     memory = torch.randn(span, generator=generator) if dtype.is_floating_point else torch.zeros(span)
     tensor = memory.to(dtype).as_strided(shape, strides)
     if not dtype.is_floating_point and not dtype.is_complex and shape and not overlaps(shape, strides):
-        counting = torch.arange(shape[-1]) % (2 if dtype is torch.bool else 128)
-        tensor.copy_(counting.expand(shape))
+        low = max([0, *(index.low for index in spec.indexes)])
+        high = min([2 if dtype is torch.bool else low + 128, *(index.high for index in spec.indexes)])
+        tensor.copy_((low + torch.arange(shape[-1]) % max(high - low, 1)).expand(shape))
     return tensor
 
 

@@ -52,11 +52,11 @@ def _host_sides(ep: ExportedProgram) -> Iterator[tuple[Node, Node, str | None]]:
     targets = {spec.arg.name: spec.target for spec in ep.graph_signature.input_specs}
     for node in ep.graph.nodes:
         if node.op == "call_function" and called_op(node) in HOST_SIDE_OPS:
-            origin = _origin(called_with(node, "host_kv"))
+            origin = memory_origin(called_with(node, "host_kv"))
             yield node, origin, targets.get(origin.name) if origin.op == "placeholder" else None
 
 
-def _origin(node: Node) -> Node:
+def memory_origin(node: Node) -> Node:
     """Through views, fetches and calls that write: the node that the memory was first."""
     while (earlier := _earlier(node)) is not None:
         node = earlier

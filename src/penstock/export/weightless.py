@@ -6,7 +6,7 @@ The program given is left as it is: everything here works on a copy of its graph
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from penstock.errors import UnsupportedProgramError
 from penstock.export.gathers import is_gathered
 from penstock.export.host_states import check_host_sides
+from penstock.export.index_ranges import index_ranges
 from penstock.export.linears import rewrite_linears
 from penstock.export.offload import WEIGHT_KINDS, access_number, fetches, lend, mutated_targets, placeholders
 from penstock.layout import canonical
@@ -105,6 +106,7 @@ def make_weightless(
     state_nodes: list[tuple[str, Node]] = []
     input_nodes: list[Node] = []
     inputs: list[TensorSpec | ConstantSpec] = []
+    indexes = index_ranges(ep)
     target_of: dict[Node, str] = {}
     for spec in ep.graph_signature.input_specs:
         node = nodes[spec.arg.name]
@@ -123,7 +125,8 @@ def make_weightless(
                 target_of[node] = spec.target
         elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, TensorArgument):
             input_nodes.append(node)
-            inputs.append(_tensor_spec(spec.arg.name, values[spec.arg.name]))
+            name = spec.arg.name
+            inputs.append(replace(_tensor_spec(name, values[name]), indexes=indexes.get(name, ())))
         elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
             inputs.append(ConstantSpec(spec.arg.name, spec.arg.value))
             node.replace_all_uses_with(spec.arg.value)  # type: ignore[arg-type]

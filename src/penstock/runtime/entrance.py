@@ -49,7 +49,16 @@ class Shortages:
 class Entrance:
     """Making one loads, and so runs, native code from the file."""
 
-    def __init__(self, path: Path, index: int, method: Method, device: torch.device, shortages: Shortages) -> None:
+    def __init__(
+        self,
+        path: Path,
+        index: int,
+        method: Method,
+        device: torch.device,
+        shortages: Shortages,
+        *,
+        check_indices: bool,
+    ) -> None:
         self._index = index
         self._method = method
         self._device = device
@@ -60,7 +69,7 @@ class Entrance:
             raise PackageError(
                 f"{path}: the compiled code of method {method.name!r} cannot be loaded: {error}"
             ) from error
-        self._inputs = InputBinding(method, device, written=method.signature.written)
+        self._inputs = InputBinding(method, device, written=method.signature.written, check_indices=check_indices)
         self._outputs = OutputBinding(method)
 
     def run(

@@ -16,6 +16,7 @@ from penstock.errors import InputError, PackageError
 from penstock.layout import overlaps
 from penstock.program import ConstantSpec, Method, TensorSpec
 from penstock.runtime.call_structure import CallStructure
+from penstock.runtime.index_check import check_indices as refuse_outside
 from penstock.runtime.symbolic_layout import SymbolicLayout
 
 ALIGNMENT_BYTES = 16
@@ -27,10 +28,13 @@ class InputBinding:
     """Turns the arguments of one method's calls into the flat tensors that its compiled code takes after the states.
 
     `written` names the inputs that the program writes into: those are passed as they are or refused, never as a copy,
-    which would take the caller's update with it.
+    which would take the caller's update with it. Numbers that index a table or a cache are checked where they lie in
+    host memory. On a GPU that waits for it, so there only with `check_indices`.
     """
 
-    def __init__(self, method: Method, device: torch.device, *, written: Collection[str]) -> None:
+    def __init__(
+        self, method: Method, device: torch.device, *, written: Collection[str], check_indices: bool = False
+    ) -> None:
         self._method = method.name
         self._specs = method.signature.inputs
         self._structure = CallStructure(method.signature.in_spec, len(self._specs))
@@ -39,6 +43,8 @@ class InputBinding:
         self._dtypes = [_dtype(spec) for spec in self._tensor_specs]
         # Indices into what flat() returns.
         self.written = [index for index, spec in enumerate(self._tensor_specs) if spec.name in written]
+        checked = check_indices or device.type == "cpu"
+        self._indexing = [(index, spec) for index, spec in enumerate(self._tensor_specs) if spec.indexes and checked]
         layout = SymbolicLayout(self._tensor_specs, method.signature.symbols)
         self._symbol_ranges = layout.ranges_text
         # What does not fit raises, and is not remembered.
@@ -54,6 +60,8 @@ class InputBinding:
         try:
             tensors = self._tensors(self._structure.leaves(arguments, keywords))
             self._lay_out(tensors)
+            for index, spec in self._indexing:
+                refuse_outside(spec, tensors[index])
         except InputError as error:
             raise InputError(f"method {self._method!r}: {error}\nexpected: {self.signature_text}") from error
         return tensors

@@ -78,6 +78,7 @@ class Module:
         host_memory_cap: int | str | None = None,
         calibration: Calibration | Literal["first-runs"] | None = None,
         cuda_graph: bool = False,
+        check_indices: bool = False,
         verify: bool = False,
         progress: bool | None = None,
         quiet: bool = False,
@@ -106,6 +107,7 @@ class Module:
                     cuda_graph,
                     verify,
                     progress,
+                    check_indices,
                 )
             self._say()
         except BaseException:
@@ -130,6 +132,7 @@ class Module:
         cuda_graph: bool,
         verify: bool,
         progress: bool | None,
+        check_indices: bool,
     ) -> None:
         """Between its parts, where it can be given up, an interrupt is delivered: everything is then given back."""
         if policy not in POLICIES:
@@ -215,7 +218,7 @@ class Module:
             self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
             shortages = Shortages(self.device)
             self._entrances = {
-                method.name: Entrance(self.path, number, method, self.device, shortages)
+                method.name: Entrance(self.path, number, method, self.device, shortages, check_indices=check_indices)
                 for number, method in enumerate(self.program.methods)
             }
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
