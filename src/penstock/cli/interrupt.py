@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from penstock.temporary import TemporaryFolder
+
 _PR_SET_CHILD_SUBREAPER = 36
 # What was interrupted removes its temporary files; after this it is killed.
 _GRACE_S = 1.0
@@ -105,8 +107,8 @@ def private_temporary_files() -> Iterator[None]:
     """Children put their temporary files into a folder that is removed, also when they were killed over them."""
     tempfile.gettempdir()  # this process, and the compiler's cache, stay where they were
     earlier = os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="penstock-cli-") as folder:
-        os.environ["TMPDIR"] = folder
+    with TemporaryFolder("cli") as folder:
+        os.environ["TMPDIR"] = str(folder)
         try:
             yield
         finally:

@@ -6,7 +6,6 @@ import gc
 import os
 import platform
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +40,7 @@ from penstock.export.weightless import make_weightless
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.program import Program
+from penstock.temporary import TemporaryFolder
 from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
 from penstock.version import VERSION
 from penstock.weight import State, Weight
@@ -104,9 +104,9 @@ def compile(
         if split_linear:
             _require_linear(methods, target, states)
         check_toolchain()
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        with TemporaryFolder("compile") as folder:
             compiled, device_bytes_after = _compile_methods(
-                methods, target, states, catalog, Path(folder), options, split_linear
+                methods, target, states, catalog, folder, options, split_linear
             )
             program, floor = _program(compiled, catalog, values, target, budget_bytes)
             packed = pack_program(program, {c.method.name: c.files for c in compiled})
