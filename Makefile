@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test lint types unit gate native wheel clean
+.PHONY: demo test lint types unit gate soak native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -33,6 +33,11 @@ gate: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m bench.export_memory --layers 8 --hidden 2048 --ff 5632 --vocab 32000 \
 	    --source safetensors --device cpu --out $(VENV)/gate --delete | tee $(VENV)/gate.log
 	EXPORT_HOST_PEAK_MB_LIMIT=900 $(BIN)/python -m penstock.export.peak_check $(VENV)/gate.log
+
+# Everything at random, from one printed seed: make soak MINUTES=5 [SEED=n].
+MINUTES ?= 5
+soak: $(VENV)/.dev
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The native core beside the sources, for running without an installation.
 native:

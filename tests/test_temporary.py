@@ -227,3 +227,33 @@ def test_a_compile_that_was_killed(base: Path, tmp_path: Path) -> None:
     compiled(tmp_path, offloaded(torch.nn.Linear(8, 8), (torch.ones(2, 8),)))
     assert list(base.glob("penstock*")) == []
     assert not (tmp_path / "killed.pt2").exists()
+
+
+# A limit on the size of files does what a full disk does. The program itself is smaller than its code unpacked.
+UNPACKING = """
+import resource, sys
+from pathlib import Path
+import torch
+from penstock.native import core
+from penstock.torch_private.loader import CompiledMethod
+assert core().penstock_load_torch() == 0
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+try:
+    CompiledMethod(Path(sys.argv[1]), "forward")
+except RuntimeError as error:
+    print(f"refused: {error}")
+"""
+
+
+def test_a_full_disk_leaves_nothing_unpacked(base: Path, tmp_path: Path) -> None:
+    compiled(tmp_path, offloaded(torch.nn.Linear(8, 8), (torch.ones(2, 8),)))
+    done = subprocess.run(
+        [sys.executable, "-c", UNPACKING, str(tmp_path / "model.pt2")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("refused: ") and str(base) in done.stdout
+    assert [path for path in base.rglob("*.so")] == []
+    assert [path.name for path in base.iterdir() if not path.name.startswith("torchinductor")] == []
