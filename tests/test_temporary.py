@@ -255,5 +255,5 @@ def test_a_full_disk_leaves_nothing_unpacked(base: Path, tmp_path: Path) -> None
         check=True,
     )
     assert done.stdout.startswith("refused: ") and str(base) in done.stdout
-    assert [path for path in base.rglob("*.so")] == []
+    assert list(base.rglob("*.so")) == []
     assert [path.name for path in base.iterdir() if not path.name.startswith("torchinductor")] == []
