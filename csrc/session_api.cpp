@@ -1,8 +1,10 @@
 // The core's C interface: drivers, the weights file, sessions. Python and the ExecuTorch delegate stand on it.
 // Functions that can fail return null or nonzero; penstock_failure and penstock_failure_text then tell why, by thread.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <thread>
 
 #include "cleanup.h"
 #include "cuda_driver.h"
@@ -43,6 +45,8 @@ struct Engine {
   std::unique_ptr<Source> source;
   std::unique_ptr<PlannedSession> planned;
   std::unique_ptr<LruSession> lru;
+  std::vector<SpanRecord> spans;  // of the trace that was stopped last
+  std::thread::id run_thread;     // that is between begin and end, if any is
 
   StreamingSession& session() {
     if (planned) return *planned;
@@ -61,8 +65,18 @@ int32_t begun(void* handle, Begin&& begin) noexcept {
     over.driver->enter();
     Undo leave([&] { over.driver->leave(); });
     begin(over);
+    over.run_thread = std::this_thread::get_id();
     leave.keep();
   });
+}
+
+void aborted(Engine& over) noexcept {
+  // Where no run is under way its device is not current because of one.
+  bool inside = over.run_thread != std::thread::id();
+  over.run_thread = {};
+  set_current_session(nullptr);
+  over.session().abort();
+  if (inside) over.driver->leave();
 }
 
 template <typename End>
@@ -70,11 +84,21 @@ int32_t ended(void* handle, End&& end) noexcept {
   return guarded([&] {
     Engine& over = *engine(handle);
     set_current_session(nullptr);
+    over.run_thread = {};
     Undo leave([&] { over.driver->leave(); });
     Undo abandon([&] { over.session().abort(); });
     end(over);
     abandon.keep();
   });
+}
+
+// Copies at most `capacity` records to `out`; tells how many there are.
+template <typename Record>
+int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t capacity) {
+  static_assert(sizeof(Record) % sizeof(int64_t) == 0);
+  int64_t count = (int64_t)records.size();
+  if (capacity > 0 && count > 0) std::memcpy(out, records.data(), (size_t)std::min(count, capacity) * sizeof(Record));
+  return count;
 }
 
 void copy_counters(const Counters& counters, int64_t* out) {
@@ -146,6 +170,8 @@ void* penstock_session_create(void* driver_handle, const char* path, int32_t lru
 
 void penstock_session_destroy(void* handle) {
   Engine* over = engine(handle);
+  // A run that nobody ended: the thread that began it must not find a session that is gone.
+  if (over->run_thread == std::this_thread::get_id()) aborted(*over);
   // A lost context refuses even this; giving back goes on all the same.
   bool inside = true;
   try {
@@ -200,12 +226,7 @@ int32_t penstock_session_end(void* handle) {
   return ended(handle, [](Engine& over) { over.session().end(); });
 }
 
-void penstock_session_abort(void* handle) {
-  Engine& over = *engine(handle);
-  set_current_session(nullptr);
-  over.session().abort();
-  over.driver->leave();
-}
+void penstock_session_abort(void* handle) { aborted(*engine(handle)); }
 
 // Around compiled code on a stream that is then captured; to give it up, abort.
 int32_t penstock_session_begin_capture(void* handle, int64_t method, void* stream) {
@@ -269,9 +290,9 @@ int32_t penstock_session_memory(void* handle, int64_t* device_bytes, int64_t* pe
   });
 }
 
-// What copying took when the session was set up: calls `visit` with the three numbers of each record.
-void penstock_session_link(void* handle, void (*visit)(const int64_t*)) {
-  for (const LinkRecord& record : engine(handle)->session().link()) visit(reinterpret_cast<const int64_t*>(&record));
+// What copying took when the session was set up: three numbers a record. Called first for the count alone.
+int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
+  return copy_records(engine(handle)->session().link(), out, capacity);
 }
 
 // For tests, which put delays on it.
@@ -291,13 +312,16 @@ int32_t penstock_session_start_trace(void* handle) {
   });
 }
 
-// Calls `visit` with the seven numbers of each span.
-int32_t penstock_session_stop_trace(void* handle, void (*visit)(const int64_t*)) {
+int32_t penstock_session_stop_trace(void* handle) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
-    for (const SpanRecord& span : engine(handle)->session().stop_trace())
-      visit(reinterpret_cast<const int64_t*>(&span));
+    engine(handle)->spans = engine(handle)->session().stop_trace();
   });
+}
+
+// Of the trace that was stopped last, seven numbers a span. Called first for the count alone.
+int64_t penstock_session_spans(void* handle, int64_t* out, int64_t capacity) {
+  return copy_records(engine(handle)->spans, out, capacity);
 }
 
 int32_t penstock_load_torch() {

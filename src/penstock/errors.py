@@ -180,5 +180,9 @@ class StateInvalidError(RuntimeFailure):
     """A run failed and may have left state half written; reset_state() makes it usable again."""
 
 
+class NotCopyableError(RuntimeFailure, TypeError):
+    """A module was copied or pickled; what it holds cannot be in two places."""
+
+
 class InputError(PenstockError, TypeError):
     """An input does not fit the method's signature, which the message shows."""

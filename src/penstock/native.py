@@ -17,8 +17,6 @@ _text = ctypes.c_char_p
 _i32 = ctypes.c_int32
 _i64 = ctypes.c_int64
 
-# void visit(const int64_t* numbers): of one record
-VISITOR = ctypes.CFUNCTYPE(None, ctypes.POINTER(_i64))
 # int32_t prepare(const LinearCase*, LinearRecipe*): 0 when the recipe was made
 PREPARE_LINEAR = ctypes.CFUNCTYPE(_i32, _pointer, _pointer)
 
@@ -64,11 +62,12 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_done": (None, [_pointer, _i64]),
     "penstock_session_counters": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_memory": (_i32, [_pointer, _pointer, _pointer]),
-    "penstock_session_link": (None, [_pointer, VISITOR]),
+    "penstock_session_link": (_i64, [_pointer, _pointer, _i64]),
     "penstock_session_copy_stream": (_pointer, [_pointer]),
     "penstock_session_drain": (_i32, [_pointer]),
     "penstock_session_start_trace": (_i32, [_pointer]),
-    "penstock_session_stop_trace": (_i32, [_pointer, VISITOR]),
+    "penstock_session_stop_trace": (_i32, [_pointer]),
+    "penstock_session_spans": (_i64, [_pointer, _pointer, _i64]),
 }
 
 

@@ -101,9 +101,6 @@ def test_a_module_plans_again_from_its_own_runs(
         assert module.calibration is None
         with module.calibrate():
             play(module.run_method, SCRIPTS["decoder"])
-            for refused in (lambda: module.set_budget(budget), lambda: module.trace("t.json")):
-                with pytest.raises(PenstockError, match="calibrate.. is recording"):
-                    refused()
         calibration = module.calibration
         assert calibration is not None
         counts = {method.name: len(method.schedule.steps) for method in module.program.methods}
@@ -118,6 +115,28 @@ def test_a_module_plans_again_from_its_own_runs(
     with penstock.Module(decoder, budget, calibration=calibration, quiet=True) as again:
         assert again.plan == plan and again.calibration == calibration
         assert same(play(Watched(again), SCRIPTS["decoder"]), resident_bits("decoder"))
+
+
+def test_what_is_newer_ends_a_calibration(decoder: Path, tmp_path: Path) -> None:
+    """Leaving it says so, and nothing is planned from what it saw."""
+    with penstock.Module(decoder, "1GiB", quiet=True) as module:
+        budget = (module.floor_bytes + module.budget_bytes) // 2
+    with penstock.Module(decoder, budget, quiet=True) as module:
+        newer: dict[str, Callable[[], object]] = {
+            r"set_budget\(\)": lambda: module.set_budget(budget),
+            "the trace to": lambda: module.trace(tmp_path / "trace.json"),
+            r"another calibrate\(\)": lambda: module.calibrate().__enter__(),
+        }
+        for name, start in newer.items():
+            with pytest.raises(PenstockError, match=rf"calibrate\(\) recorded until {name} .*ended it"):
+                with module.calibrate():
+                    play(module.run_method, SCRIPTS["decoder"][:1])
+                    start()
+            assert module.calibration is None
+        module.reset_state()
+        with module.calibrate():
+            play(module.run_method, SCRIPTS["decoder"])
+        assert module.calibration is not None
 
 
 def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:

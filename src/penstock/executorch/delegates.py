@@ -5,7 +5,6 @@ ExecuTorch calls the delegates; what they run in is made here, by the same code 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.program import Method, Program
 from penstock.runtime.module import Module
+from penstock.runtime.operation_lock import OperationLock
 from penstock.runtime.weights_source import read_weights_index
 from penstock.temporary import TemporaryFolder
 
@@ -44,7 +44,7 @@ class Delegates(Module):
         code: bytes,
         names: Sequence[str],
         tied: Iterable[Sequence[str]],
-        lock: threading.Lock,
+        lock: OperationLock,
         budget: int | str | None,
         *,
         weights: Path,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -19,6 +18,7 @@ from penstock.errors import (
     ConcurrentRunError,
     ForkedError,
     InputError,
+    NotCopyableError,
     PackageError,
 )
 from penstock.executorch.data_files import data_files
@@ -31,6 +31,8 @@ from penstock.executorch.state import StateMemory
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Method, Program
+from penstock.runtime.interrupts import HeldInterrupts
+from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.session import LinkSample, Stats
 from penstock.runtime.trace import Trace
 
@@ -59,9 +61,28 @@ class Module:
         **options: Any,
     ) -> None:
         self._open = False
-        self._lock = threading.Lock()
+        self._lock = OperationLock()
         self._pid = os.getpid()
         self.path = Path(path)
+        try:
+            with HeldInterrupts():
+                self._load(budget, weight_offload_budget_mb, weights, delegate_budgets, quiet, options)
+            if not quiet:
+                print(self.summary, file=sys.stderr)
+        except BaseException:
+            # Also by an interrupt that waited until everything was loaded: nobody gets this module.
+            self.close()
+            raise
+
+    def _load(
+        self,
+        budget: int | str | None,
+        weight_offload_budget_mb: int | None,
+        weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+        delegate_budgets: Mapping[str, int | str] | None,
+        quiet: bool,
+        options: dict[str, Any],
+    ) -> None:
         if not self.path.is_file():
             raise PackageError(f"{self.path} does not exist")
         refuse_options(self.path, options)
@@ -78,8 +99,6 @@ class Module:
             self._sessions.close()
             raise
         self._open = True
-        if not quiet:
-            print(self.summary, file=sys.stderr)
 
     def _load_methods(self) -> None:
         names = self._native.method_names()
@@ -108,22 +127,20 @@ class Module:
         self._require_usable()
         if method not in self.methods:
             raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
-        if not self._lock.acquire(blocking=False):
+        try:
+            with self._operation(wait=False):
+                self._state.require_valid(method)
+                entrance = self._entrances.get(method)
+                if entrance is not None:
+                    return entrance.nested(self._execute(method, entrance.flat(arguments, keywords)))
+                if keywords:
+                    raise InputError(f"method {method!r} has no record of its arguments' names; pass them by position")
+                return self._execute(method, arguments)
+        except Busy:
             raise ConcurrentRunError(
                 f"method {method!r} was called while another call of this module runs; use one module per thread, or a "
                 "lock around the calls"
-            )
-        try:
-            self._require_usable()
-            self._state.require_valid(method)
-            entrance = self._entrances.get(method)
-            if entrance is not None:
-                return entrance.nested(self._execute(method, entrance.flat(arguments, keywords)))
-            if keywords:
-                raise InputError(f"method {method!r} has no record of its arguments' names; pass them by position")
-            return self._execute(method, arguments)
-        finally:
-            self._lock.release()
+            ) from None
 
     def _execute(self, method: str, inputs: Sequence[Any]) -> list[Any]:
         try:
@@ -240,16 +257,16 @@ class Module:
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of the present value."""
-        with self._idle():
+        with self._operation():
             return self._state.read(name)
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
-        with self._idle():
+        with self._operation():
             self._state.write(name, value)
 
     def reset_state(self) -> None:
         """Puts the first values back; also after a failed run, which leaves state unusable."""
-        with self._idle():
+        with self._operation():
             self._state.reset()
 
     # -------------------------------------------------------------------------------------------------------- closing
@@ -258,13 +275,18 @@ class Module:
         """Gives everything back; waits for a run in another thread. May be called twice, and never raises."""
         if not self._open:
             return
-        self._open = False
         if os.getpid() != self._pid:
+            self._open = False
             self._native.forget()  # the driver and its threads are the parent's
-        else:
-            with self._lock:
+            self._sessions.close()
+            return
+        with HeldInterrupts():
+            with self._lock.operation(lambda: None):
+                if not self._open:
+                    return  # another thread was first
+                self._open = False
                 self._native.close()
-        self._sessions.close()
+            self._sessions.close()  # each of them takes the lock
 
     def __enter__(self) -> Module:
         return self
@@ -273,6 +295,13 @@ class Module:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """copy, deepcopy and pickle come here."""
+        raise NotCopyableError(
+            f"a loaded module cannot be copied or pickled: {self.path} holds device memory, a weights file and "
+            "compiled code; load it once more, or, in another process, there"
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -300,9 +329,6 @@ class Module:
         if not self._open:
             raise ClosedError(f"{self.path} was closed")
 
-    @contextmanager
-    def _idle(self) -> Iterator[None]:
-        self._require_usable()
-        with self._lock:
-            self._require_usable()
-            yield
+    def _operation(self, *, wait: bool = True) -> Operation:
+        """Between runs: waits for a run in another thread, keeps others out, and lets interrupts wait."""
+        return self._lock.operation(self._require_usable, wait=wait)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from penstock.errors import BudgetError, PackageError, PenstockError
 from penstock.executorch.data_files import weights_file
 from penstock.executorch.delegates import Delegates
 from penstock.executorch.native import NativeModule, Payload
+from penstock.runtime.operation_lock import OperationLock
 from penstock.runtime.session import Stats
 from penstock.weights import WeightsIndex
 
 
 class Sessions:
-    def __init__(self, path: Path, native: NativeModule, lock: threading.Lock) -> None:
+    def __init__(self, path: Path, native: NativeModule, lock: OperationLock) -> None:
         self._path = path
         self._native = native
         self._lock = lock

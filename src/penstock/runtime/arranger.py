@@ -15,7 +15,7 @@ from penstock.plan.plan import Plan
 from penstock.runtime.calibration import calibration_of, check_direct_times, step_times
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.policy import Arrangement, PlannedPolicy, Policy
-from penstock.runtime.recorder import Recorder
+from penstock.runtime.recorder import Recorder, Recording
 from penstock.runtime.session import Session, Span
 from penstock.schedule import Schedule
 
@@ -63,37 +63,49 @@ class Arranger:
         self._arrangement, self.calibration = arrangement, calibration
 
     def change_budget(self, budget_bytes: int) -> None:
+        again = self.recorder.records_first_runs
         # Copies are numbered by the present plan, and could not be named by another.
-        again = self.recorder.make_way()
+        self._end_recording("set_budget()")
         self._install(self._policy.arrange(budget_bytes, self.calibration))
         if again:
             self.record_first_runs()
 
+    def _end_recording(self, by: str) -> None:
+        """For something newer. A calibration of reads in place leaves with its arrangement."""
+        self.recorder.end(by)
+        self._leave_direct()
+
+    def start_trace(self, name: str, keep: Callable[[list[Span]], None]) -> Recording:
+        self._end_recording(name)
+        return self.recorder.start(name, keep)
+
     # ---- by the times of copies and steps
 
-    def start_calibration(self) -> None:
+    def start_calibration(self) -> Recording:
         if self.plan is None:
             raise PenstockError('calibrate() is for a plan, and policy="lru" makes none')
-        self.recorder.start("calibrate() is recording; leave it first")
+        self._end_recording("another calibrate()")
+        return self.recorder.start("calibrate()")
 
-    def plan_by(self, spans: Sequence[Span], budget_bytes: int) -> None:
-        calibration = calibration_of(spans, self._schedules, self._planned())
+    def plan_by(self, recording: Recording, budget_bytes: int) -> None:
+        calibration = calibration_of(self.recorder.stop(recording), self._schedules, self._planned())
         self._install(self._policy.arrange(budget_bytes, calibration))
         self.calibration = calibration
 
     def record_first_runs(self) -> None:
         if any(method.copies for method in self._planned().methods):  # else there is nothing to plan better
-            self.recorder.start("the first runs are recorded", yields=True)
+            self.recorder.start("the record of the first runs", first_runs=True)
 
     @property
     def has_first_runs(self) -> bool:
-        return self.recorder.yields and self.recorder.most_runs >= FIRST_RUNS
+        recording = self.recorder.current
+        return recording is not None and recording.first_runs and max(recording.runs.values(), default=0) >= FIRST_RUNS
 
     def plan_by_first_runs(self, budget_bytes: int) -> str:
         """Says what came of it."""
-        policy, plan = self._policy, self._planned()
-        assert isinstance(policy, PlannedPolicy)
-        calibration = calibration_of(self.recorder.stop(), self._schedules, plan)
+        policy, plan, recording = self._policy, self._planned(), self.recorder.current
+        assert isinstance(policy, PlannedPolicy) and recording is not None
+        calibration = calibration_of(self.recorder.stop(recording), self._schedules, plan)
         arrangement = policy.arrange(budget_bytes, calibration)
         assert arrangement.plan is not None
         before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, arrangement.plan))
@@ -106,31 +118,40 @@ class Arranger:
 
     # ---- by the times of reads in place
 
-    def start_direct_calibration(self) -> None:
+    def start_direct_calibration(self) -> Recording:
         policy = self._policy
         if self.calibration is None or not isinstance(policy, PlannedPolicy):
             raise PenstockError("calibrate_direct() compares with what calibrate() measures: use that first")
+        self._end_recording("calibrate_direct()")
         arrangement = policy.arrange_in_place()
-        self.recorder.make_way()
         before = self.arrangement
         self._install(arrangement)
         self._before_direct = before
-        self.recorder.start("calibrate_direct() is recording; leave it first")
+        try:
+            return self.recorder.start("calibrate_direct()")
+        except PenstockError:
+            self._leave_direct()
+            raise
 
-    def stop_direct_calibration(self) -> tuple[list[Span], Plan]:
-        """What was recorded, and under which plan. Everything is again where it was."""
-        assert self._before_direct is not None
-        plan, before, self._before_direct = self._planned(), self._before_direct, None
-        spans = self.recorder.stop()
-        self._install(before)
-        return spans, plan
-
-    def plan_by_direct(self, spans: Sequence[Span], plan: Plan, budget_bytes: int) -> None:
+    def plan_by_direct(self, recording: Recording, budget_bytes: int) -> None:
+        plan = self._planned()
+        spans = self.recorder.stop(recording)
+        self._leave_direct()
         assert self.calibration is not None
         calibration = replace(self.calibration, direct_step_s=step_times(spans, self._schedules, plan))
         check_direct_times(calibration, self._schedules)
         self._install(self._policy.arrange(budget_bytes, calibration))
         self.calibration = calibration
+
+    def drop(self, recording: Recording) -> None:
+        """Nobody wants it any more; everything is again where it was."""
+        if recording is self.recorder.current:
+            self._end_recording("nobody")
+
+    def _leave_direct(self) -> None:
+        before, self._before_direct = self._before_direct, None
+        if before is not None:
+            self._install(before)
 
     # ----
 

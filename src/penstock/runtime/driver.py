@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.native import core
 from penstock.runtime.failures import last_exception
+from penstock.runtime.interrupts import HeldInterrupts
 
 _SOFT_PAGE_BYTES = 4096
 # A plan handles memory page by page; this many keep planning quick, and rounding below a part in ten thousand.
@@ -26,6 +28,7 @@ class Driver:
 
     def __init__(self, handle: int) -> None:
         self.handle: int | None = handle
+        self._pid = os.getpid()
 
     @property
     def page_bytes(self) -> int:
@@ -46,9 +49,15 @@ class Driver:
         return Memory(free.value, total.value)
 
     def close(self) -> None:
-        if self.handle is not None:
-            core().penstock_driver_destroy(self.handle)
-            self.handle = None
+        with HeldInterrupts():
+            handle, self.handle = self.handle, None
+            if handle is not None:
+                core().penstock_driver_destroy(handle)
+
+    def __del__(self) -> None:
+        # Python drops an interrupt that comes in a finalizer, and what the finalizer had to do: so each owner has one.
+        if self.handle is not None and os.getpid() == self._pid:
+            self.close()
 
 
 def soft_page_bytes(weight_bytes: int) -> int:

@@ -140,6 +140,8 @@ class Entrance:
         end: Callable[[], None],
     ) -> list[torch.Tensor]:
         """A run that has begun: to its end, or given up."""
+        if self._method.states:
+            state.mark_invalid(f"method {self._method.name!r} did not end")
         try:
             outputs = work()
         except BaseException as error:
@@ -156,6 +158,8 @@ class Entrance:
         except PenstockError as error:
             self._invalidate(state, error)
             raise
+        if self._method.states:
+            state.mark_valid()
         return outputs
 
     def _invalidate(self, state: StateStore, error: BaseException) -> None:

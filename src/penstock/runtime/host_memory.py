@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import HostMemoryError, WeightsChangedError, WeightsFileError
+from penstock.runtime.interrupts import deliver_interrupt
 
 GIB = 1 << 30
 _PAGE_BYTES = resource.getpagesize()
@@ -75,9 +76,14 @@ class PinnedFile:
 
     def release(self) -> None:
         """May be called twice."""
-        if self._key is not None:
-            _pinned.remove(self._key)
-            self._key = None
+        key, self._key = self._key, None
+        if key is not None:
+            _pinned.remove(key)
+
+    def __del__(self) -> None:
+        # Where the owner's own finalizer was interrupted.
+        if getattr(self, "_key", None) is not None:
+            self.release()
 
 
 def bytes_to_pin(path: str | os.PathLike[str], root: Path = Path("/")) -> int:
@@ -151,6 +157,7 @@ def prefault_with_progress(
                     raise WeightsChangedError(core.penstock_host_error().decode())
                 touched += done.value
                 bar.update(done.value)
+                deliver_interrupt()
     finally:
         core.penstock_host_file_close(file)
     return touched

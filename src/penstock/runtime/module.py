@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
 
 import torch
 
@@ -24,6 +23,7 @@ from penstock.errors import (
     ClosedError,
     ConcurrentRunError,
     ForkedError,
+    NotCopyableError,
     PackageError,
     PenstockError,
 )
@@ -40,8 +40,11 @@ from penstock.runtime.driver import open_cuda_driver, open_soft_driver, soft_pag
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs, check_capturable
+from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from penstock.runtime.linear_choice import choose_linear
+from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.policy import POLICIES, Policy, planning_mode
+from penstock.runtime.recorder import Recording
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
@@ -49,6 +52,8 @@ from penstock.runtime.weights_source import prepare_source, read_weights_index, 
 from penstock.weights import verify_checksums
 
 POISON_VARIABLE = "PENSTOCK_POISON"
+
+T = TypeVar("T")
 
 
 class Module:
@@ -78,12 +83,55 @@ class Module:
         quiet: bool = False,
     ) -> None:
         self._open = False
-        self._lock = threading.Lock()
+        self._lock = OperationLock()
         self._pid = os.getpid()
-        self._trace: Trace | None = None
+        self._traces: list[Trace] = []
         self.path = Path(path)
         self._quiet = quiet
         self._cuda_graph = cuda_graph
+        try:
+            with HeldInterrupts():
+                self._load(
+                    budget,
+                    weight_offload_budget_mb,
+                    weights,
+                    policy,
+                    mode,
+                    linear,
+                    split_limits,
+                    device,
+                    host_memory,
+                    host_memory_cap,
+                    calibration,
+                    cuda_graph,
+                    verify,
+                    progress,
+                )
+            self._say()
+        except BaseException:
+            # Also by an interrupt that waited until everything was loaded: nobody gets this module.
+            self.close()
+            self._let_go()
+            raise
+
+    def _load(
+        self,
+        budget: int | str | None,
+        weight_offload_budget_mb: int | None,
+        weights: str | os.PathLike[str] | None,
+        policy: str,
+        mode: str,
+        linear: str,
+        split_limits: Limits | Literal["measured"] | None,
+        device: str | torch.device | None,
+        host_memory: str,
+        host_memory_cap: int | str | None,
+        calibration: Calibration | Literal["first-runs"] | None,
+        cuda_graph: bool,
+        verify: bool,
+        progress: bool | None,
+    ) -> None:
+        """Between its parts, where it can be given up, an interrupt is delivered: everything is then given back."""
         if policy not in POLICIES:
             raise PenstockError(f"policy is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
         poison = _poison_asked()
@@ -107,6 +155,7 @@ class Module:
         self._entries = check_weights(self.program, index)
         if verify:
             verify_checksums(index)
+        deliver_interrupt()
         with ExitStack() as stack:
             driver = (
                 open_cuda_driver(self.device.index)
@@ -136,6 +185,7 @@ class Module:
             )
             if prepared.pinned is not None:
                 stack.callback(prepared.pinned.release)
+            deliver_interrupt()
             self.host_bytes = prepared.host_bytes
             if core().penstock_load_torch():
                 raise last_exception()
@@ -160,7 +210,9 @@ class Module:
             # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
             closing = weakref.WeakMethod(self._close)
             self._arranger = Arranger(self._policy, self._session, schedules, self._graphs, closing)
+            deliver_interrupt()
             self._arranger.arrange_first(arrangement, known)
+            deliver_interrupt()
             self._recorder = self._arranger.recorder
             self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
             shortages = Shortages(self.device)
@@ -169,11 +221,11 @@ class Module:
                 for number, method in enumerate(self.program.methods)
             }
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
+            deliver_interrupt()
+            if calibration == "first-runs":
+                self._arranger.record_first_runs()
             self._cleanup = stack.pop_all()
-        self._open = True
-        if calibration == "first-runs":
-            self._arranger.record_first_runs()
-        self._say()
+            self._open = True
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -192,20 +244,18 @@ class Module:
         if self._arranger.has_first_runs:
             # Before a run and not after one: should it fail, no result is lost.
             self._plan_by_first_runs()
-        if not self._lock.acquire(blocking=False):
+        try:
+            with self._operation(wait=False):
+                # What is recorded is told apart into steps, and a graph is one piece.
+                graphs = None if self._recorder.current is not None else self._graphs
+                results = entrance.run(self._session, self._state, arguments, keywords, graphs)
+                self._recorder.count(method)
+                return results
+        except Busy:
             raise ConcurrentRunError(
                 f"method {method!r} was called while another call of this module runs; use one module per thread, or a "
                 "lock around the calls"
-            )
-        try:
-            self._require_usable()
-            # What is recorded is told apart into steps, and a graph is one piece.
-            graphs = None if self._recorder.is_on else self._graphs
-            results = entrance.run(self._session, self._state, arguments, keywords, graphs)
-            self._recorder.count(method)
-            return results
-        finally:
-            self._lock.release()
+            ) from None
 
     # ------------------------------------------------------------------------------------------------- what is there
 
@@ -251,30 +301,30 @@ class Module:
     @property
     def last_run(self) -> Stats:
         """Waits for the device."""
-        with self._idle():
+        with self._operation():
             return self._session.stats()[0]
 
     def stats(self) -> Stats:
         """Totals since load. Waits for the device."""
-        with self._idle():
+        with self._operation():
             return self._session.stats()[1]
 
     def device_memory(self) -> tuple[int, int]:
         """Bytes of device memory held for weights: now, and at most since load."""
-        with self._idle():
+        with self._operation():
             return self._session.memory()
 
     @property
     def link_bytes_per_s(self) -> float | None:
         """What copies reached when the module was loaded; None when nothing is ever copied."""
-        with self._idle():
+        with self._operation():
             samples = self._session.link()
         return samples[0].bytes_per_s if samples and samples[0].ns else None
 
     @property
     def link(self) -> tuple[LinkSample, ...]:
         """Copies as they were timed when the plan was installed: first those of the plan, then some of each size."""
-        with self._idle():
+        with self._operation():
             return tuple(self._session.link())
 
     # ------------------------------------------------------------------------------------------------------- changing
@@ -282,7 +332,7 @@ class Module:
     def set_budget(self, budget: int | str) -> None:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
-        with self._idle():
+        with self._operation():
             choice = self._choose(budget, None, None)
             self._arranger.change_budget(choice.budget_bytes)
             self._choice = choice
@@ -295,16 +345,12 @@ class Module:
 
     @contextmanager
     def calibrate(self) -> Iterator[None]:
-        """Measures the runs inside it, then plans again for the times that their steps and copies took."""
-        with self._idle():
-            self._arranger.start_calibration()
-        try:
+        """Measures the runs inside it, then plans again for the times that their steps and copies took.
+
+        A newer calibrate(), trace() or set_budget() ends it; leaving it then raises, and nothing is planned from it.
+        """
+        with self._recorded(self._arranger.start_calibration, self._arranger.plan_by):
             yield
-        finally:
-            with self._idle():
-                spans = self._recorder.stop()
-        with self._idle():
-            self._arranger.plan_by(spans, self.budget_bytes)
         self._say()
 
     @contextmanager
@@ -313,19 +359,28 @@ class Module:
 
         For few rows, where a product reads each weight once. Comes after calibrate() with the same calls.
         """
-        with self._idle():
-            self._arranger.start_direct_calibration()
-        try:
+        with self._recorded(self._arranger.start_direct_calibration, self._arranger.plan_by_direct):
             yield
-        finally:
-            with self._idle():
-                spans, plan = self._arranger.stop_direct_calibration()
-        with self._idle():
-            self._arranger.plan_by_direct(spans, plan, self.budget_bytes)
         self._say()
 
+    @contextmanager
+    def _recorded(self, start: Callable[[], Recording], plan: Callable[[Recording, int], None]) -> Iterator[None]:
+        recording: Recording | None = None
+        try:
+            with self._operation():
+                recording = start()
+            yield
+            with self._operation():
+                plan(recording, self.budget_bytes)
+        except BaseException:
+            # Also where an interrupt waited for the start: nobody will stop what it began.
+            if recording is not None and self._open:
+                with self._operation():
+                    self._arranger.drop(recording)
+            raise
+
     def _plan_by_first_runs(self) -> None:
-        with self._idle():
+        with self._operation():
             if not self._arranger.has_first_runs:
                 return  # another thread was first
             outcome = self._arranger.plan_by_first_runs(self.budget_bytes)
@@ -335,42 +390,43 @@ class Module:
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of the present value."""
-        with self._state_access():
-            return self._state.read(name)
+        return self._access_state(lambda: self._state.read(name))
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
         """Sets the present value, of the state's own shape and dtype."""
-        with self._state_access():
-            self._state.write(name, value)
+        self._access_state(lambda: self._state.write(name, value))
 
     def reset_state(self) -> None:
         """Puts the first values back; also after a failed run, which leaves state unusable."""
-        with self._state_access():
-            self._state.reset()
+        self._access_state(lambda: self._state.reset())
 
-    @contextmanager
-    def _state_access(self) -> Iterator[None]:
+    def _access_state(self, access: Callable[[], T]) -> T:
         """S8 for state: runs before it have ended, and it has ended before the next one, whatever their streams."""
-        with self._idle():
+        with self._operation():
             self._session.drain()
-            yield
+            result = access()
             self._wait_for_torch()
+            return result
 
     def _wait_for_torch(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
-        with self._idle():
-            self._recorder.start(f"a trace to {path} is being recorded; close it first")
-            self._trace = Trace(Path(path), self._stop_trace, self._span_name)
-            return self._trace
+        """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's.
 
-    def _stop_trace(self) -> list[Span]:
-        with self._idle():
-            self._trace = None
-            return self._recorder.stop()
+        A newer trace(), calibrate() or set_budget() ends the recording; the file then holds what was recorded until it.
+        """
+        with self._operation():
+            # As the caller means it now, wherever the process is when it is written.
+            trace = Trace(Path(path).absolute(), lambda: self._stop_trace(recording), self._span_name)
+            recording = self._arranger.start_trace(f"the trace to {path}", trace.keep)
+            self._traces = [*(each for each in self._traces if not each.is_closed), trace]
+            return trace
+
+    def _stop_trace(self, recording: Recording) -> list[Span]:
+        with self._operation():
+            return self._recorder.stop(recording)
 
     def _span_name(self, span: Span) -> tuple[str, str]:
         method = self.program.methods[span.method_index]
@@ -390,14 +446,13 @@ class Module:
             self._session.forget()
             self._cleanup.pop_all()
             return
-        self._close_trace()
-        with self._lock:
-            self._close()
+        with HeldInterrupts():
+            for trace in self._traces:
+                self._close_trace(trace)
+            with self._lock.operation(lambda: None):
+                self._close()
 
-    def _close_trace(self) -> None:
-        trace = self._trace
-        if trace is None:
-            return
+    def _close_trace(self, trace: Trace) -> None:
         try:
             trace.close()
         except (OSError, PenstockError) as error:
@@ -407,9 +462,14 @@ class Module:
     def _close(self) -> None:
         if self._open:
             self._open = False
-            self._entrances.clear()
             self._cleanup.close()
-            self._graphs = None  # closing the session has waited for them
+            self._let_go()  # closing the session has waited for what uses it
+
+    def _let_go(self) -> None:
+        """A module may be held long after it was closed, or by the traceback of its failed load; what torch has given
+        it, compiled code and device memory, may not."""
+        for name in ("_entrances", "_state", "_graphs"):
+            vars(self).pop(name, None)
 
     def __enter__(self) -> Module:
         return self
@@ -418,6 +478,13 @@ class Module:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """copy, deepcopy and pickle come here."""
+        raise NotCopyableError(
+            f"a loaded module cannot be copied or pickled: {self.path} holds device memory, a weights file and "
+            "compiled code; load it once more, or, in another process, there"
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -433,8 +500,9 @@ class Module:
         if not self._open:
             raise ClosedError(f"{self.path} was closed")
 
-    def _idle(self) -> _Idle:
-        return _Idle(self)
+    def _operation(self, *, wait: bool = True) -> Operation:
+        """Between runs: waits for a run in another thread, keeps others out, and lets interrupts wait."""
+        return self._lock.operation(self._require_usable, wait=wait)
 
     @cached_property
     def _default_method(self) -> str:
@@ -488,27 +556,6 @@ class Module:
         if not self._quiet:
             lines = [self.summary, *([self._choice.clamp_sentence] if self._choice.clamp_sentence else [])]
             print("\n".join(lines), file=sys.stderr)
-
-
-class _Idle:
-    """Holds the module between runs: waits for a run in another thread, and keeps others out."""
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._module._require_usable()
-        self._module._lock.acquire()
-        try:
-            self._module._require_usable()
-        except PenstockError:
-            self._module._lock.release()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._module._lock.release()
 
 
 def _poison_asked() -> bool:

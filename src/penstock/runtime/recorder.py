@@ -3,53 +3,73 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from penstock.errors import PenstockError
 from penstock.runtime.session import Session, Span
 
 
+class Recording:
+    """From its start until it is stopped, or until something newer ends it."""
+
+    def __init__(self, name: str, keep: Callable[[list[Span]], None] | None, *, first_runs: bool) -> None:
+        self.name = name
+        self.first_runs = first_runs
+        # By method: how many runs have ended since the start.
+        self.runs: Counter[str] = Counter()
+        self.keep = keep
+        self.ended_by: str | None = None
+
+    def refusal(self) -> PenstockError:
+        """Why it cannot be stopped."""
+        return PenstockError(
+            f"{self.name} recorded until {self.ended_by} ended it, and nothing was planned from it; "
+            "do one after the other"
+        )
+
+
 class Recorder:
-    """A record that somebody asked for is not given up for another; one that was only useful (`yields`) is."""
+    """Whoever asks last records. What was recorded before is ended, and says so when it is stopped.
+
+    It is not refused: what an interrupt left on must not stand in the way of everything that follows.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._purpose: str | None = None
-        self._yields = False
-        self._runs: Counter[str] = Counter()
+        self._current: Recording | None = None
 
     @property
-    def is_on(self) -> bool:
-        return self._purpose is not None
+    def current(self) -> Recording | None:
+        return self._current
 
     @property
-    def yields(self) -> bool:
-        return self.is_on and self._yields
+    def records_first_runs(self) -> bool:
+        return self._current is not None and self._current.first_runs
 
-    def start(self, purpose: str, *, yields: bool = False) -> None:
-        """`purpose` says what is in the way of another, and how it ends."""
-        self.make_way()
+    def start(
+        self, name: str, keep: Callable[[list[Span]], None] | None = None, *, first_runs: bool = False
+    ) -> Recording:
+        """`name` says what records; `keep` is given the spans if something newer ends it."""
+        self.end(name)
         self._session.start_trace()
-        self._purpose, self._yields = purpose, yields
-        self._runs.clear()
+        self._current = Recording(name, keep, first_runs=first_runs)
+        return self._current
 
-    def stop(self) -> list[Span]:
-        self._purpose = None
+    def stop(self, recording: Recording) -> list[Span]:
+        if recording is not self._current:
+            raise recording.refusal()
+        self._current = None
         return self._session.stop_trace()
 
-    def make_way(self) -> bool:
-        """Raises unless nothing is recorded, or nothing that anybody asked for. Whether something was given up."""
-        if self.is_on and not self._yields:
-            raise PenstockError(str(self._purpose))
-        gave_up = self.is_on
-        if gave_up:
-            self.stop()
-        return gave_up
+    def end(self, by: str) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            current.ended_by = by
+            spans = self._session.stop_trace()
+            if current.keep is not None:
+                current.keep(spans)
 
     def count(self, method: str) -> None:
         """A run of the method has ended."""
-        self._runs[method] += 1
-
-    @property
-    def most_runs(self) -> int:
-        """Of the method of which most have been recorded."""
-        return max(self._runs.values(), default=0)
+        if self._current is not None:
+            self._current.runs[method] += 1

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.errors import RegistrationError
+from penstock.runtime.interrupts import deliver_interrupt
 
 # Exit codes of the child. Anything else is a crash.
 SUPPORTED = 0
@@ -76,6 +77,8 @@ def _ask(command: list[str], timeout_s: float) -> str | None:
     )
     try:
         output, _ = child.communicate(timeout=timeout_s)
+        # An interrupt at the terminal ends no child in a session of its own, but the answer is not wanted any more.
+        deliver_interrupt()
     except subprocess.TimeoutExpired:
         return f"registering one page did not return within {timeout_s:g} s: the driver hangs ({_kill(child)})"
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +11,10 @@ from pathlib import Path
 
 from penstock.budget import format_bytes
 from penstock.errors import PenstockError
-from penstock.native import PREPARE_LINEAR, VISITOR, core
+from penstock.native import PREPARE_LINEAR, core
 from penstock.runtime.driver import Driver
 from penstock.runtime.failures import exception, last_exception
+from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.records import Numbers
 
 
@@ -86,6 +88,9 @@ def link_text(samples: Sequence[LinkSample]) -> str:
 
 _COUNTERS = 8
 _LANES = {0: "compute", 1: "copy"}
+# Numbers of each record that the core hands over.
+_LINK_NUMBERS = 3
+_SPAN_NUMBERS = 7
 
 
 class _Preparation:
@@ -117,10 +122,12 @@ class Session:
     def __init__(
         self, driver: Driver, path: Path, source: HostSource, *, lru: bool, device_index: int, poison: bool
     ) -> None:
+        self._handle: int | None = None
         ends = (ctypes.c_int64 * len(source.chunk_ends))(*source.chunk_ends)
         self._core = core()
+        self._pid = os.getpid()
         self._driver = driver  # outlives the session
-        self._handle: int | None = self._core.penstock_session_create(
+        self._handle = self._core.penstock_session_create(
             driver.handle,
             str(path).encode(),
             int(lru),
@@ -159,7 +166,8 @@ class Session:
         self._check(self._core.penstock_session_uninstall(self.handle))
 
     def begin(self, method_index: int, stream: int) -> None:
-        self._check(self._core.penstock_session_begin(self.handle, method_index, stream))
+        """Then end(), or abort. A begin that raises, also an interrupt's, leaves no run."""
+        self._begin(lambda: self._core.penstock_session_begin(self.handle, method_index, stream))
 
     def end(self) -> None:
         self._check(self._core.penstock_session_end(self.handle))
@@ -180,7 +188,7 @@ class Session:
 
     def begin_capture(self, method_index: int, stream: int) -> None:
         """Nothing runs on `stream` from here until end_capture or abort: it becomes a graph."""
-        self._check(self._core.penstock_session_begin_capture(self.handle, method_index, stream))
+        self._begin(lambda: self._core.penstock_session_begin_capture(self.handle, method_index, stream))
 
     def end_capture(self) -> int:
         """The number to replay it by, until it is dropped or another plan is installed."""
@@ -193,7 +201,7 @@ class Session:
 
     def begin_replay(self, capture: int, stream: int) -> None:
         """Then launch(), and end_replay(); or abort."""
-        self._check(self._core.penstock_session_begin_replay(self.handle, capture, stream))
+        self._begin(lambda: self._core.penstock_session_begin_replay(self.handle, capture, stream))
 
     def launch(self) -> None:
         self._check(self._core.penstock_session_launch(self.handle))
@@ -220,13 +228,8 @@ class Session:
     def link(self) -> list[LinkSample]:
         """As measured with real weights when the plan was installed: copies as they will be made, then of each size.
         Empty when nothing is ever copied."""
-        samples: list[LinkSample] = []
-
-        def visit(numbers: Sequence[int]) -> None:
-            samples.append(LinkSample(numbers[0], numbers[1], numbers[2]))
-
-        self._core.penstock_session_link(self.handle, VISITOR(visit))
-        return samples
+        records = self._records(_LINK_NUMBERS, self._core.penstock_session_link)
+        return [LinkSample(*record) for record in records]
 
     @property
     def copy_stream(self) -> int:
@@ -237,23 +240,38 @@ class Session:
         self._check(self._core.penstock_session_start_trace(self.handle))
 
     def stop_trace(self) -> list[Span]:
-        spans: list[Span] = []
-
-        def visit(numbers: Sequence[int]) -> None:
-            lane, run, method_index, index, nbytes, begin_ns, end_ns = (numbers[i] for i in range(7))
-            spans.append(Span(_LANES[lane], run, method_index, index, nbytes, begin_ns, end_ns))
-
-        self._check(self._core.penstock_session_stop_trace(self.handle, VISITOR(visit)))
-        return spans
+        self._check(self._core.penstock_session_stop_trace(self.handle))
+        records = self._records(_SPAN_NUMBERS, self._core.penstock_session_spans)
+        return [Span(_LANES[lane], *numbers) for lane, *numbers in records]
 
     def close(self) -> None:
-        if self._handle is not None:
-            self._core.penstock_session_destroy(self._handle)
-            self._handle = None
+        """A run that was not ended is given up."""
+        with HeldInterrupts():
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                self._core.penstock_session_destroy(handle)
+
+    def __del__(self) -> None:
+        # Where the owner's own finalizer was interrupted.
+        if self._handle is not None and os.getpid() == self._pid:
+            self.close()
 
     def forget(self) -> None:
         """After a fork: the handle belongs to the parent, and its threads are not here."""
         self._handle = None
+
+    def _begin(self, begin: Callable[[], int]) -> None:
+        with HeldInterrupts() as hold:
+            self._check(begin())
+            if hold.is_noted:  # it is raised on the way out, and whoever called must not find a run
+                self._core.penstock_session_abort(self.handle)
+
+    def _records(self, numbers: int, read: Callable[[int, object, int], int]) -> list[list[int]]:
+        """`read` is asked for how many there are, and then for all of them."""
+        count = read(self.handle, None, 0)
+        found = (ctypes.c_int64 * (count * numbers))()
+        read(self.handle, found, count)
+        return [found[at : at + numbers] for at in range(0, count * numbers, numbers)]
 
     def _check(self, status: int) -> None:
         if status:

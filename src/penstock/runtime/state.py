@@ -65,8 +65,13 @@ class StateStore:
         return self._invalid is None
 
     def mark_invalid(self, reason: str) -> None:
-        """After a failed run: state may be half written. Only reset() makes it usable again."""
+        """While a run is under way, and after one that failed: state may be half written. After that only reset() makes
+        it usable again."""
         self._invalid = reason
+
+    def mark_valid(self) -> None:
+        """The run that made it unusable has ended well."""
+        self._invalid = None
 
     def tensors(self, method: Method) -> list[torch.Tensor]:
         """The states that are the method's leading inputs; the compiled code writes into them."""
@@ -85,8 +90,10 @@ class StateStore:
         tensor = self._tensor(name)
         self._require_valid()
         _check_value(self._states[name], value)
+        self._invalid = f"write_state({name!r}) did not finish"
         with torch.no_grad():
             tensor.copy_(value)
+        self._invalid = None
 
     def reset(self) -> None:
         """Puts the first values back."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.session import Span
 
 _PROCESS = 1
@@ -14,18 +15,30 @@ _THREADS = {"compute": 1, "copy": 2}
 
 
 class Trace:
-    """Records until it is closed, then writes its file. Closing twice writes once."""
+    """Records until it is closed, or until something newer records; closing writes its file. Closing twice writes once.
+
+    `stop` ends the recording, and `name` gives a span's method and what it is called under the plan that it ran with.
+    """
 
     def __init__(self, path: Path, stop: Callable[[], list[Span]], name: Callable[[Span], tuple[str, str]]) -> None:
         self.path = path
-        self._stop: Callable[[], list[Span]] | None = stop
+        self._stop = stop
         self._name = name
+        self._document: dict[str, object] | None = None
+        self.is_closed = False
+
+    def keep(self, spans: list[Span]) -> None:
+        """No more will be recorded: the file is written from these."""
+        self._document = trace_document(spans, self._name)
 
     def close(self) -> None:
-        if self._stop is None:
-            return
-        stop, self._stop = self._stop, None
-        self.path.write_text(json.dumps(trace_document(stop(), self._name)))
+        with HeldInterrupts():
+            if self.is_closed:
+                return
+            self.is_closed = True
+            if self._document is None:
+                self.keep(self._stop())
+            self.path.write_text(json.dumps(self._document))
 
     def __enter__(self) -> Trace:
         return self

@@ -1,0 +1,103 @@
+"""Ctrl-C waits until an operation has ended.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread, also between a native call and the line
+that remembers it. No arrangement of try and finally covers every such place. So while an operation works, SIGINT's
+handler is one that only takes a note, and the handler that was there is called when the operation has ended: whatever
+it does, and it usually raises KeyboardInterrupt, finds an operation that is complete or has not begun.
+
+Other threads are never interrupted, so nothing is held there. A handler that was not set from Python, or none at all,
+raises nothing, and stays.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+# The hold that is in force, of the main thread; those inside it hold nothing themselves.
+_in_force: HeldInterrupts | None = None
+
+
+class HeldInterrupts:
+    """With it, SIGINT waits. Inside another one it does nothing."""
+
+    __slots__ = ("_handler", "_note", "_noted")
+
+    def __init__(self) -> None:
+        self._handler: _Handler | None = None
+        self._noted = False
+
+    def __enter__(self) -> HeldInterrupts:
+        global _in_force
+        if _in_force is not None or not _in_main_thread():
+            return self
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            return self
+        self._handler = handler
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._noted = True
+
+        self._note = note
+        # signal() handles what has arrived before it changes anything, and after that there is only the note. So an
+        # interrupt is raised up to here, when nothing has been done, and not below.
+        signal.signal(signal.SIGINT, note)
+        _in_force = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        handler = self._handler
+        if handler is None:
+            return
+        self.release()
+        if self._noted:
+            handler(signal.SIGINT, sys._getframe())
+
+    def release(self) -> None:
+        """Interrupts are raised again from here on; one that waits is forgotten."""
+        global _in_force
+        handler, self._handler = self._handler, None
+        _in_force = None
+        # Somebody else may have set a handler meanwhile; it is not ours to take away.
+        if handler is not None and signal.getsignal(signal.SIGINT) is self._note:
+            signal.signal(signal.SIGINT, handler)
+
+    def deliver(self) -> None:
+        """If an interrupt waits, its handler is called now, and may raise."""
+        if self._noted and self._handler is not None:
+            self._noted = False
+            self._handler(signal.SIGINT, sys._getframe())
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether an interrupt waits for the end of this hold."""
+        return self._noted
+
+
+def deliver_interrupt() -> None:
+    """Where a long operation can be given up: raises what waits, if anything does."""
+    if _in_force is not None and _in_main_thread():
+        _in_force.deliver()
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def _release_in_child() -> None:
+    # The operation is the parent's, and ends there.
+    if _in_force is not None:
+        _in_force.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
