@@ -381,6 +381,7 @@ class KeptDrivers:
         plain = open_soft_driver(page_bytes, capacity_bytes=capacity_bytes or self.capacity_bytes, poison=poison)
         assert plain.handle is not None
         self.made.append(KeptDriver(plain.handle))
+        plain.handle = None  # it has another owner now
         if self._fail:
             hooks(self.made[-1]).fail_at(*self._fail)
             self._fail = None
