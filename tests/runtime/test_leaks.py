@@ -80,10 +80,14 @@ def test_loads_and_closes(setup: str, chain: Path, as_before: Callable[[Callable
 
 
 def test_modules_that_are_dropped_and_not_closed(
-    gate: Path, as_before: Callable[[Callable[[], Any], int], Footprint]
+    gate: Path, tmp_path: Path, as_before: Callable[[Callable[[], Any], int], Footprint]
 ) -> None:
     def drop() -> None:
-        play(penstock.Module(gate, EVERYTHING, quiet=True).run_method, SCRIPTS["gate"])
+        module = penstock.Module(gate, floor_of(gate), quiet=True)
+        with module.trace(tmp_path / "trace.json"):
+            play(module.run_method, SCRIPTS["gate"])
+        with module.calibrate():
+            play(module.run_method, SCRIPTS["gate"])
 
     as_before(drop, 10)
 
