@@ -56,10 +56,10 @@ def measure(load: Callable[[], None], times: int) -> None:
     after = footprint()
     mappings = after.mappings - before.mappings
     unpacked = after.unpacked_mappings - before.unpacked_mappings
-    kept_bytes = after.private_bytes - before.private_bytes
+    kept_bytes = after.anonymous_bytes - before.anonymous_bytes
     print(
         f"  after {times} loads and closes: descriptors {after.descriptors - before.descriptors:+d}, threads "
-        f"{after.threads - before.threads:+d}, mappings {mappings:+d} ({unpacked:+d} of unpacked libraries), private "
+        f"{after.threads - before.threads:+d}, mappings {mappings:+d} ({unpacked:+d} of unpacked libraries), anonymous "
         f"memory {kept_bytes / 1e6:+.1f} MB ({kept_bytes / times / 1e3:.0f} kB a load)",
         flush=True,
     )
