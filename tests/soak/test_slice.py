@@ -14,7 +14,7 @@ from tests.soak.interrupts import Line
 from tests.soak.sessions import session_of
 from tests.soak.world import World
 
-SEED, SESSIONS = 14, 24
+SEED, SESSIONS = 14, 12
 KINDS = ("chain", "gate", "decoder")
 
 
@@ -38,5 +38,5 @@ def test_the_same_sessions(program_path: Callable[[str], Path], tmp_path: Path) 
                 pytest.fail("\n  ".join([f"session {number}: {error}", *log]))
     assert world.tally["sessions"] == SESSIONS
     assert world.tally["program runs"] > 1000
-    assert world.tally["interrupts delivered"] > 20 and world.tally["faults injected"] > 5
+    assert world.tally["interrupts delivered"] > 20 and world.tally["faults injected"] > 2
     assert world.tally["leaks"] == 0
