@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import sys
 import time
@@ -66,6 +67,8 @@ class Interrupter:
     def run(self, operation: str, body: Callable[[], Any], draw: Random) -> Outcome:
         outcome = Outcome()
         before, sent = self._handler.delivered, None
+        # Python drops an interrupt that comes in a finalizer, and modules of earlier actions may wait for theirs.
+        gc.disable()
         try:
             try:
                 self._sender.arm(operation, draw)
@@ -79,6 +82,7 @@ class Interrupter:
                 time.sleep(0)
         except KeyboardInterrupt:
             outcome.interrupted = True
+        gc.enable()
         if sent is None:
             sent = self._sender.disarm()
         if sent and not outcome.interrupted:
