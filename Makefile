@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test test-all test-random test-torch lint types unit slow browser gate fuzz native wheel clean
+.PHONY: demo test test-all test-random test-torch lint types unit slow browser gate fuzz soak native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -75,6 +75,10 @@ MINUTES ?= 5
 SEED ?=
 fuzz: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed "$(SEED)"
+
+# Everything at random, from one printed seed: make soak MINUTES=5 [SEED=n].
+soak: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The native core beside the sources, for running without an installation.
 native:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.errors import OutputPathError
+from penstock.temporary import TemporaryFolder
 
 _PR_SET_CHILD_SUBREAPER = 36
 # What was interrupted removes its temporary files; after this it is killed.
@@ -107,14 +108,14 @@ def private_temporary_files() -> Iterator[None]:
     """Children put their temporary files into a folder that is removed, also when they were killed over them."""
     try:
         tempfile.gettempdir()  # this process, and the compiler's cache, stay where they were
-        made = tempfile.TemporaryDirectory(prefix="penstock-cli-")
+        made = TemporaryFolder("cli")
     except OSError as error:
         raise OutputPathError(
             f"there is no room for temporary files: {error}; set TMPDIR to a folder that has"
         ) from error
     earlier = os.environ.get("TMPDIR")
     with made as folder:
-        os.environ["TMPDIR"] = folder
+        os.environ["TMPDIR"] = str(folder)
         try:
             yield
         finally:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from penstock.export.offload import fetches, lend_weights
 from penstock.layout import canonical
 from penstock.plan.pages import page_bytes_on
 from penstock.program import Method, TensorSpec
+from penstock.temporary import TemporaryFolder
 from penstock.weights import read_index
 
 # Of weights in the .ptd: copies and registrations are of whole pages.
@@ -65,10 +64,10 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         if not programs:
             return {method: [] for method in edge_programs}
         # Weights go to the disk once, and from there into the .ptd: never a second time into memory.
-        folder = tempfile.TemporaryDirectory(prefix="penstock-executorch-")
+        folder = TemporaryFolder("executorch")
         compiled = compile_programs(
             programs,
-            Path(folder.name) / "program.pt2",
+            folder.path / "program.pt2",
             device=options["device"],
             weight_offload_budget=options["budget_bytes"],
             inductor_configs=options["inductor_configs"],
@@ -104,7 +103,7 @@ def _store(
     compiled: Compiled,
     programs: Mapping[str, ExportedProgram],
     options: Mapping[str, Any],
-    folder: tempfile.TemporaryDirectory[str],
+    folder: TemporaryFolder,
 ) -> tuple[str, NamedDataStore]:
     """The payload's name, and everything that all delegates of the program share."""
     program = compiled.program

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from penstock.errors import PenstockError, ToolchainError
 from penstock.executorch.library import LIBRARY, cache_folder, executorch_folder, package_folder
+from penstock.temporary import TemporaryFolder
+from penstock.weights.partial import partial_file
 
 # As the wheel's own CMake config sets them: without the first, its headers look for one that only a build of torch has.
 _DEFINITIONS = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL"]
@@ -54,36 +56,32 @@ def build(target: Path | None = None) -> Path:
         "-isystem",
         str(portable),
     ]
-    objects: list[str] = []
-    running: list[tuple[list[str], subprocess.Popen[str]]] = []
-    for source in sorted(sources_folder().glob("*.cpp")):
-        out = target.with_name(f".{source.stem}.{os.getpid()}.o")
-        includes = torch_includes if source.name == _TORCH_SOURCE else other_includes
-        command = [compiler, *_FLAGS, *includes, "-c", str(source), "-o", str(out)]
-        running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        objects.append(str(out))
-    try:
+    folders = [executorch / "lib", torch / "lib"]
+    with TemporaryFolder("delegate") as scratch:
+        running: list[tuple[list[str], subprocess.Popen[str]]] = []
+        for source in sorted(sources_folder().glob("*.cpp")):
+            includes = torch_includes if source.name == _TORCH_SOURCE else other_includes
+            command = [compiler, *_FLAGS, *includes, "-c", str(source), "-o", str(scratch / f"{source.stem}.o")]
+            running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
         told = [(command, process.communicate()[1], process.returncode) for command, process in running]
         for command, errors, status in told:
             if status:
                 raise ToolchainError(f"{' '.join(command)} failed:\n{errors}")
             if errors:
                 print(errors, file=sys.stderr)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        folders = [executorch / "lib", torch / "lib"]
+        linked = scratch / target.name
         _run(
             [
-                *(compiler, "-shared", "-pthread", *objects, "-o", str(partial)),
+                *(compiler, "-shared", "-pthread", *(command[-1] for command, _ in running), "-o", str(linked)),
                 *(f"-L{folder}" for folder in folders),
                 *(f"-Wl,-rpath,{folder}" for folder in folders),
                 # torch, not torch_cpu alone: where there is CUDA, that is what brings its part of the loader.
                 *("-Wl,--no-as-needed", "-lexecutorch", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"),
             ]
         )
-        partial.replace(target)
-    finally:
-        for name in objects:
-            Path(name).unlink(missing_ok=True)
+        content = linked.read_bytes()
+        with partial_file(target, len(content)) as file:
+            file.write(0, content)
     return target
 
 

@@ -5,7 +5,6 @@ ExecuTorch calls the delegates; what they run in is made here, by the same code 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from penstock.program import Method, Program
 from penstock.runtime.module import Module
 from penstock.runtime.operation_lock import OperationLock
 from penstock.runtime.weights_source import read_weights_index
+from penstock.temporary import TemporaryFolder
 
 _REASONS = {
     "cuda_graph": "a graph replays a run on the memory it was captured with, and ExecuTorch gives a delegate other "
@@ -58,8 +58,8 @@ class Delegates(Module):
         self._stored_as = {
             known[0]: next((name for name in known if name in index), known[0]) for known in tied if len(known) > 1
         }
-        with tempfile.TemporaryDirectory(prefix="penstock-executorch-") as folder:
-            package = Path(folder) / "delegates.pt2"
+        with TemporaryFolder("executorch") as folder:
+            package = folder / "delegates.pt2"
             package.write_bytes(code)
             super().__init__(package, budget, weights=weights, quiet=True, **options)
         self.path = shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import tempfile
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +13,7 @@ from executorch.exir.tensor import scalar_type_enum
 from executorch.exir.tensor_layout import TensorLayout
 
 from penstock.errors import UnsupportedProgramError
+from penstock.temporary import TemporaryFolder
 from penstock.weight import Weight
 from penstock.weights.format import SCALAR_TYPES
 
@@ -23,9 +23,7 @@ _PIECE_BYTES = 8 << 20
 class Segment(FileBackedData):  # type: ignore[misc]
     """A part of a file, where ExecuTorch expects a whole one."""
 
-    def __init__(
-        self, path: Path, offset_bytes: int, length_bytes: int, folder: tempfile.TemporaryDirectory[str]
-    ) -> None:
+    def __init__(self, path: Path, offset_bytes: int, length_bytes: int, folder: TemporaryFolder) -> None:
         super().__init__(str(path))
         self._offset_bytes = offset_bytes
         self._size = length_bytes

@@ -6,7 +6,6 @@ import gc
 import os
 import platform
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +43,7 @@ from penstock.plan.pages import page_bytes_on
 from penstock.plan.planner import FloorPlan
 from penstock.program import Program
 from penstock.schedule import Schedule
+from penstock.temporary import TemporaryFolder
 from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
 from penstock.torch_private.versions import check_torch_version
 from penstock.version import VERSION
@@ -109,9 +109,9 @@ def compile(
         if split_linear:
             _require_linear(methods, target, states)
         check_toolchain()
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        with TemporaryFolder("compile") as folder:
             compiled, device_bytes_after = _compile_methods(
-                methods, target, states, catalog, Path(folder), options, split_linear
+                methods, target, states, catalog, folder, options, split_linear
             )
             program, floor = _program(compiled, catalog, values, target, budget_bytes)
             packed = pack_program(program, {c.method.name: c.files for c in compiled})

@@ -15,12 +15,12 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ToolchainError
+from penstock.temporary import TemporaryFolder
 from penstock.torch_private.cpp_compiler import cpp_compiler
 
 TIMEOUT_S = 120.0
@@ -121,8 +121,8 @@ def _try_out(compiler: str) -> Toolchain:
     version = _run([compiler, "--version"])
     if version.status != 0:
         raise _failure(compiler, "does not answer --version", version)
-    with tempfile.TemporaryDirectory(prefix="penstock-toolchain-") as folder:
-        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+    with TemporaryFolder("toolchain") as folder:
+        source, library = folder / "probe.cpp", folder / "probe.so"
         source.write_text(_SOURCE)
         built = _run([compiler, "-std=c++17", "-fPIC", "-shared", "-fopenmp", str(source), "-o", str(library)])
         if built.status != 0:

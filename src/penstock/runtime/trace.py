@@ -36,8 +36,12 @@ class Trace:
             if self.is_closed:
                 return
             self.is_closed = True
-            if self._document is None:
-                self.keep(self._stop())
+            try:
+                if self._document is None:
+                    self.keep(self._stop())
+            finally:
+                # They hold the module, which would then go with the next collection and not with its last reference.
+                del self._stop, self._name
             self.path.write_text(json.dumps(self._document))
 
     def __enter__(self) -> Trace:

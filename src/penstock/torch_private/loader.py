@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from penstock.temporary import TemporaryFolder
+
 _one_at_a_time = threading.Lock()
 
 
 @contextmanager
-def _unpacking() -> Iterator[str]:
-    """A folder of our own for what torch unpacks to load it: torch leaves its own behind where the disk is full.
-
-    torch asks the environment where temporary files go. If the block fails, the folder goes with all that is in it.
-    """
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """torch asks the environment where temporary files go."""
     with _one_at_a_time:
         before = os.environ.get("TMPDIR")
-        folder = tempfile.mkdtemp(prefix=f"penstock-code-{os.getpid()}-")
         try:
-            os.environ["TMPDIR"] = folder
-            yield folder
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+            os.environ["TMPDIR"] = str(folder)
+            yield
         finally:
             if before is None:
                 del os.environ["TMPDIR"]
@@ -48,11 +40,16 @@ class CompiledMethod:
     def __init__(self, path: Path, method: str, device_index: int = -1) -> None:
         # Single-threaded: no copies of the model inside, no synchronisation of the device at the end of a run.
         run_single_threaded, runners = True, 1
-        with _unpacking() as folder:
-            self._loader = torch._C._aoti.AOTIModelPackageLoader(
-                str(path), method, run_single_threaded, runners, device_index
-            )
-            self._unpacked = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        # For what torch unpacks to load it, and leaves behind where the disk is full, or where its process is killed.
+        self._unpacked = TemporaryFolder("code")
+        try:
+            with _temporary_files_in(self._unpacked.path):
+                self._loader = torch._C._aoti.AOTIModelPackageLoader(
+                    str(path), method, run_single_threaded, runners, device_index
+                )
+        except BaseException:
+            self._unpacked.remove()
+            raise
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(self._loader.run(list(inputs)))

@@ -1,0 +1,96 @@
+"""Temporary folders that go with their owner: at the latest, the next one that is made removes what killed owners left.
+
+Each folder is locked for as long as its owner holds it, and the kernel lets go of a lock when a process ends, however
+that comes. So a folder without a lock has no owner, also where process numbers repeat or are those of another
+container.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from types import TracebackType
+
+# Nobody else makes names like this one, and no version before this file did: what is called so has a lock, or no owner.
+PREFIX = "penstock-held-"
+
+
+class TemporaryFolder:
+    """Removed at the end of its `with`, by remove(), or with the last reference."""
+
+    def __init__(self, purpose: str) -> None:
+        base = Path(tempfile.gettempdir()).absolute()
+        sweep(base)
+        self.path, lock = _make(base, purpose)
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    def remove(self) -> None:
+        self._finalizer()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def sweep(base: Path) -> None:
+    """Removes the folders in `base` that are this user's and have lost their owner."""
+    for path in base.glob(f"{PREFIX}*"):
+        try:
+            lock = _lock(path)
+        except OSError:
+            continue  # it has an owner, is gone already, is no folder, or is on a file system without locks
+        try:
+            if lock is not None:
+                # What cannot be removed now is left for the next one who sweeps.
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def _make(base: Path, purpose: str) -> tuple[Path, int | None]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=base))
+        try:
+            lock = _lock(path)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # somebody sweeps, and came between the making and the locking
+        except OSError:
+            return path, None  # a file system without locks: those who sweep cannot lock it either, and leave it alone
+        except BaseException:
+            path.rmdir()
+            raise
+        if lock is not None:
+            return path, lock
+
+
+def _lock(path: Path) -> int | None:
+    """The descriptor that holds the folder; None if it is another user's, or was removed meanwhile."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and os.path.samestat(found, path.lstat()):
+            held, descriptor = descriptor, -1
+            return held
+        return None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _remove(path: Path, lock: int | None, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the folder and its lock are the parent's
+    # A child that still writes into it may keep it from going; without the lock, the next one who sweeps removes it.
+    shutil.rmtree(path, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
