@@ -126,7 +126,9 @@ void* penstock_cuda_create(int32_t ordinal) {
 
 void penstock_driver_destroy(void* handle) { delete driver(handle); }
 
-int64_t penstock_driver_granularity(void* handle) { return (int64_t)driver(handle)->granularity_bytes(); }
+int32_t penstock_driver_granularity(void* handle, int64_t* bytes) {
+  return guarded([&] { *bytes = (int64_t)driver(handle)->granularity_bytes(); });
+}
 
 int32_t penstock_driver_pool_unit(void* handle, int64_t* bytes) {
   return guarded([&] {

@@ -47,11 +47,14 @@ MemoryInfo system_memory() {
 }  // namespace
 
 void SoftCapacity::take(const char* call, size_t bytes) {
+  // Without a capacity of its own it has the machine's.
+  const size_t most_bytes = capacity_bytes ? capacity_bytes : system_memory().total_bytes;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (capacity_bytes && bytes > capacity_bytes - used_bytes_)
+  const size_t free_bytes = most_bytes - std::min(most_bytes, used_bytes_);
+  if (bytes > free_bytes)
     fail(call, ENOMEM,
-         std::to_string(bytes) + " bytes asked for, " + std::to_string(capacity_bytes - used_bytes_) + " free of " +
-             std::to_string(capacity_bytes),
+         std::to_string(bytes) + " bytes asked for, " + std::to_string(free_bytes) + " free of " +
+             std::to_string(most_bytes),
          Failure::device_memory);
   used_bytes_ += bytes;
 }

@@ -95,6 +95,8 @@ bool StreamingSession::acquire(int64_t number, Address* out) {
     if (trace_) trace_->step_begins(run_number_, method_, step_, compute_);
   } catch (const CoreError& failure) {
     return fail(failure.what(), failure.failure);
+  } catch (const std::exception& failure) {  // no memory: the caller is generated code, and must not see it
+    return fail(failure.what(), Failure::usage);
   }
   position_++;
   return true;
@@ -153,6 +155,8 @@ void StreamingSession::done(int64_t step) {
     step_ended(step);
   } catch (const CoreError& failure) {
     fail(failure.what(), failure.failure);
+  } catch (const std::exception& failure) {
+    fail(failure.what(), Failure::usage);
   }
   step_++;
 }

@@ -36,7 +36,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_soft_error": (_text, []),
     "penstock_cuda_create": (_pointer, [_i32]),
     "penstock_driver_destroy": (None, [_pointer]),
-    "penstock_driver_granularity": (_i64, [_pointer]),
+    "penstock_driver_granularity": (_i32, [_pointer, _pointer]),
     "penstock_driver_pool_unit": (_i32, [_pointer, _pointer]),
     "penstock_driver_memory": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_create": (

@@ -71,7 +71,10 @@ Core fake() {
   core.soft_create = [](size_t, size_t, int32_t) { return (void*)new int; };
   core.soft_error = [] { return ""; };
   core.driver_destroy = [](void* driver) { delete static_cast<int*>(driver); };
-  core.driver_granularity = [](void*) { return (int64_t)4096; };
+  core.driver_granularity = [](void*, int64_t* bytes) {
+    *bytes = 4096;
+    return 0;
+  };
   core.session_create = [](void*, const char* path, int32_t, const int64_t* ends, int64_t count, int64_t, int32_t, int32_t,
                            int32_t, int32_t poison) -> void* {
     std::string name = path;

@@ -194,12 +194,14 @@ class Session:
 
     def close(self, *, faults: bool = True) -> None:
         """And everything is gone; unless this was interrupted, then the second time."""
-        module, driver = self.module, self.subject.driver if faults and self.world.device == "cpu" else None
+        subject, module = self.subject, self.module
+        driver = subject.driver if faults and self.world.device == "cpu" else None
         self._subject = None
         outcome = self.do("close", module.close, driver)
         require(outcome.error is None, "close() raised", outcome.error)
         if outcome.interrupted:
             module.close()
+        subject.check_closed()
         self.refused(errors.ClosedError, lambda: module.run_method(*self.kind.calls[0][:1], *self.kind.calls[0][1]))
         self.gone()
 
@@ -221,8 +223,9 @@ class Session:
         """After subject.run(): whatever happened to it."""
         subject = self.subject
         cut_short = self.expect(outcome, *allowed)
-        runs = subject.finish(cut_short=cut_short, replanned=replanned)
+        runs, replays = subject.finish(cut_short=cut_short, replanned=replanned)
         self.world.tally["program runs"] += runs
+        self.world.tally["replays"] += replays
         if cut_short:
             subject.settle_state(subject.state, may_be_invalid=True)
 

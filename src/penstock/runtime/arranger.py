@@ -181,6 +181,7 @@ class Arranger:
             close = self._closing()
             assert close is not None, "it is the module that calls this"
             close()
-            raise RuntimeFailure(
+            kind = type(error) if type(error) is type(second) else RuntimeFailure
+            raise kind(
                 f"neither the new budget ({error}) nor the old one ({second}) could be installed; the module is closed"
             ) from error

@@ -27,7 +27,10 @@ class Driver:
 
     @property
     def page_bytes(self) -> int:
-        return int(core().penstock_driver_granularity(self.handle))
+        page = ctypes.c_int64()
+        if core().penstock_driver_granularity(self.handle, ctypes.byref(page)):
+            raise last_exception()
+        return page.value
 
     @property
     def pool_unit_bytes(self) -> int:

@@ -106,16 +106,17 @@ class Entrance:
         # While a graph is captured, torch's allocator cannot give back what it holds unused.
         torch.cuda.empty_cache()
         try:
-            return CapturedPass(
-                session,
-                self.compiled,
-                self._index,
-                states=states,
-                inputs=inputs,
-                written=self._inputs.written,
-                stream=graphs.stream,
-                pool=graphs.pool,
-            )
+            with graphs.capture_stream.lock:
+                return CapturedPass(
+                    session,
+                    self.compiled,
+                    self._index,
+                    states=states,
+                    inputs=inputs,
+                    written=self._inputs.written,
+                    stream=graphs.capture_stream.stream,
+                    pool=graphs.pool,
+                )
         except (DeviceMemoryError, StickyDeviceError) as error:
             self._invalidate(state, error)
             raise

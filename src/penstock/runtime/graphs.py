@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 
@@ -30,13 +33,28 @@ def check_capturable(device: torch.device, policy: str, host_memory: str) -> Non
         )
 
 
+@dataclass(frozen=True)
+class CaptureStream:
+    """Held while something is captured on it."""
+
+    stream: torch.cuda.Stream
+    lock: threading.Lock
+
+
+@functools.cache
+def capture_stream(device_index: int) -> CaptureStream:
+    """One for all modules: torch keeps a workspace for each stream that products ran on, of 32 MiB on a large GPU, and
+    for as long as the process lives."""
+    return CaptureStream(torch.cuda.Stream(device_index), threading.Lock())  # type: ignore[no-untyped-call]
+
+
 class Graphs:
     """Replays follow one another, so all graphs share the memory of what they compute in between."""
 
     def __init__(self, device: torch.device) -> None:
+        self.capture_stream = capture_stream(device.index or 0)
         with torch.cuda.device(device):
             self.pool = torch.cuda.MemPool()
-            self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._passes: OrderedDict[tuple[int, Shapes], CapturedPass] = OrderedDict()
 
     def __len__(self) -> int:
@@ -59,3 +77,8 @@ class Graphs:
     def clear(self) -> None:
         """The session has dropped their graphs, and nothing of theirs is at work."""
         self._passes.clear()
+
+    def close(self) -> None:
+        """Gives their memory back to torch, whoever still holds this."""
+        self.clear()
+        del self.pool

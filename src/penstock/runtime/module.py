@@ -475,6 +475,9 @@ class Module:
     def _let_go(self) -> None:
         """A module may be held long after it was closed, or by the traceback of its failed load; what torch has given
         it, compiled code and device memory, may not."""
+        graphs = getattr(self, "_graphs", None)
+        if graphs is not None:
+            graphs.close()
         for name in ("_entrances", "_state", "_graphs"):
             vars(self).pop(name, None)
 

@@ -15,7 +15,7 @@ struct Core {
   const char* (*soft_error)();
   void* (*cuda_create)(int32_t ordinal);
   void (*driver_destroy)(void*);
-  int64_t (*driver_granularity)(void*);
+  int32_t (*driver_granularity)(void*, int64_t*);
   int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
   void* (*session_create)(void* driver, const char* path, int32_t lru, const int64_t* chunk_ends, int64_t chunk_count,
                           int64_t staging_buffer_bytes, int32_t staging_buffers, int32_t staging_threads,

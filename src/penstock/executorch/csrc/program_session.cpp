@@ -121,7 +121,8 @@ ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, con
     if (!driver_) throw Refusal(Kind::core, core().soft_error(), 1);
   }
   try {
-    int64_t granularity = core().driver_granularity(driver_);
+    int64_t granularity = 0;
+    if (core().driver_granularity(driver_, &granularity)) throw_core_failure();
     if (granularity != payload.page_bytes)
       throw Refusal(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
