@@ -270,7 +270,7 @@ def test_what_would_take_for_ever_is_refused() -> None:
     with pytest.raises(PackageError, match="has 300 symbols, needs at most 256"):
         program_from_json(resealed(changed(("methods", 0, "signature", "symbols"), symbols)))
     shape = [f"s0 + {number}" for number in range(6000)]
-    spec = {"kind": "tensor", "name": "x", "dtype": "int8", "shape": shape, "strides": shape}
+    spec = {"kind": "tensor", "name": "x", "dtype": "int8", "shape": shape, "strides": shape, "indexes": []}
     with pytest.raises(PackageError, match="has 12001 dynamic sizes and strides"):
         program_from_json(resealed(changed(("methods", 0, "signature", "outputs", 1), spec)))
 

@@ -19,9 +19,11 @@ from typing import BinaryIO, cast
 
 from penstock.errors import PackageError
 from penstock.printable import printable
+from penstock.torch_private.archive_layout import CODE_FOLDER
+
+__all__ = ["CODE_FOLDER"]
 
 METADATA_FILE = "penstock.json"
-CODE_FOLDER = "data/aotinductor/"
 
 # A program holds code and no weights: megabytes. What is larger is something else.
 ARCHIVE_LIMIT_BYTES = 1 << 30

@@ -30,6 +30,9 @@ EXPECTED: dict[type[BaseException], int] = {
     errors.HostMemoryError: 11,
     errors.BuildMismatchError: 11,
     errors.InputError: 12,
+    errors.NotCopyableError: 11,
+    errors.UntestedTorchError: 4,
+    errors.PlanError: INTERNAL,
     errors.PeakMemoryError: FAILED,
     PenstockError: FAILED,
     PermissionError: FAILED,
@@ -104,6 +107,17 @@ def test_the_traceback_is_there_for_those_who_ask(cli: Cli, monkeypatch: pytest.
     loud = cli("inspect", "model.pt2")
     assert "in fail" in loud.stderr and loud.code == INTERNAL
     assert loud.stderr.splitlines()[-1] == quiet.strip()
+
+
+def test_a_plan_that_its_check_refuses_is_a_fault_of_penstock(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise errors.PlanError("the plan takes 2 bytes of a budget of 1")
+
+    monkeypatch.setattr("penstock.cli.subject.read_subject", fail)
+    told = cli("inspect", "model.pt2").stderr
+    assert (
+        told.startswith("penstock: internal error: PlanError: the plan takes 2 bytes") and "a fault of Penstock" in told
+    )
 
 
 @pytest.mark.parametrize("argument", ["a\0b.pt2", "\0"])

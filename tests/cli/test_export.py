@@ -70,13 +70,33 @@ def test_a_module_that_exits_while_it_is_imported(cli: Cli, tmp_path: Path, monk
     assert told.code == 3 and "leaving_model.py, line 1" in told.stderr
 
 
-def test_no_place_for_temporary_files(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**options: Any) -> None:
-        raise OSError(28, "No space left on device")
+def _full(*arguments: Any, **options: Any) -> None:
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
-    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pt2", "--device", "cpu")
-    assert told.code == 9 and "TMPDIR" in told.stderr and not list(tmp_path.iterdir())
+
+def _nowhere(*arguments: Any) -> None:
+    raise FileNotFoundError(2, "No usable temporary directory found")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("mkdtemp", _full, "No space left on device"),
+        ("gettempdir", _nowhere, "No usable temporary directory found"),
+        ("tempdir", "/nowhere/at/all", "/nowhere/at/all"),
+        ("tempdir", __file__, "Not a directory"),
+    ],
+    ids=["full", "nowhere", "missing", "no folder"],
+)
+def test_no_place_for_temporary_files(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any, said: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, name, value)
+        told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pt2", "--device", "cpu")
+    assert told.code == 9 and "TMPDIR" in told.stderr and said in told.stderr, told.stderr
+    assert told.stderr.count("\n") == 1, "refused before anything is exported"
+    assert not list(tmp_path.iterdir())
 
 
 def test_existing_files_stay(cli: Cli, program: Path) -> None:

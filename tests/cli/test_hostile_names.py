@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.errors import PackageError
 from penstock.program import Program, read_program
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
@@ -29,13 +30,14 @@ NAMES = {
     "line": "one\r\ntwo",
     "DEL": "\x7f",
     "override": "\u202eevil",
-    "surrogate": "\ud800",
     "markup": "[red]x[/red]",
     "link": "[link=file:///etc/passwd]x[/link]",
     "unbalanced": "[/]",
     "emoji": ":smile:",
     "wide": "重み",
 }
+# JSON can spell it, and no description may hold it: nothing encodes it.
+SURROGATE = "\ud800"
 
 
 def hostile(name: str) -> Program:
@@ -46,9 +48,7 @@ def hostile(name: str) -> Program:
     method = dataclasses.replace(a_method(), schedule=schedule, states=(f"{name} state",))
     made = a_program([method], weights, states)
     built_with = {**made.built_with, "torch": f"{name} 1"}
-    return dataclasses.replace(
-        made, floor_bytes=12288, unused=(f"{name} unused",), built_with=built_with, identity=f"{name} identity"
-    )
+    return dataclasses.replace(made, floor_bytes=12288, unused=(f"{name} unused",), built_with=built_with)
 
 
 def shown(name: str) -> str:
@@ -64,14 +64,19 @@ def _escaped(match: re.Match[str]) -> str:
 def check_text(told: Outcome, code: int, name: str) -> None:
     assert told.code == code, told.stderr
     assert not ACTED_UPON.search(told.stdout) and not ACTED_UPON.search(told.stderr)
-    text = re.sub(r"\s", "", told.stdout + told.stderr)
-    # Quoted in a message it may stand there as Python writes it.
-    assert shown(name) in text or shown(repr(name)[1:-1]) in text
+    assert is_named(told.stdout + told.stderr, name)
+
+
+def is_named(text: str, name: str) -> bool:
+    # Quoted in a message it may stand there as Python writes it: before it was escaped, or after.
+    text = re.sub(r"\s", "", text).replace("\\\\", "\\")
+    return shown(name) in text or shown(repr(name)[1:-1]) in text
 
 
 def check_json(told: Outcome, code: int) -> dict[str, Any]:
     assert told.code == code, told.stderr
     assert told.stdout.isascii() and not ACTED_UPON.search(told.stdout)
+    assert not ACTED_UPON.search(told.stderr)
     return told.document
 
 
@@ -80,13 +85,17 @@ def name(request: pytest.FixtureRequest) -> str:
     return NAMES[request.param]
 
 
+@pytest.fixture(params=[*NAMES, "surrogate"])
+def any_name(request: pytest.FixtureRequest) -> str:
+    return {**NAMES, "surrogate": SURROGATE}[request.param]
+
+
 def test_inspect(cli: Cli, tmp_path: Path, name: str) -> None:
     path = write_metadata(tmp_path / "m.pt2", hostile(name))
     check_text(cli("inspect", path, "--schedule"), 0, name)
     told = check_json(cli("inspect", path, "--json"), 0)
-    wanted = "\\ud800" if name == "\ud800" else name
-    assert told["weights"][0]["name"] == wanted and told["weights"][0]["aliases"] == [f"{wanted} too"]
-    assert told["methods"][0]["steps"][0]["kernel"] == f"kernel {wanted}" and told["unused"] == [f"{wanted} unused"]
+    assert told["weights"][0]["name"] == name and told["weights"][0]["aliases"] == [f"{name} too"]
+    assert told["methods"][0]["steps"][0]["kernel"] == f"kernel {name}" and told["unused"] == [f"{name} unused"]
 
 
 def test_plan(cli: Cli, tmp_path: Path, name: str) -> None:
@@ -107,25 +116,84 @@ def test_verify(cli: Cli, tmp_path: Path, program: Path, name: str) -> None:
     check_json(cli("verify", path, "--json"), 1)
 
 
+# The commands that read a description, and what they need beside it.
+READERS: dict[str, tuple[str, ...]] = {
+    "inspect": (),
+    "plan": ("--budget", "1GB"),
+    "verify": (),
+    "run": ("--budget", "1GB", "--inputs", "in.pt"),
+}
+# Text of a description that no rule binds to other text, and its text as a whole.
+PLACES: dict[str, Callable[[Program, str], Program]] = {
+    "identity": lambda made, text: dataclasses.replace(made, identity=f"{text} identity"),
+    "unused": lambda made, text: dataclasses.replace(made, unused=("plain name", f"{text} unused")),
+    "build": lambda made, text: dataclasses.replace(made, built_with={**made.built_with, "torch": f"{text} 1"}),
+    "key": lambda made, text: dataclasses.replace(made, built_with={**made.built_with, f"{text} key": "1"}),
+    "anywhere": lambda made, text: hostile(text),
+}
+
+
+@pytest.fixture
+def refused(cli: Cli, tmp_path: Path, program: Path) -> Callable[[str, Program, str], None]:
+    """Checks that a command refuses the description as damaged, and that what is wrong in it is shown literally."""
+
+    def check(command: str, made: Program, text: str) -> None:
+        path = write_metadata(tmp_path / "m.pt2", made)
+        shutil.copy(program.with_suffix(".ptd"), tmp_path / "m.ptd")
+        torch.save({"x": torch.ones(1)}, tmp_path / "in.pt")
+        options = [tmp_path / "in.pt" if word == "in.pt" else word for word in READERS[command]]
+        told = cli(command, path, *options)
+        check_text(told, 8, text)
+        assert told.stdout == "" and told.stderr.count("\n") == 1 and "PackageError" in told.stderr
+        error = check_json(cli(command, path, *options, "--json"), 8)["error"]
+        assert error["class"] == "PackageError" and error["exit_code"] == 8
+        assert not ACTED_UPON.search(error["message"]) and is_named(error["message"], text)
+
+    return check
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("command", READERS)
+def test_a_lone_surrogate_is_refused(refused: Callable[[str, Program, str], None], command: str, place: str) -> None:
+    """Half a surrogate pair: wherever it stands, it is told, and what is told can be encoded."""
+    refused(command, PLACES[place](hostile("plain name"), SURROGATE), SURROGATE)
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_an_identity_of_another_layout_is_refused(
+    refused: Callable[[str, Program, str], None], command: str, name: str
+) -> None:
+    refused(command, PLACES["identity"](hostile(name), name), f"{name} identity")
+
+
+def test_a_lone_surrogate_as_an_argument(cli: Cli, program: Path) -> None:
+    options = ("plan", program, "--budget", "1GB", "--method", SURROGATE)
+    check_text(cli(*options), 2, SURROGATE)
+    check_json(cli(*options, "--json"), 2)
+
+
 def test_run(cli: Cli, tmp_path: Path, program: Path, name: str) -> None:
     torch.save({name: torch.ones(1)}, tmp_path / "in.pt")
     options = ("run", program, "--budget", "1GB", "--inputs", tmp_path / "in.pt")
-    if name != "\ud800":  # no name of a file of torch's
-        check_text(cli(*options), 12, name)
-        check_json(cli(*options, "--json"), 12)
+    check_text(cli(*options), 12, name)
+    check_json(cli(*options, "--json"), 12)
     path = write_metadata(tmp_path / "m.pt2", hostile(name))
     shutil.copy(program.with_suffix(".ptd"), tmp_path / "m.ptd")
     refused = cli("run", path, "--budget", "1GB", "--inputs", tmp_path / "in.pt")
     assert refused.code not in (0, 70) and not ACTED_UPON.search(refused.stderr)
 
 
-def test_weights(cli: Cli, tmp_path: Path, program: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights(cli: Cli, tmp_path: Path, program: Path, any_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in a .ptd, as its reader hands them over."""
     index = read_index(program.with_suffix(".ptd"))
-    entries = tuple(dataclasses.replace(entry, name=f"{name} {number}") for number, entry in enumerate(index.entries))
+    entries = tuple(
+        dataclasses.replace(entry, name=f"{any_name} {number}") for number, entry in enumerate(index.entries)
+    )
     monkeypatch.setattr("penstock.weights.index.read_index", lambda path: dataclasses.replace(index, entries=entries))
-    check_text(cli("inspect", program.with_suffix(".ptd")), 0, name)
-    check_json(cli("inspect", program.with_suffix(".ptd"), "--json"), 0)
+    check_text(cli("inspect", program.with_suffix(".ptd")), 0, any_name)
+    told = check_json(cli("inspect", program.with_suffix(".ptd"), "--json"), 0)
+    wanted = "\\ud800" if any_name == SURROGATE else any_name
+    assert told["entries"][0]["name"] == f"{wanted} 0"
 
 
 @pytest.mark.parametrize("name", ["\x1b[31m.pt2", "a\nb.pt2", "\udcff.pt2", "[red]x.pt2", "\u202e.pt2"], ids=ascii)
@@ -167,4 +235,5 @@ def test_the_programs_are_as_read(tmp_path: Path) -> None:
     for name in NAMES.values():
         read = read_program(write_metadata(tmp_path / "m.pt2", hostile(name)))
         assert read.weights[0].name == name
-        json.dumps(name)
+    with pytest.raises(PackageError, match=r"\\ud800', needs text that UTF-8 can hold"):
+        read_program(write_metadata(tmp_path / "m.pt2", hostile(SURROGATE)))

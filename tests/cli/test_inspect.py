@@ -125,12 +125,14 @@ def test_a_weights_file(cli: Cli, program: Path) -> None:
 
 def pte(path: Path, code: Path, **changes: object) -> Path:
     """A .pte as far as inspect looks: what our delegates share, somewhere in a file."""
+    rungs = [Rung(31 * PAGE, bytes(16)), Rung(40 * PAGE, bytes(8)), Rung(5 * PAGE, b"")]
+    seals = [f"{rung.seal:016x}" for rung in rungs]
     ladder = {"methods": [0], "reads_in_place": 0, "floor_bytes": PAGE, "full_bytes": PAGE}
     description = {
         "program": "p",
         "device": "cpu",
         "page_bytes": PAGE,
-        "ladders": [{**ladder, "rungs": 2}, {**ladder, "rungs": 1}],
+        "ladders": [{**ladder, "rungs": 2, "seals": seals[:2]}, {**ladder, "rungs": 1, "seals": seals[2:]}],
         "budget_bytes": None,
         "activation_bytes": None,
         "built_with": {},
@@ -138,7 +140,6 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
         "methods": [{"name": "forward", "accesses": [], "inputs": [], "outputs": 1}],
         **changes,
     }
-    rungs = [Rung(31 * PAGE, bytes(16)), Rung(40 * PAGE, bytes(8)), Rung(5 * PAGE, b"")]
     payload = pack_payload(description, rungs, code.read_bytes())
     path.write_bytes(b"\x08\0\0\0ET12" + bytes(4088) + payload + b"the rest")
     return path

@@ -302,7 +302,9 @@ def _subjects() -> Path:
     sound = write_metadata(folder / "sound.pt2", program)
     write_metadata(folder / "baked.pt2", dataclasses.replace(program, budget_bytes=1 << 20))
     weights = [dataclasses.replace(program.weights[0], name="\x1b[31mred\nname", aliases=("[red]",))]
-    write_metadata(folder / "hostile.pt2", dataclasses.replace(program, unused=("\x1b[31m", "\ud800")))
+    write_metadata(folder / "hostile.pt2", dataclasses.replace(program, unused=("\x1b[31m", "a\nb", "[red]")))
+    write_metadata(folder / "surrogate.pt2", dataclasses.replace(program, unused=("\x1b[31m", "\ud800")))
+    write_metadata(folder / "other.pt2", dataclasses.replace(program, identity="\x1b[31m"))
     write_ptd(folder / "sound.ptd", program.weights, lambda w: [bytes(w.nbytes)], states=(), identity=program.identity)
     write_ptd(folder / "hostile.ptd", weights, lambda w: [bytes(w.nbytes)], states=(), identity="\x1b[31m")
     pte(folder / "sound.pte", sound)

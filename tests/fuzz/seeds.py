@@ -73,8 +73,14 @@ def write_program(path: Path, description: bytes) -> Path:
     return path
 
 
+RUNGS = [Rung(9 * PAGE, bytes(80)), Rung(14 * PAGE, bytes(160))]
+
+
 def shared_description() -> dict[str, object]:
-    ladder = {"methods": [0, 1], "reads_in_place": 0, "floor_bytes": 8 * PAGE, "full_bytes": 14 * PAGE, "rungs": 2}
+    ladder = {
+        **{"methods": [0, 1], "reads_in_place": 0, "floor_bytes": 8 * PAGE, "full_bytes": 14 * PAGE},
+        **{"rungs": len(RUNGS), "seals": [f"{rung.seal:016x}" for rung in RUNGS]},
+    }
     weight = {"scalar_type": 0, "dim_order": [0]}
     inputs = [{"scalar_type": 6, "shape": [-1, 4], "dim_order": [0, 1]}]
     return {
@@ -114,8 +120,7 @@ def main() -> None:
     foreign.metadata = None
     foreign.write(CORPUS / "foreign.ptd")
     write_program(CORPUS / "program.pt2", program_to_json(a_program(), code_files()).encode())
-    rungs = [Rung(9 * PAGE, bytes(80)), Rung(14 * PAGE, bytes(160))]
-    write_pte(CORPUS / "shared.pte", pack_payload(shared_description(), rungs, (CORPUS / "program.pt2").read_bytes()))
+    write_pte(CORPUS / "shared.pte", pack_payload(shared_description(), RUNGS, (CORPUS / "program.pt2").read_bytes()))
     (CORPUS / "plans.json").write_text(json.dumps(plan_corpus()))
 
 

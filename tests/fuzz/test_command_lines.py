@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.main import main
 from tests.fuzz import command_lines
 from tests.fuzz.command_lines import run_one
 
@@ -19,6 +20,19 @@ LINES = 240
 def test_a_slice(part: int) -> None:
     for number in range(part, LINES, 4):
         run_one(random.Random(f"command lines {number}"))
+
+
+def test_files_that_are_called_readable_are_read(capfd: pytest.CaptureFixture[str]) -> None:
+    """What a refusal ends at once leads nowhere: most lines must get past the reading."""
+    subjects = command_lines._subjects()
+    inspected = [path for path in subjects.iterdir() if path.suffix in (".pt2", ".pte", ".ptd")]
+    readable = sorted(path for path in inspected if path.name.startswith(command_lines._READABLE))
+    wanted = ["baked.pt2", "hostile.pt2", "hostile.ptd", "sound.pt2", "sound.ptd", "sound.pte"]
+    assert [path.name for path in readable] == wanted
+    for path in readable:
+        assert main(["inspect", str(path)]) == 0, capfd.readouterr().err
+    for name in ("surrogate.pt2", "other.pt2"):
+        assert main(["inspect", str(subjects / name)]) == 8, capfd.readouterr().out
 
 
 def _fails(monkeypatch: pytest.MonkeyPatch, line: list[str], target: str, broken: Callable[..., Any]) -> str:

@@ -252,21 +252,18 @@ def test_a_handler_that_does_not_raise(subject: Subject) -> None:
     calls: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
     try:
+        told = 0
         for place, at in places(subject.run):
             calls.clear()
-            assert not _raises(subject.run, place, at)
-            assert calls == [signal.SIGINT]
+            counter = LineCounter(place, at)
+            with traced(counter):
+                subject.run()
+            assert calls == [signal.SIGINT] * counter.sent
+            told += counter.sent
+        assert told > 20
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     subject.check()
-
-
-def _raises(operation: Callable[[], object], place: tuple[str, int], at: int) -> bool:
-    counter = LineCounter(place, at)
-    with traced(counter):
-        operation()
-    assert counter.sent
-    return False
 
 
 def test_waiting_for_another_thread_can_be_interrupted(subject: Subject) -> None:
@@ -360,7 +357,8 @@ def test_a_begin_that_is_interrupted_leaves_no_run(tmp_path: Path) -> None:
         interrupted = 0
         for place, at in found:
             interrupted += interrupted_at(begin, place, at, opcodes=True)
-            rig.run()
+            rig.run(check=False)
+            rig.check()
         assert interrupted == len(found)
 
 

@@ -220,7 +220,7 @@ def test_a_weight_disagrees(
 
 def test_there_is_no_weights_file(copied: Path, works: Callable[[], None], kept: KeptDrivers) -> None:
     copied.with_suffix(".ptd").unlink()
-    with pytest.raises(errors.WeightsFileError, match=r"copy.ptd cannot be read"):
+    with pytest.raises(errors.WeightsFileError, match=r"copy.ptd does not exist"):
         penstock.Module(copied)
     with pytest.raises(errors.PackageError, match="none.pt2 does not exist"):
         penstock.Module(copied.with_name("none.pt2"))

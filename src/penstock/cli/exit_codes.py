@@ -60,6 +60,9 @@ def exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, click.ClickException):
         return USAGE
+    # Plans are made here and nowhere else: one that its check refuses is a fault of the planner's.
+    if isinstance(error, errors.PlanError):
+        return INTERNAL
     for family in FAMILIES:
         if isinstance(error, family.classes):
             return family.code

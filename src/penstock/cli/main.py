@@ -97,7 +97,7 @@ def _line(error: BaseException, code: int) -> str:
         return shown.getvalue().rstrip()
     if isinstance(error, KeyboardInterrupt):
         return "penstock: interrupted"
-    if isinstance(error, PenstockError):
+    if isinstance(error, PenstockError) and code != INTERNAL:
         return f"penstock: {type(error).__name__}: {error}"
     message = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_LINE]
     if code == INTERNAL:

@@ -16,6 +16,8 @@ class Ladder:
     floor_bytes: int
     full_bytes: int
     rungs: int
+    # Of each plan, in the same order.
+    seals: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def check_description(table: Any) -> Description:
     for ladder in found.ladders:
         if any(method >= len(found.methods) for method in ladder.methods):
             raise SchemaError("a ladder is for a method that is not there")
+        if len(ladder.seals) != ladder.rungs:
+            raise SchemaError(f"a ladder has {ladder.rungs} plans and {len(ladder.seals)} seals, needs as many")
     names = {name for weight in found.weights for name in weight.names}
     for method in found.methods:
         for name in method.accesses:

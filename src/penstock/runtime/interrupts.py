@@ -11,9 +11,9 @@ raises nothing, and stays.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -61,7 +61,7 @@ class HeldInterrupts:
             return
         self.release()
         if self._noted:
-            handler(signal.SIGINT, sys._getframe())
+            handler(signal.SIGINT, inspect.currentframe())
 
     def release(self) -> None:
         """Interrupts are raised again from here on; one that waits is forgotten."""
@@ -76,7 +76,7 @@ class HeldInterrupts:
         """If an interrupt waits, its handler is called now, and may raise."""
         if self._noted and self._handler is not None:
             self._noted = False
-            self._handler(signal.SIGINT, sys._getframe())
+            self._handler(signal.SIGINT, inspect.currentframe())
 
     @property
     def is_noted(self) -> bool:

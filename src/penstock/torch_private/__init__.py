@@ -5,6 +5,7 @@ functionalized  calls of ops that write into their arguments
 emission        the compiler's final nodes as plain data
 inductor        lowerings, the hook before emission, compilation
 cpp_compiler    which C++ compiler Inductor will call
+archive_layout  where the code lies in a .pt2
 loader          compiled packages, loaded and called
 pytree          specs of nested arguments
 wrapper_text    the C++ text that Inductor writes, as plain data

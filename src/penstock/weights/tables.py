@@ -6,13 +6,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import flatbuffers
+from typing import TYPE_CHECKING
 
 from penstock.errors import WeightsFileError
 from penstock.printable import printable
 from penstock.weights.flatbuffer import Buffer, Table
 from penstock.weights.format import FILE_MAGIC, PADDED_HEADER_BYTES, PREFIX_BYTES, RANK_LIMIT, SCHEMA_VERSION, Header
+
+if TYPE_CHECKING:
+    import flatbuffers
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def _decode_layout(named_data: Table) -> Layout | None:
 
 def encode_tables(tables: Tables) -> bytes:
     """The flatbuffer alone, without the header in it."""
+    import flatbuffers  # which takes numpy along, and reading does without
+
     builder = flatbuffers.Builder(1024)
     # A flatbuffer is built back to front: what is pointed to comes before what points.
     segments = _vector(builder, [_segment(builder, segment) for segment in tables.segments])
