@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import struct
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.executorch.file_seal import END_MAGIC, append_seal
 from penstock.executorch.payload import fnv64
 from penstock.weight import Weight
 from penstock.weights import read_index, write_ptd
@@ -59,13 +61,15 @@ def flipped(at: int) -> Callable[[bytearray], bytearray]:
 
 
 def resealed(raw: bytearray) -> bytearray:
-    """A number of the last plan changed, and the hash of the whole made good."""
+    """A number of the last plan changed, and the hash of the payload and the seal of the file made good."""
     start = raw.index(b"PNSTKPRG")
     text_bytes, table_bytes, code_bytes = struct.unpack_from("<QQQ", raw, start + 24)
     end = start + 48 + text_bytes + table_bytes + code_bytes
     raw[start + 48 + text_bytes + table_bytes - 8] ^= 1
     struct.pack_into("<Q", raw, start + 16, fnv64(bytes(raw[start + 24 : end])))
-    return raw
+    file = io.BytesIO(bytes(raw[: raw.rindex(END_MAGIC)]))
+    append_seal(file)
+    return bytearray(file.getvalue())
 
 
 def cut(part: float) -> Callable[[bytearray], bytearray]:

@@ -28,7 +28,9 @@ DESCRIPTION: dict[str, Any] = {
     "program": "p",
     "device": "cpu",
     "page_bytes": PAGE,
-    "ladders": [{"methods": [0], "reads_in_place": 0, "floor_bytes": 1, "full_bytes": 2, "rungs": 1}],
+    "ladders": [
+        {"methods": [0], "reads_in_place": 0, "floor_bytes": 1, "full_bytes": 2, "rungs": 1, "seals": ["0" * 16]}
+    ],
     "budget_bytes": None,
     "activation_bytes": 5,
     "built_with": {"torch": "2"},

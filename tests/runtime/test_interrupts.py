@@ -352,11 +352,11 @@ def test_a_begin_that_is_interrupted_leaves_no_run(tmp_path: Path) -> None:
         def begin() -> None:
             rig.session.begin(0, INLINE)
 
-        found = places(begin, opcodes=True)
+        found = places(begin)
         rig.session.abort()
         interrupted = 0
         for place, at in found:
-            interrupted += interrupted_at(begin, place, at, opcodes=True)
+            interrupted += interrupted_at(begin, place, at)
             rig.run(check=False)
             rig.check()
         assert interrupted == len(found)

@@ -78,11 +78,6 @@ class HeldInterrupts:
             self._noted = False
             self._handler(signal.SIGINT, inspect.currentframe())
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether an interrupt waits for the end of this hold."""
-        return self._noted
-
 
 def deliver_interrupt() -> None:
     """Where a long operation can be given up: raises what waits, if anything does."""

@@ -264,10 +264,16 @@ class Session:
         self._handle = None
 
     def _begin(self, begin: Callable[[], int]) -> None:
-        with HeldInterrupts() as hold:
-            self._check(begin())
-            if hold.is_noted:  # it is raised on the way out, and whoever called must not find a run
+        begun = False
+        try:
+            with HeldInterrupts():
+                self._check(begin())
+                begun = True
+        except BaseException:
+            # An interrupt that waited: whoever called will not end the run.
+            if begun:
                 self._core.penstock_session_abort(self.handle)
+            raise
 
     def _records(self, numbers: int, read: Callable[[int, object, int], int]) -> list[list[int]]:
         """`read` is asked for how many there are, and then for all of them."""
