@@ -26,7 +26,6 @@ from penstock.errors import PackageError, PenstockError, WeightsFileError
 from penstock.executorch.payload import Rung, pack_payload
 from penstock.printable import printable
 from penstock.program import read_program
-from penstock.schema import HIGHEST
 from penstock.sealed_text import SEAL_BYTES, sealed
 from penstock.weight import ITEM_BYTES
 from penstock.weights import WeightsIndex, read_index, verify_checksums
