@@ -20,8 +20,9 @@ SLOW_FILES = (
     "direct/test_kernel_compiles.py",  # with nvcc and NVRTC, for each architecture
     "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
     "export/test_low_memory.py",  # exports models of half a gigabyte; `make gate` holds the same limit
-    "runtime/test_mutations.py",  # builds the core once for each mutation
+    "runtime/test_mutations.py",  # builds the core with every fault in it, and plays all scenarios against each
     "runtime/test_sanitizers.py",  # builds it with sanitizers
+    "worked/test_embeddings.py",  # a real model with its weights
 )
 # And whatever uses one of these fixtures.
 SLOW_FIXTURES = frozenset(("finished",))  # a run of the benchmark suite

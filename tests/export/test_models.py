@@ -84,6 +84,7 @@ def check_files(result: penstock.Compiled) -> None:
     assert exact_floor_bytes(program) <= program.floor_bytes == result.floor.floor_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_decoder_with_two_methods_and_a_cache(tmp_path: Path, tied: bool) -> None:
     config = decoder.DecoderConfig(tied=tied, layers=3)
@@ -121,6 +122,7 @@ def test_decoder_with_two_methods_and_a_cache(tmp_path: Path, tied: bool) -> Non
     assert prefill.activation_bound_bytes > prefill.activation_example_bytes
 
 
+@pytest.mark.slow
 def test_llama_3_8b_floor_from_meta() -> None:
     """The figures of the design, from what the compiler would emit for the real shapes. Nothing is built."""
     from penstock.export.catalog import build_catalog, state_names

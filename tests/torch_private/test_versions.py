@@ -90,6 +90,7 @@ def imported_without_clone(version: str, **env: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_moved_interface_is_told_as_an_untested_version() -> None:
     assert "UntestedTorchError: torch is 2.14.0, which" in imported_without_clone("2.14.0")
     for told in (imported_without_clone("2.13.0"), imported_without_clone("2.14.0", PENSTOCK_UNTESTED_TORCH="1")):

@@ -151,6 +151,7 @@ def test_the_same_tokens_wherever_the_cache_is_cut(plain_tokens: list[int], near
     assert example.cache_positions(module.program) == SPLIT.max_len
 
 
+@pytest.mark.slow
 def test_a_compiled_decoder_with_a_cache_on_both_sides(
     plain_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +200,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_llama_from_its_checkpoint(llama: Path, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
