@@ -52,15 +52,8 @@ int64_t SoftClock::now_ns() const {
 
 void SoftClock::tick() { now_ns_ += tick_ns_; }
 
-void SoftRest::add(int streams) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  busy_ += streams;
-  if (busy_ == 0) changed_.notify_all();
-}
-
-void SoftRest::wait() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return busy_ == 0; });
+void SoftRest::wait() const {
+  while (busy_.load(std::memory_order_acquire) > 0) std::this_thread::sleep_for(std::chrono::microseconds(20));
 }
 
 }  // namespace penstock
