@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test test-all test-random test-torch lint types unit slow browser gate fuzz soak native wheel clean
+.PHONY: demo test test-all test-random test-torch lint types unit slow mutations browser gate fuzz soak native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -20,7 +20,7 @@ demo: $(VENV)/.runtime
 test: browser lint types unit gate
 
 # And what takes minutes by itself.
-test-all: test slow
+test-all: test slow mutations
 
 # The properties with other examples than those of every run; a failure prints how to have it again.
 test-random: $(VENV)/.dev
@@ -38,7 +38,11 @@ unit: $(VENV)/.dev
 
 # Ends at the first failure: where there is a limit of time behind it, none must be lost.
 slow: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x --ignore tests/runtime/test_mutations.py
+
+# Faults put into the core one at a time; each must be noticed. Ten minutes and more, so not with the others.
+mutations: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest tests/runtime/test_mutations.py
 
 # Whether the tests of reports in a real browser will run.
 browser: $(VENV)/.dev
