@@ -87,6 +87,7 @@ class Module:
         self._lock = OperationLock()
         self._pid = os.getpid()
         self._traces: list[Trace] = []
+        self._entrances: dict[str, Entrance] = {}
         self.path = Path(path)
         self._quiet = quiet
         self._cuda_graph = cuda_graph
@@ -478,7 +479,9 @@ class Module:
         graphs = getattr(self, "_graphs", None)
         if graphs is not None:
             graphs.close()
-        for name in ("_entrances", "_state", "_graphs"):
+        # Another thread may be on its way into a run, and must find that the module was closed.
+        self._entrances = {}
+        for name in ("_state", "_graphs"):
             vars(self).pop(name, None)
 
     def __enter__(self) -> Module:
