@@ -16,7 +16,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
 
-# At most 15 minutes on two cores.
+# Meant to take at most 15 minutes on two cores.
 test: browser lint types unit gate
 
 # And what takes minutes by itself.
