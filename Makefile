@@ -20,7 +20,7 @@ demo: $(VENV)/.runtime
 test: browser lint types unit gate
 
 # And what takes minutes by itself.
-test-all: test slow mutations
+test-all: test slow
 
 # The properties with other examples than those of every run; a failure prints how to have it again.
 test-random: $(VENV)/.dev
@@ -38,9 +38,9 @@ unit: $(VENV)/.dev
 
 # Ends at the first failure: where there is a limit of time behind it, none must be lost.
 slow: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x --ignore tests/runtime/test_mutations.py
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x
 
-# Faults put into the core one at a time; each must be noticed. Ten minutes and more, so not with the others.
+# Of these: faults put into the core one at a time; each must be noticed.
 mutations: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest tests/runtime/test_mutations.py
 

@@ -320,6 +320,34 @@ def a_method_waits_for_the_last_one(folder: Path) -> None:
 
 
 @scenario
+def what_a_method_copies_first_waits_for_the_last_one(folder: Path) -> None:
+    """Into the page that the other method's last step reads; and that one has copied nothing ahead, which would have
+    waited in its stead."""
+    schedules = [chain("a", method="one"), chain("b", method="two")]
+    model = write_model(folder / "weights.ptd", schedules, dict.fromkeys("ab", PAGE))
+    methods = tuple(
+        MethodPlan(
+            schedule.method,
+            (Placement(0, name, PAGE, number, 0, 0),),
+            (Stay(name, PAGE, (0,), 0),),
+            (Copy(0, Piece(name, 0, PAGE, number, 0), number, 0),),
+            1,
+        )
+        for number, (schedule, name) in enumerate(zip(schedules, "ab", strict=True))
+    )
+    plan = Plan(PAGE, (Block(PAGE, ring=True),), (Range(PAGE, (0,)),) * 2, (), methods)
+    check_plan(plan, schedules, model.weights)
+    assert [bool(method.entering) for method in methods] == [False, True]
+    for poison in (True, False):
+        with Rig(model, poison=poison) as rig:
+            rig.install_plan(plan)
+            stream = rig.stream(late=True)
+            for method in (0, 1):
+                rig.run(method, stream, check=False)
+            assert rig.check() == 2
+
+
+@scenario
 def staging_follows_the_method(folder: Path) -> None:
     model = models(folder)["methods"]
     with Rig(model, source=staged()) as rig:
@@ -986,6 +1014,29 @@ def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
     with Rig(model) as rig:
         plan = rig.install(model.floor_bytes)
         assert plan.methods[0].entering
+        captured, stream = rig.capture(), rig.stream()
+        with rig.late_copies():
+            rig.run(0, stream, check=False)
+            rig.replay(captured, stream, order=KERNELS_FIRST)
+
+
+@scenario
+def a_graph_waits_for_the_only_copy_made_before_it(folder: Path) -> None:
+    """No copy behind it is waited for in its stead: the others of this plan are all the graph's own."""
+    model = _there_and_back(folder)
+    with Rig(model) as rig:
+        plan = model.plan(model.floor_bytes)
+        method = plan.methods[0]
+        first, *others = (method.copies[copy] for copy in method.entering)
+        assert others and all(copy.stay > first.stay for copy in others)
+        copies = [
+            replace(copy, issue_before=method.stays[copy.stay].accesses[0]) if copy in others else copy
+            for copy in method.copies
+        ]
+        copies.sort(key=lambda copy: copy.issue_before)
+        alone = replace(method, copies=tuple(copies))
+        rig.install_plan(replace(plan, methods=(alone, *plan.methods[1:])))
+        assert [copies[copy].stay for copy in alone.entering] == [first.stay]
         captured, stream = rig.capture(), rig.stream()
         with rig.late_copies():
             rig.run(0, stream, check=False)
