@@ -194,3 +194,7 @@ class NotCopyableError(RuntimeFailure, TypeError):
 
 class InputError(PenstockError, TypeError):
     """An input does not fit the method's signature, which the message shows."""
+
+
+class ModelError(PenstockError):
+    """A model of transformers that Penstock cannot run, or not as it was asked to."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,23 @@ from penstock.export.values import equal_pieces, has_value, tensor_pieces
 from penstock.weight import State, Weight
 
 
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor that is made when its bytes are wanted, and held no longer than that."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+Source = StoredTensor | MadeTensor | torch.Tensor
+
+
 class Checkpoint:
     """Named tensors from safetensors files and from tensors given directly; later sources win."""
 
     def __init__(self, sources: Any) -> None:
-        self._tensors: dict[str, StoredTensor | torch.Tensor] = {}
+        self._tensors: dict[str, Source] = {}
         # Name -> number of the source that it comes from.
         self._source_of: dict[str, int] = {}
         listed = sources if isinstance(sources, (list, tuple)) else [sources]
@@ -59,12 +72,14 @@ class Checkpoint:
 
     def pieces(self, name: str, dim_order: Sequence[int]) -> Iterator[memoryview]:
         tensor = self._tensors[name]
+        if isinstance(tensor, MadeTensor):
+            tensor = tensor.make()
         if isinstance(tensor, torch.Tensor):
             return tensor_pieces(tensor, dim_order)
         return stored_pieces(tensor, dim_order)
 
 
-def _source_tensors(source: Any) -> Mapping[str, StoredTensor | torch.Tensor]:
+def _source_tensors(source: Any) -> Mapping[str, Source]:
     if isinstance(source, Mapping):
         for name, tensor in source.items():
             _check_given(name, tensor)
@@ -78,6 +93,8 @@ def _source_tensors(source: Any) -> Mapping[str, StoredTensor | torch.Tensor]:
 
 
 def _check_given(name: Any, tensor: Any) -> None:
+    if isinstance(tensor, StoredTensor | MadeTensor):
+        return
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(f"weights: {name!r} must be a tensor with values, got {type(tensor).__name__}")
     if not has_value(tensor):

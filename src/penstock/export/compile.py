@@ -8,7 +8,7 @@ import platform
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,21 +105,93 @@ def compile(
     with _one_at_a_time, PeakMeter(target) as meter:
         catalog = build_catalog(methods)
         values = _Values(catalog, None if weights is None else Checkpoint(weights), _read_names(methods, catalog))
-        states = state_names(methods)
-        if split_linear:
-            _require_linear(methods, target, states)
-        check_toolchain()
-        with TemporaryFolder("compile") as folder:
-            compiled, device_bytes_after = _compile_methods(
-                methods, target, states, catalog, folder, options, split_linear
-            )
-            program, floor = _program(compiled, catalog, values, target, budget_bytes)
-            packed = pack_program(program, {c.method.name: c.files for c in compiled})
-            del compiled
-            _write(program, packed, values, program_path, weights_path)
+        made = _make(methods, catalog, values.states, target, budget_bytes, options, split_linear)
+        _write(made.program, made.packed, values, program_path, weights_path)
     for line in peak_lines(meter.peaks):
         print(line, flush=True)
-    return Compiled(program_path, weights_path, program, floor, meter.peaks, device_bytes_after)
+    return Compiled(program_path, weights_path, made.program, made.floor, meter.peaks, made.device_bytes_after)
+
+
+def compile_program(
+    programs: Mapping[str, ExportedProgram],
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    inductor_configs: Mapping[str, Any] | None = None,
+) -> Program:
+    """The program without its weights, which write_weights writes for as many checkpoints as fit it.
+
+    Its states start as zeros: they are non-persistent buffers, whose values no checkpoint has.
+    """
+    check_torch_version(str(torch.__version__))
+    methods = named_methods(programs)
+    target = target_device(device)
+    program_path, _ = output_paths(path, ".pt2", overwrite=False)
+    options = _options(inductor_configs)
+    with _one_at_a_time:
+        catalog = build_catalog(methods)
+        stored = sorted(set(catalog.states) - catalog.transient)
+        if stored:
+            raise ProgramError(f"state must be non-persistent buffers, and {_listed(stored)} are not")
+        states = {name: replace(state, init="zeros") for name, state in catalog.states.items()}
+        made = _make(methods, catalog, states, target, None, options, split_linear=False)
+    with partial_file(program_path, len(made.packed)) as file:
+        file.write(0, made.packed)
+        file.publish()
+    return made.program
+
+
+def write_weights(
+    program: Program, weights: Any, path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None
+) -> None:
+    """The .ptd of a program, from what compile takes as `weights`. Everything that does not fit is told at once."""
+    checkpoint = Checkpoint(weights)
+    problems = mismatches(program.weights, frozenset(), checkpoint)
+    if problems:
+        raise _misfit(checkpoint, problems)
+
+    def pieces(item: Weight | State) -> Iterable[Chunk]:
+        found = checkpoint.find(item.names if isinstance(item, Weight) else (item.name,))
+        assert found is not None  # or it would have been a mismatch
+        return checkpoint.pieces(found, item.dim_order)
+
+    with tqdm(total=program.weight_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar:
+        write_ptd(
+            Path(path),
+            program.weights,
+            pieces,
+            states=program.states,
+            identity=program.identity,
+            on_bytes=on_bytes or bar.update,
+        )
+
+
+@dataclass(frozen=True)
+class _Made:
+    program: Program
+    packed: bytes
+    floor: FloorPlan
+    device_bytes_after: dict[str, int]
+
+
+def _make(
+    methods: Mapping[str, ExportedProgram],
+    catalog: Catalog,
+    states: Mapping[str, State],
+    target: torch.device,
+    budget_bytes: int | None,
+    options: Mapping[str, Any],
+    split_linear: bool,
+) -> _Made:
+    names = state_names(methods)
+    if split_linear:
+        _require_linear(methods, target, names)
+    check_toolchain()
+    with TemporaryFolder("compile") as folder:
+        compiled, device_bytes_after = _compile_methods(methods, target, names, catalog, folder, options, split_linear)
+        program, floor = _program(compiled, catalog, states, target, budget_bytes)
+        packed = pack_program(program, {c.method.name: c.files for c in compiled})
+    return _Made(program, packed, floor, device_bytes_after)
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -240,11 +312,7 @@ class _Values:
                 hint = (
                     "\n(non-persistent buffers of a model on meta: give them with weights=[checkpoint, {name: tensor}])"
                 )
-            raise CheckpointError(
-                f"the checkpoint {checkpoint.description} does not fit the program, {len(problems)} mismatches:\n  "
-                + "\n  ".join(problems)
-                + hint
-            )
+            raise _misfit(checkpoint, problems, hint)
 
     def _with_init(self, state: State) -> State:
         tensor = self._catalog.tensors[state.name]
@@ -266,6 +334,14 @@ class _Values:
             assert self._checkpoint is not None
             return self._checkpoint.pieces(found, item.dim_order)
         return tensor_pieces(self._catalog.tensors[item.name], item.dim_order)
+
+
+def _misfit(checkpoint: Checkpoint, problems: Sequence[str], hint: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {checkpoint.description} does not fit the program, {len(problems)} mismatches:\n  "
+        + "\n  ".join(problems)
+        + hint
+    )
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -304,7 +380,7 @@ def _compile_methods(
 def _program(
     compiled: Sequence[CompiledMethod],
     catalog: Catalog,
-    values: _Values,
+    first_states: Mapping[str, State],
     device: torch.device,
     budget_bytes: int | None,
 ) -> tuple[Program, FloorPlan]:
@@ -313,7 +389,7 @@ def _program(
     order = dict.fromkeys(name for schedule in schedules for name in schedule.weight_names)
     weights = tuple(catalog.weights[name] for name in order)
     unread = {name for weight in catalog.weights.values() if weight.name not in order for name in weight.names}
-    states = tuple(values.states.values())
+    states = tuple(first_states.values())
     by_name = {weight.name: weight for weight in weights}
     floor = _floor(schedules, by_name, device, budget_bytes)
     program = Program(

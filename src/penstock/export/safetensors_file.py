@@ -85,8 +85,24 @@ def _file_pieces(stored: StoredTensor, fd: int) -> Iterator[memoryview]:
 
 
 def _permuted_pieces(stored: StoredTensor, dim_order: Sequence[int], fd: int) -> Iterator[memoryview]:
-    if not stored.length_bytes:
-        return
+    if stored.length_bytes:
+        yield from tensor_pieces(_mapped(stored, fd), dim_order)
+
+
+def stored_tensor(stored: StoredTensor) -> torch.Tensor:
+    """The whole tensor, mapped: its bytes are read when they are used."""
+    try:
+        with stored.path.open("rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < stored.offset_bytes + stored.length_bytes:
+                raise _changed(stored)
+            if not stored.length_bytes:
+                return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="cpu")
+            return _mapped(stored, file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{stored.path}: {stored.name!r} cannot be read: {error}") from error
+
+
+def _mapped(stored: StoredTensor, fd: int) -> torch.Tensor:
     start = stored.offset_bytes // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     shift = stored.offset_bytes - start
     # A private copy-on-write mapping, only because torch wants writable memory; nothing writes.
@@ -95,13 +111,12 @@ def _permuted_pieces(stored: StoredTensor, dim_order: Sequence[int], fd: int) ->
     if stored.offset_bytes % ITEM_BYTES[stored.dtype]:
         flat = flat.clone()  # the file does not align the tensor for its own dtype
     # On the CPU by name: the caller may have another default, such as meta, on which such models are built.
-    tensor = torch.empty(0, dtype=getattr(torch, stored.dtype), device="cpu").set_(
+    return torch.empty(0, dtype=getattr(torch, stored.dtype), device="cpu").set_(
         flat.untyped_storage(),
         flat.storage_offset() // ITEM_BYTES[stored.dtype],
         stored.shape,
         contiguous_strides(stored.shape),
     )
-    yield from tensor_pieces(tensor, dim_order)
 
 
 def read_checkpoint(path: Path) -> dict[str, StoredTensor]:

@@ -404,6 +404,10 @@ class Module:
         """Sets the present value, of the state's own shape and dtype."""
         self._access_state(lambda: self._state.write(name, value))
 
+    def select_state_rows(self, rows: torch.Tensor) -> None:
+        """Row i of every state becomes what row rows[i] was, on the device: for the beams of a search."""
+        self._access_state(lambda: self._state.select_rows(rows))
+
     def reset_state(self) -> None:
         """Puts the first values back; also after a failed run, which leaves state unusable."""
         self._access_state(lambda: self._state.reset())

@@ -1,0 +1,93 @@
+"""The model itself, without values; and the values that no checkpoint holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.models.folder import CheckpointFolder
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def model_dtype(config: Any, dtype: str | torch.dtype | None) -> torch.dtype:
+    """What was asked for, else what the checkpoint says, else float32: as transformers does."""
+    wanted = getattr(config, "dtype", None) if dtype is None else dtype
+    name = str(wanted or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"dtype is {name!r}; it must be one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def build_on_meta(checkpoint: CheckpointFolder, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """As from_pretrained builds it, with all its tensors on meta."""
+    with torch.device("meta"):
+        model = _build(checkpoint, dtype, trust_remote_code)
+    _keep_precision(model, dtype)
+    return model.eval()
+
+
+def _build(checkpoint: CheckpointFolder, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    if hasattr(checkpoint.model_class, "_from_config"):
+        return checkpoint.model_class._from_config(checkpoint.config, dtype=dtype)
+    return checkpoint.model_class.from_config(checkpoint.config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def _keep_precision(model: Any, dtype: torch.dtype) -> None:
+    """Some models keep some tensors in float32 whatever their dtype, and transformers loads them so."""
+    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                full = f"{path}.{name}" if path else name
+                for pattern, kept in plan.items():
+                    if tensor is not None and re.search(pattern.replace("*", r"\d+"), full):
+                        cast = tensor.detach().to(kept)
+                        table[name] = nn.Parameter(cast, requires_grad=False) if table is module._parameters else cast
+
+
+def derived_buffers(
+    checkpoint: CheckpointFolder, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> dict[str, Tensor]:
+    """Buffers that follow from the configuration (rotary tables, scales), computed by the model's own code.
+
+    The model is built once more, on the CPU, but for its parameters: each goes to meta as soon as it is registered.
+    """
+    with parameters_on_meta(), torch.device("cpu"):
+        model = _build(checkpoint, dtype, trust_remote_code)
+    with torch.no_grad():
+        _compute_tables(model, model)
+    persistent = set(model.state_dict())
+    return {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
+
+
+def _compute_tables(module: nn.Module, owner: Any) -> None:
+    """As transformers does after loading, where most models compute their tables once more, in full precision."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    for child in module.children():
+        _compute_tables(child, owner)
+    if module._non_persistent_buffers_set:
+        owner._init_weights(module)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """While it lasts, modules keep the parameters that they are given on meta."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

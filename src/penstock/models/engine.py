@@ -1,0 +1,134 @@
+"""Runs tokens through the methods of a language model's program, and knows what its state holds."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import InputError, ModelError
+from penstock.models.methods import Methods, pieces
+from penstock.models.token_cache import TokenCache
+from penstock.runtime.module import Module
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """As the program takes it, and what it was made from: all columns up to the last that has padding."""
+
+    padding: Tensor | None
+    input: Tensor
+
+    def is_of(self, padding: Tensor | None) -> bool:
+        if padding is None or self.padding is None:
+            return padding is self.padding
+        return torch.equal(padding, self.padding)
+
+
+class Engine:
+    def __init__(self, module: Module, methods: Methods, *, name: str, is_recurrent: bool, has_experts: bool) -> None:
+        self.module = module
+        self.methods = methods
+        self.name = name
+        self.is_recurrent = is_recurrent
+        self.has_experts = has_experts
+        # Tokens that were asked for, and runs that it took: with a speculation, fewer.
+        self.tokens_run = 0
+        self._holder: weakref.ref[TokenCache] | None = None
+        self._mask: _Mask | None = None
+
+    def begin(self, cache: TokenCache) -> None:
+        """The state is this cache's from now on, and empty."""
+        self.module.reset_state()
+        self._holder = weakref.ref(cache)
+
+    def require_room(self, cache: TokenCache | None, tokens: int) -> None:
+        """Before anything is run: so nothing is lost."""
+        length = 0 if cache is None else cache.length
+        if length + tokens > self.methods.cache_length:
+            raise InputError(
+                f"{length + tokens} tokens do not fit into the cache of {self.methods.cache_length} "
+                f"({length} are in it, {tokens} more were given); load the model with a larger cache_length"
+            )
+
+    def run(
+        self,
+        cache: TokenCache,
+        ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        wanted_logits: int,
+    ) -> Tensor:
+        """Runs ids [rows, count] behind what the cache holds; the logits of the last `wanted_logits` tokens."""
+        self._require_holder(cache)
+        rows, count = ids.shape
+        if not 1 <= rows <= self.methods.batch:
+            raise InputError(f"{rows} rows of tokens; the program was compiled for up to {self.methods.batch} (batch=)")
+        if count < 1:
+            raise InputError("there are no tokens to run")
+        self.require_room(cache, count)
+        mask = cache.extended(attention_mask, rows, count)
+        if mask is not None and not self.methods.takes_padding:
+            raise ModelError(
+                f"{self.name} has layers that run over padding (convolutions or recurrences): give rows of equal length"
+            )
+        if position_ids is not None:
+            _check_positions(position_ids, mask, cache.length, count)
+        spread = self._spread(ids.to(torch.int64))
+        more = [self._mask_input(mask, rows)] if self.methods.takes_padding else []
+        found: list[Tensor] = []
+        for piece in pieces(self.methods, count, wanted_logits):
+            logits = self._run_piece(spread[:, piece.begin : piece.end], cache.length + piece.begin, piece.method, more)
+            found.append(logits)
+        cache.length += count
+        cache.mask, cache.rows = mask, rows
+        self.tokens_run += count * rows
+        return torch.cat(found, 1)[:rows, -wanted_logits:]
+
+    def _run_piece(self, ids: Tensor, start: int, method: str, more: list[Tensor]) -> Tensor:
+        count = ids.shape[1]
+        starts = torch.full((self.methods.batch,), start, dtype=torch.int64, device=self.module.device)
+        if method == "decode" and count < self.methods.decode_tokens:
+            # Padding behind them: nobody sees it, and the next tokens take its slots.
+            ids = torch.cat([ids, ids[:, -1:].expand(-1, self.methods.decode_tokens - count)], 1)
+        logits: Tensor = self.module.run_method(method, ids.contiguous(), starts, *more)
+        return logits[:, :count] if method == "decode" else logits
+
+    def _spread(self, ids: Tensor) -> Tensor:
+        """On the device, with the batch's number of rows: those that were not given do what the first one does."""
+        ids = ids.to(self.module.device)
+        missing = self.methods.batch - ids.shape[0]
+        return torch.cat([ids, ids[:1].expand(missing, -1)]) if missing else ids
+
+    def _mask_input(self, mask: Tensor | None, rows: int) -> Tensor:
+        """[batch, slots]. It is long and changes seldom: tokens that are no padding are ones in it already."""
+        padding = None if mask is None else mask[:, : int((mask == 0).any(0).nonzero().max()) + 1]
+        if self._mask is None or not self._mask.is_of(padding):
+            whole = torch.ones(self.methods.batch, self.methods.slots, dtype=torch.int64)
+            if padding is not None:
+                whole[:rows, : padding.shape[1]] = padding
+                whole[rows:, : padding.shape[1]] = padding[:1]
+            self._mask = _Mask(padding, whole.to(self.module.device))
+        return self._mask.input
+
+    def reorder(self, cache: TokenCache, beams: Tensor) -> None:
+        self._require_holder(cache)
+        rows = torch.arange(self.methods.batch)
+        rows[: beams.numel()] = beams.cpu()
+        if not torch.equal(rows, torch.arange(self.methods.batch)):
+            self.module.select_state_rows(rows)
+
+    def _require_holder(self, cache: TokenCache) -> None:
+        if self._holder is None or self._holder() is not cache:
+            raise InputError("this cache's tokens are gone: a newer cache of the same model took its place")
+
+
+def _check_positions(position_ids: Tensor, mask: Tensor | None, before: int, count: int) -> None:
+    """Positions follow from the mask. Others would be ignored, so they are refused."""
+    known = torch.ones(1, before + count, dtype=torch.int64) if mask is None else mask
+    wanted = (known.cumsum(1) - 1)[:, before:]
+    given = position_ids.cpu()[..., -count:]
+    if given.shape[-1] != count or bool(((given != wanted) & (known[:, before:] != 0)).any()):
+        raise ModelError("position_ids of one's own are not supported: they follow from attention_mask")

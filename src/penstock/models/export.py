@@ -1,0 +1,72 @@
+"""From a language model on meta to the exported programs of its methods."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from penstock.errors import ModelError
+from penstock.models.methods import Methods
+from penstock.models.stateful import traceable
+
+# What torch.export traces an open length with: not 1, which it would take for fixed, nor a size that occurs elsewhere.
+_EXAMPLE_TOKENS = 11
+
+
+def export_methods(model: Any, methods: Methods) -> dict[str, ExportedProgram]:
+    """Of a model that make_stateful has turned."""
+    programs: dict[str, ExportedProgram] = {}
+    if methods.is_fixed:
+        if methods.prefill_tokens:
+            programs["chunk"] = _export(model, methods, methods.prefill_tokens, None, 1)
+    else:
+        length = Dim("length", min=2, max=methods.prefill_tokens)
+        example = min(_EXAMPLE_TOKENS, methods.prefill_tokens)
+        programs["prefill"] = _export(model, methods, example, length, 1)
+    programs["decode"] = _export(model, methods, methods.decode_tokens, None, 0)
+    return programs
+
+
+def _export(model: Any, methods: Methods, count: int, length: Any, kept_logits: int) -> ExportedProgram:
+    device = next(model.parameters()).device
+    model.kept_logits = kept_logits
+    arguments = [
+        torch.ones(methods.batch, count, dtype=torch.int64, device=device),
+        torch.zeros(methods.batch, dtype=torch.int64, device=device),
+    ]
+    if methods.takes_padding:
+        arguments.append(torch.ones(methods.batch, methods.slots, dtype=torch.int64, device=device))
+    shapes = None if length is None else ({1: length}, *[None] * (len(arguments) - 1))
+    # The second way leaves checks that cannot be proven to the run.
+    failures = []
+    for deferred in (False, True):
+        try:
+            with traceable():
+                return torch.export.export(
+                    model,
+                    tuple(arguments),
+                    dynamic_shapes=shapes,
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=deferred,
+                )
+        except Exception as error:
+            failures.append(error)
+    raise ModelError(
+        f"{type(model).__name__} does not export with {'a length that is left open' if length else f'{count} tokens'}: "
+        f"{_place(failures[0])}{_first_line(failures[0])}. Tried: torch.export, and once more with its checks left to "
+        f"the run ({_first_line(failures[1])})"
+    ) from failures[0]
+
+
+def _place(error: BaseException) -> str:
+    """The line of the model's own code that stands in the way."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/modeling_" in frame.filename]
+    return f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].name}): " if frames else ""
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"

@@ -1,0 +1,49 @@
+"""Model types that were tried, and those that are known not to work.
+
+Each of TESTED gives transformers' own tokens in tests/models. A type that stands nowhere is refused unless you say that
+you want to try it: a model can keep state where nobody sees it, or count positions in its own way, and be wrong without
+a word.
+"""
+
+from __future__ import annotations
+
+import os
+
+from penstock.errors import ModelError
+
+UNTESTED_VARIABLE = "PENSTOCK_UNTESTED_MODEL"
+
+# fmt: off
+TESTED = frozenset({
+    "apertus", "arcee", "bamba", "biogpt", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3",
+    "diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "falcon", "falcon_h1", "falcon_mamba",
+    "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe", "gpt_bigcode", "gpt_neox",
+    "gpt_oss", "gpt2", "gptj", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "jamba",
+    "lfm2", "llama", "llama4_text", "mamba", "mamba2", "minimax_m2", "ministral", "mistral", "mixtral",
+    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
+})
+# fmt: on
+
+# Why not.
+REFUSED = {
+    "gpt_neo": "it masks its local layers by the number of keys, which is always the cache's length here",
+    "jetmoe": "it counts on the host how many tokens went to which expert, which cannot be exported",
+    "mpt": "it builds its mask from a length that must be known while it is traced",
+    "recurrent_gemma": "it keeps recurrent state in its modules, where Penstock cannot see it",
+    "rwkv": "it keeps its state in a form of its own, which is no cache of transformers",
+    "xglm": "it builds its positions from a length that must be known while it is traced",
+}
+
+# Their own code begins a recurrence anew with every call of more than one token.
+TOKEN_BY_TOKEN = frozenset({"jamba", "mamba", "falcon_mamba"})
+
+
+def check_family(model_type: str) -> None:
+    if model_type in REFUSED:
+        raise ModelError(f"models of the type {model_type!r} are not supported: {REFUSED[model_type]}")
+    if model_type not in TESTED and os.environ.get(UNTESTED_VARIABLE) != "1":
+        raise ModelError(
+            f"models of the type {model_type!r} were not tested with Penstock. To try one, set {UNTESTED_VARIABLE}=1, "
+            "and compare its tokens with transformers' own"
+        )

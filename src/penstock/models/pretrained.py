@@ -1,0 +1,214 @@
+"""penstock.from_pretrained: from a checkpoint of transformers to a model that runs inside a budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.budget import format_bytes
+from penstock.errors import BelowFloorError, ModelError
+from penstock.export.compile import compile_program, target_device, write_weights
+from penstock.export.offload import apply_weight_offload
+from penstock.models.building import build_on_meta, derived_buffers, model_dtype
+from penstock.models.conversion import converted
+from penstock.models.engine import Engine
+from penstock.models.export import export_methods
+from penstock.models.families import TOKEN_BY_TOKEN
+from penstock.models.folder import CheckpointFolder, open_checkpoint
+from penstock.models.language_model import attach
+from penstock.models.methods import Methods
+from penstock.models.shards import weights_key as shard_key
+from penstock.models.state_cache import StateCache, empty_cache
+from penstock.models.stateful import make_stateful
+from penstock.models.store import Store
+from penstock.program import read_program
+from penstock.runtime.module import Module
+from penstock.version import VERSION
+
+PROGRAM, WEIGHTS = "model.pt2", "model.ptd"
+DEFAULT_CACHE_LENGTH = 4096
+# Rows of a decode run: enough for a prompt lookup of the usual size, and few enough to cost a GPU nothing.
+DECODE_TOKENS = 8
+# The longest piece of a prompt. While it runs, weights cross the link once: long pieces are cheap, activations are not.
+PREFILL_TOKENS = 2048
+# Of a recurrent model, whose length torch.export fixes.
+CHUNK_TOKENS = 64
+# For activations, the CUDA context and torch's libraries.
+SPARE_BYTES = 1 << 30
+
+
+def from_pretrained(
+    name: str | os.PathLike[str],
+    budget: int | str | None = None,
+    *,
+    cache_length: int | None = None,
+    batch: int = 1,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    prefill_tokens: int | None = None,
+    inductor_configs: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Any:
+    """A causal language model of transformers, of its own class, whose weights stay within `budget` on the device.
+
+    name               a folder with config.json and .safetensors files, or a name such as "org/model" that transformers
+                       finds in its cache or on its hub
+    budget             device memory for weights, like "8GiB"; by default what is free
+    cache_length       how many tokens the KV cache holds (by default 4096, or fewer if the model was made for fewer)
+    batch              the most rows that run together: inputs times beams
+    device, dtype      where it runs and as what; by default the GPU, and what the checkpoint says
+    cache_dir          where programs and weights are kept (by default ~/.cache/penstock)
+    trust_remote_code  run Python code that comes with the checkpoint
+    prefill_tokens     the longest piece of a prompt that is run at once
+    inductor_configs   options of torch._inductor.config for compiling
+    quiet              print nothing to standard error
+    options            those of penstock.Module: policy, mode, calibration, cuda_graph, host_memory, ...
+    """
+    say = _silent if quiet else _to_standard_error
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    target = target_device(device)
+    kind = model_dtype(checkpoint.config, dtype)
+    model = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)
+    traced = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)
+    methods, state = _methods(checkpoint, traced, cache_length, batch, prefill_tokens)
+    store = Store(None if cache_dir is None else Path(cache_dir))
+
+    def make_program(folder: Path) -> None:
+        say(f"penstock: compiling {type(model).__name__} of {checkpoint.name} for {target}; this is done once")
+        begun_s = time.monotonic()
+        with warnings.catch_warnings():
+            # Raised inside torch while it copies a program.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+            programs = {each: apply_weight_offload(ep) for each, ep in export_methods(traced, methods).items()}
+            compile_program(programs, folder / PROGRAM, device=target, inductor_configs=inductor_configs)
+        say(f"penstock: compiled in {time.monotonic() - begun_s:.0f} s")
+
+    program_key = _program_key(checkpoint, methods, kind, target, inductor_configs)
+    program_path = store.entry("programs", program_key, make_program, say) / PROGRAM
+    program = read_program(program_path)
+
+    def make_weights(folder: Path) -> None:
+        store.require_space(program.weight_bytes)
+        say(f"penstock: writing {format_bytes(program.weight_bytes)} of weights to {store.folder}")
+        sources = [converted(model, checkpoint.tensors), _buffers(checkpoint, kind, trust_remote_code)]
+        write_weights(program, sources, folder / WEIGHTS)
+
+    weights_key = {**program_key, "shards": shard_key(checkpoint.shards), "identity": program.identity}
+    weights_path = store.entry("weights", weights_key, make_weights, say) / WEIGHTS
+
+    try:
+        module = Module(program_path, budget, weights=weights_path, device=device, quiet=quiet, **options)
+    except BelowFloorError as error:
+        raise _below_floor(error, program.state_bytes) from error
+    engine = Engine(
+        module,
+        methods,
+        name=type(model).__name__,
+        is_recurrent=state.is_recurrent,
+        has_experts=_has_experts(model),
+    )
+    _read_generation_config(model, checkpoint)
+    return attach(model, engine)
+
+
+def _methods(
+    checkpoint: CheckpointFolder, traced: Any, cache_length: int | None, batch: int, prefill_tokens: int | None
+) -> tuple[Methods, StateCache]:
+    """Sizes of the program. `traced` becomes the model that is traced."""
+    trained = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    length = min(trained or DEFAULT_CACHE_LENGTH, DEFAULT_CACHE_LENGTH) if cache_length is None else cache_length
+    if length < 2 or batch < 1 or (prefill_tokens is not None and prefill_tokens < 2):
+        raise ModelError(
+            f"cache_length is {length}, batch {batch} and prefill_tokens {prefill_tokens}; they must be at least 2, 1 "
+            "and 2"
+        )
+    if trained and length > trained:
+        raise ModelError(f"cache_length is {length}; {checkpoint.name} was made for up to {trained} positions")
+    is_recurrent = StateCache(empty_cache(traced.config, length, batch, torch.device("meta"))).is_recurrent
+    # Padding would move recurrent state, and wake further experts.
+    decode_tokens = 1 if is_recurrent or _has_experts(traced) else min(DECODE_TOKENS, length)
+    state = make_stateful(traced, slots=length + decode_tokens - 1, batch=batch)
+    if not state.scans:
+        longest = min(length, prefill_tokens or PREFILL_TOKENS)
+        return Methods(batch, length, decode_tokens, longest, takes_padding=not is_recurrent), state
+    longest = 0 if checkpoint.config.model_type in TOKEN_BY_TOKEN else min(length, prefill_tokens or CHUNK_TOKENS)
+    return Methods(batch, length, decode_tokens, longest, is_fixed=True, takes_padding=False), state
+
+
+def _has_experts(model: Any) -> bool:
+    return bool(model._can_set_experts_implementation())
+
+
+def _buffers(checkpoint: CheckpointFolder, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, torch.Tensor]:
+    return derived_buffers(checkpoint, dtype, trust_remote_code=trust_remote_code)
+
+
+def _program_key(
+    checkpoint: CheckpointFolder,
+    methods: Methods,
+    dtype: torch.dtype,
+    device: torch.device,
+    inductor_configs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Everything that a program depends on; also the code that comes with a checkpoint, by its configuration."""
+    from transformers import __version__ as transformers_version
+
+    config = checkpoint.config.to_dict()
+    config.pop("_name_or_path", None)
+    key = {
+        "model": checkpoint.model_class.__name__,
+        "from": checkpoint.name,
+        "config": json.loads(json.dumps(config, default=str, sort_keys=True)),
+        "methods": asdict(methods),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "machine": platform.machine(),
+        "torch": str(torch.__version__),
+        "transformers": transformers_version,
+        "penstock": VERSION,
+        "inductor_configs": {name: repr(value) for name, value in sorted((inductor_configs or {}).items())},
+    }
+    if device.type == "cuda":
+        key["gpu"] = torch.cuda.get_device_properties(device).name
+    return key
+
+
+def _read_generation_config(model: Any, checkpoint: CheckpointFolder) -> None:
+    """What the checkpoint says about generation; what the model's configuration says, where it has no such file."""
+    from transformers import GenerationConfig
+
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.name)
+    except OSError:
+        model.generation_config = GenerationConfig.from_model_config(checkpoint.config)
+
+
+def _below_floor(error: BelowFloorError, state_bytes: int) -> BelowFloorError:
+    floor_bytes = error.floor_bytes
+    return BelowFloorError(
+        f"{error}. The KV cache and other state take {format_bytes(state_bytes)} more on the device; with activations "
+        f"and torch's own, a GPU needs about {format_bytes(floor_bytes + state_bytes + SPARE_BYTES)} in all",
+        budget_bytes=error.budget_bytes,
+        floor_bytes=floor_bytes,
+    )
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass

@@ -1,0 +1,180 @@
+"""The KV cache and recurrent state of a language model as buffers of the model: what torch.export takes for state.
+
+transformers' models read and write a Cache. Here its tensors belong to the model, and every row of a batch has a place
+of its own: `start[b]` says where the tokens of row b go. Rows may therefore stand at different places.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from penstock.errors import ModelError
+
+
+class _Rows:
+    """An attention layer that keeps every position: the mask does the sliding, and no code branches on a length."""
+
+    start: Tensor
+    keys: Tensor
+    values: Tensor
+    is_initialized: bool
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)  # type: ignore[attr-defined]
+        batch, _heads, count, _size = key_states.shape
+        rows = torch.arange(batch, device=key_states.device)[:, None]
+        places = self.start[:, None] + torch.arange(count, device=key_states.device)
+        self.keys[rows, :, places] = key_states.transpose(1, 2)
+        self.values[rows, :, places] = value_states.transpose(1, 2)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Tensor:
+        """Of each row; models that count positions by it are given positions instead."""
+        return self.start
+
+
+class AttentionLayer(_Rows, StaticLayer):
+    def __init__(self, slots: int, *, is_sliding: bool = False) -> None:
+        super().__init__(max_cache_len=slots)
+        self.is_sliding = is_sliding
+
+
+class HybridLayer(_Rows, LinearAttentionAndStaticFullAttentionLayer):
+    def __init__(self, slots: int, *, number_of_states: int, is_sliding: bool = False) -> None:
+        super().__init__(max_cache_len=slots, number_of_states=number_of_states)
+        self.is_sliding = is_sliding
+
+
+def _own(layer: Any, slots: int) -> Any:
+    """Our layer for one of transformers'."""
+    kind = type(layer)
+    if kind is StaticLayer or kind is StaticSlidingWindowLayer:
+        return AttentionLayer(slots, is_sliding=kind is StaticSlidingWindowLayer)
+    hybrid = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
+    if kind in hybrid:
+        return HybridLayer(slots, number_of_states=layer.number_of_states, is_sliding=kind is hybrid[1])
+    if kind is LinearAttentionLayer:
+        return layer
+    raise ModelError(f"its cache has layers of the kind {kind.__name__}, which Penstock does not know")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of one layer."""
+
+    layer: int
+    field: str  # an attribute of the layer
+    number: int | None = None  # of a state, where the attribute is a table of them
+
+    @property
+    def name(self) -> str:
+        return f"cache_{self.layer}_{self.field}" + ("" if self.number is None else f"_{self.number}")
+
+    def read(self, layers: Sequence[Any]) -> Tensor:
+        value = getattr(layers[self.layer], self.field)
+        tensor: Tensor = value if self.number is None else value[self.number]
+        return tensor
+
+    def write(self, layers: Sequence[Any], tensor: Tensor) -> None:
+        if self.number is None:
+            setattr(layers[self.layer], self.field, tensor)
+        else:
+            getattr(layers[self.layer], self.field)[self.number] = tensor
+
+
+class StateCache:
+    """A model's cache after one forward: which tensors it has, and how to give it others."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._layers = cache.layers
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(_slots(self._layers))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers run over every token they are given, padding too, and cannot go back. Attention can be kept
+        from seeing what is padding, or was taken back; a convolution or a recurrence cannot."""
+        return any(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
+
+    @property
+    def scans(self) -> bool:
+        """Whether a layer goes through the tokens in a loop, whose length torch.export fixes. Known after a forward."""
+        return any(any(getattr(each, "is_recurrent_states_initialized", {}).values()) for each in self._layers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {slot.name: slot.read(self._layers) for slot in self.slots}
+
+    def filled(self, tensors: Sequence[Tensor], start: Tensor) -> Cache:
+        """A cache that holds these tensors, in the order of `slots`, and goes on from `start` in each row."""
+        layers = []
+        for layer in self._layers:
+            fresh = copy.copy(layer)
+            for name, value in vars(layer).items():
+                if isinstance(value, dict):
+                    setattr(fresh, name, dict(value))
+            if isinstance(fresh, _Rows):
+                fresh.start = start
+            if isinstance(fresh, LinearAttentionLayer):
+                # Zeros are what there is before the first token: with them, going on and beginning are the same.
+                fresh.has_previous_state = dict.fromkeys(fresh.has_previous_state, True)
+            layers.append(fresh)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            slot.write(layers, tensor)
+        return _RowCache(layers, start)
+
+    def read(self, cache: Cache) -> list[Tensor]:
+        return [slot.read(cache.layers) for slot in self.slots]
+
+
+class _RowCache(Cache):
+    def __init__(self, layers: list[Any], start: Tensor) -> None:
+        super().__init__(layers=layers)
+        self._start = start
+
+    def get_query_offset(self, layer_idx: int = 0) -> Tensor:
+        return self._start
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self._start
+
+
+def empty_cache(config: Any, slots: int, batch: int, device: torch.device) -> Cache:
+    """For the first forward, in which layers learn their shapes."""
+    made = StaticCache(config=config, max_cache_len=slots)
+    layers = [_own(layer, slots) for layer in made.layers]
+    start = torch.zeros(batch, dtype=torch.int64, device=device)
+    for layer in layers:
+        if isinstance(layer, _Rows):
+            layer.start = start
+    return _RowCache(layers, start)
+
+
+def _slots(layers: Sequence[Any]) -> Iterator[Slot]:
+    for number, layer in enumerate(layers):
+        if isinstance(layer, _Rows) and layer.is_initialized:
+            yield Slot(number, "keys")
+            yield Slot(number, "values")
+        if isinstance(layer, LinearAttentionLayer):
+            for field in ("conv_states", "recurrent_states"):
+                for state, tensor in getattr(layer, field).items():
+                    if tensor is not None:
+                        yield Slot(number, field, state)
