@@ -20,10 +20,14 @@ PREFIX = "penstock-held-"
 
 
 class TemporaryFolder:
-    """Removed at the end of its `with`, by remove(), or with the last reference."""
+    """Removed at the end of its `with`, by remove(), or with the last reference.
 
-    def __init__(self, purpose: str) -> None:
-        base = Path(tempfile.gettempdir()).absolute()
+    It lies in `base`, or else where the system has temporary files. Whoever renames what was made in it needs it on the
+    file system of the new name.
+    """
+
+    def __init__(self, purpose: str, base: Path | None = None) -> None:
+        base = Path(tempfile.gettempdir() if base is None else base).absolute()
         sweep(base)
         self.path, lock = _make(base, purpose)
         self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
