@@ -15,10 +15,20 @@ from penstock.version import VERSION as __version__
 if TYPE_CHECKING:
     from penstock.export.compile import Compiled, compile
     from penstock.export.offload import apply_weight_offload
+    from penstock.models.pretrained import from_pretrained
     from penstock.module import Module
     from penstock.program import read_program
 
-__all__ = ["Compiled", "Module", "PenstockError", "__version__", "apply_weight_offload", "compile", "read_program"]
+__all__ = [
+    "Compiled",
+    "Module",
+    "PenstockError",
+    "__version__",
+    "apply_weight_offload",
+    "compile",
+    "from_pretrained",
+    "read_program",
+]
 
 # Imported when first used: reading a file's index or its metadata needs no torch, and torch takes seconds to import.
 _HOMES = {
@@ -26,6 +36,7 @@ _HOMES = {
     "Module": "penstock.module",
     "apply_weight_offload": "penstock.export.offload",
     "compile": "penstock.export.compile",
+    "from_pretrained": "penstock.models.pretrained",
     "read_program": "penstock.program",
 }
 

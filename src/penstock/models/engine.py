@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.errors import InputError, ModelError
 from penstock.models.methods import Methods, pieces
+from penstock.models.store import Store
 from penstock.models.token_cache import TokenCache
 from penstock.runtime.module import Module
 
@@ -28,16 +29,24 @@ class _Mask:
 
 
 class Engine:
-    def __init__(self, module: Module, methods: Methods, *, name: str, is_recurrent: bool, has_experts: bool) -> None:
+    def __init__(
+        self, module: Module, methods: Methods, *, name: str, is_recurrent: bool, has_experts: bool, store: Store
+    ) -> None:
         self.module = module
         self.methods = methods
         self.name = name
         self.is_recurrent = is_recurrent
         self.has_experts = has_experts
+        # Kept for as long as its files are used.
+        self._store = store
         # Tokens that were asked for, and runs that it took: with a speculation, fewer.
         self.tokens_run = 0
         self._holder: weakref.ref[TokenCache] | None = None
         self._mask: _Mask | None = None
+
+    def close(self) -> None:
+        self.module.close()
+        self._store.close()
 
     def begin(self, cache: TokenCache) -> None:
         """The state is this cache's from now on, and empty."""

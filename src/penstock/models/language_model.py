@@ -155,7 +155,7 @@ class OnPenstock:
         self._engine.module.set_budget(budget)
 
     def close(self) -> None:
-        self._engine.module.close()
+        self._engine.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotCopyableError(f"{self._engine.name} is loaded and cannot be copied or pickled; load it once more")

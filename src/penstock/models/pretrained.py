@@ -119,6 +119,7 @@ def from_pretrained(
         name=type(model).__name__,
         is_recurrent=state.is_recurrent,
         has_experts=_has_experts(model),
+        store=store,
     )
     _read_generation_config(model, checkpoint)
     return attach(model, engine)
