@@ -11,7 +11,7 @@ SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test test-all test-random test-torch lint types unit slow mutations browser gate fuzz soak native wheel clean
+.PHONY: demo test test-all test-models test-random test-torch lint types unit slow mutations browser gate fuzz soak native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -20,7 +20,7 @@ demo: $(VENV)/.runtime
 test: browser lint types unit gate
 
 # And what takes minutes by itself.
-test-all: test slow
+test-all: test test-models slow
 
 # The properties with other examples than those of every run; a failure prints how to have it again.
 test-random: $(VENV)/.dev
@@ -34,11 +34,15 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not models"
+
+# Language models of transformers: every family exported, more than ten compiled, and transformers' own generate() on them.
+test-models: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist load -m models -x tests/models tests/cli
 
 # Ends at the first failure: where there is a limit of time behind it, none must be lost.
 slow: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow -x
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not models" -x
 
 # Of these: faults put into the core one at a time; each must be noticed.
 mutations: $(VENV)/.dev

@@ -221,10 +221,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, *, meta: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def build(family: str, *, meta: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **FAMILIES[family])
+    config = AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
