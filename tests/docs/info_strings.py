@@ -34,6 +34,7 @@ READ_AS: dict[tuple[str, str], str] = {
     ("docs/cli.md", '{"error": {"class"'): "text",
     ("docs/cli.md", "penstock export [MODULE:FUNCTION]"): "text",
     ("docs/cli.md", "penstock run model.pt2 --inputs inputs.pt [--budget"): "text",
+    ("docs/cli.md", "penstock cache list [--cache-dir DIR]"): "text",
 }
 
 

@@ -252,6 +252,10 @@ _GRAMMAR: Mapping[str, tuple[tuple[Value, ...], Mapping[str, Value | None]]] = {
         (_file(".pt2"),),
         {"--weights": _WEIGHTS, "--inputs": _INPUTS, "--method": _METHOD, "--seed": _NUMBER, "--no-run": None},
     ),
+    "cache": (
+        (_one_of("list", "clear", "nope", "", *_HOSTILE),),
+        {"--cache-dir": _file(".folder", ".pt2"), "--programs": None, "--weights": None, "--yes": None},
+    ),
     "bench": ((_one_of("--small", "x", "--layers", *_HOSTILE),), {"--out": _output(".folder"), "--layers": _NUMBER}),
 }
 # Without these little is reached.
@@ -365,6 +369,8 @@ def _called(rng: random.Random, line: list[str], here: Path) -> tuple[int, str, 
         with ExitStack() as stack:
             stack.enter_context(patch("penstock.cli.doctor_checks.ask_child", side_effect=rng.choice(answers)))
             stack.enter_context(patch("penstock.cli.bench.subprocess.run", return_value=suite))
+            # Not the cache of whoever runs this.
+            stack.enter_context(patch.dict(os.environ, {"PENSTOCK_CACHE_DIR": str(here / "no cache")}))
             streams = stack.enter_context(_captured())
             code = main(line)
         stdout, stderr = streams

@@ -473,9 +473,9 @@ def test_list(store: Store, maker: Maker) -> None:
     assert found[0].nbytes == sum(path.stat().st_size for path in first.iterdir()) > 13
     maker.entry(store)
     assert store.list()[0].used_s > 2000, "the use was recorded"
-    (first / "key.json").write_text('{"model": NaN}')
-    (second / "key.json").write_text('{"model":1e999}')
-    assert [entry.key for entry in store.list()] == [None, None, {"no": "model"}]
+    for damaged in ('{"model":1e999}', '{"model":"another"}', '{"model":' + "[" * 600 + "]" * 600 + "}", "{", "\ud800"):
+        (first / "key.json").write_bytes(damaged.encode(errors="surrogatepass"))
+        assert [entry.key for entry in store.list()] == [None, {"model": "other"}, {"no": "model"}]
 
 
 def test_clear(store: Store, maker: Maker) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from penstock.cli.bench import bench
+from penstock.cli.cache import cache
 from penstock.cli.doctor import doctor
 from penstock.cli.exit_codes import INTERNAL, NOBODY_READS, OK, exit_code
 from penstock.cli.export import export
@@ -38,7 +39,7 @@ def penstock() -> None:
     """Runs a PyTorch model whose weights do not fit in GPU memory inside a byte budget."""
 
 
-for command in (doctor, export, inspect, plan, run, verify, bench):
+for command in (doctor, export, inspect, plan, run, verify, cache, bench):
     penstock.add_command(command)
 
 

@@ -42,15 +42,19 @@ def canonical(key: Mapping[str, Any]) -> str:
     return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def entry_name(key_text: str) -> str:
+    """Of the folder of an entry. Should two keys ever share it, the key in the folder tells them apart."""
+    return hashlib.sha256(key_text.encode()).hexdigest()[:32]
+
+
 def read_key(folder: Path) -> dict[str, Any] | None:
-    """The key that the entry was made for; None where it cannot be read."""
+    """The key that the entry was made for; None where it cannot be read, or is not the one of this folder."""
     try:
         text = _read_text(folder / KEY_FILE)
-        key = json.loads(text)
-        # Whatever is not as canonical() writes it was not written by seal(), and may hold what JSON has no word for.
-        return key if isinstance(key, dict) and canonical(key) == text else None
+        key = json.loads(text) if entry_name(text) == folder.name else None
     except (OSError, ValueError, RecursionError):
         return None
+    return key if isinstance(key, dict) else None
 
 
 def seal(folder: Path, key_text: str) -> None:

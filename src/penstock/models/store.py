@@ -10,7 +10,6 @@ An entry is whole or absent: it is made in a temporary folder beside its place, 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from penstock.models.cache_folder import check_private, make_private, writing
 from penstock.models.entries import Entry, files_bytes, read_entry
 from penstock.models.entry_lock import entry_lock
 from penstock.models.leases import Leases, unused
-from penstock.models.manifest import canonical, fault, read_key, seal, sync_folder
+from penstock.models.manifest import canonical, entry_name, fault, read_key, seal, sync_folder
 from penstock.printable import printable
 from penstock.temporary import PREFIX, TemporaryFolder, sweep
 
@@ -56,8 +55,7 @@ class Store:
         why an entry that was there is made again.
         """
         key_text = canonical(key)
-        name = hashlib.sha256(key_text.encode()).hexdigest()[:32]
-        place = self._kind_folder(kind) / name
+        place = self._kind_folder(kind) / entry_name(key_text)
         for folder in (self.folder, place.parent, self._lock_path(place).parent):
             make_private(folder)
         # Most of the time it is there, and nobody needs to wait for anybody.
