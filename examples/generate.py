@@ -1,11 +1,9 @@
 """Text generation inside a budget: prefill and decode methods, a KV cache, and a sampling loop to copy.
 
     python -m examples.generate --budget 64MiB --tokens 24 --temperature 0.8 --top-k 40
-    python -m examples.generate --checkpoint FOLDER --prompt "Once upon a time" --budget 8GiB --kv-device-bytes 1GiB
 
-Without a checkpoint the model is a small decoder with random weights, and the prompt is numbers. A checkpoint is a
-folder with config.json and safetensors files of a Llama; transformers builds it without values, and its weights go from
-the files into the .ptd. With a tokenizer.json in the folder the prompt is text.
+The model is a small decoder of our own with random weights, and the prompt is numbers. For a checkpoint of transformers
+use `penstock.from_pretrained` or `penstock generate`: this shows what goes on below them.
 
 With --kv-device-bytes the KV cache takes at most that much of the device: what does not fit lies in host memory, where
 attention reads it.
@@ -19,15 +17,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
 import penstock
 from examples.decoder import DecoderConfig, build, export, methods
-from examples.host_cache import HostCachedDecoder, host_cached_llama
+from examples.host_cache import HostCachedDecoder
 from penstock.budget import format_bytes, parse_bytes
 from penstock.program import Program
 
@@ -87,68 +84,15 @@ def export_decoder(max_len: int, kv_device_bytes: int | None = None) -> dict[str
     return {name: export(case) for name, case in methods(config, module=split).items()}
 
 
-def export_llama(
-    folder: Path, max_len: int, kv_device_bytes: int | None = None
-) -> tuple[dict[str, ExportedProgram], list[Any]]:
-    """The two methods of a Llama without values, and where its weights come from."""
-    # Here, because the decoder above needs no transformers.
-    from transformers import AutoConfig, LlamaForCausalLM, StaticCache
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    class CachedLlama(LlamaForCausalLM):
-        """A Llama that owns its cache. A subclass, so that names are those of the checkpoint."""
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.cache = StaticCache(config=config, max_cache_len=max_len)
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            self.cache.early_initialization(1, config.num_key_value_heads, head_dim, self.dtype, self.device)
-            for index, layer in enumerate(self.cache.layers):
-                self.register_buffer(f"k_cache_{index}", layer.keys, persistent=False)
-                self.register_buffer(f"v_cache_{index}", layer.values, persistent=False)
-
-        def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-            for index, layer in enumerate(self.cache.layers):
-                layer.keys, layer.values = getattr(self, f"k_cache_{index}"), getattr(self, f"v_cache_{index}")
-                # The cache counts for itself how full it is; here the caller's positions say it.
-                layer.cumulative_length = positions[0].clone()
-            out = super().forward(input_ids=input_ids, position_ids=positions[None], past_key_values=self.cache)
-            return out.logits[:, -1]
-
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        if kv_device_bytes is None:
-            model = CachedLlama._from_config(config, dtype=config.dtype or torch.float32).eval().requires_grad_(False)
-        else:
-            model = host_cached_llama(config, max_len, kv_device_bytes)
-    seq = Dim("seq", min=2, max=max_len)
-    shapes = {"prefill": (8, ({1: seq}, {0: seq})), "decode": (1, None)}
-    programs = {}
-    for name, (count, dynamic) in shapes.items():
-        arguments = (torch.zeros(1, count, dtype=torch.int64), torch.arange(count))
-        arguments = tuple(argument.to("meta") for argument in arguments)
-        with torch.no_grad():
-            programs[name] = torch.export.export(model, arguments, dynamic_shapes=dynamic)
-    # Not in a checkpoint, because they follow from the configuration.
-    frequencies = {"model.rotary_emb.inv_freq": LlamaRotaryEmbedding(config).inv_freq}
-    return programs, [folder, frequencies]
-
-
-def compile_model(
-    checkpoint: Path | None, max_len: int, path: Path, device: str, kv_device_bytes: int | None = None
-) -> penstock.Compiled:
-    if checkpoint is None:
-        programs, weights = export_decoder(max_len, kv_device_bytes), None
-    else:
-        programs, weights = export_llama(checkpoint, max_len, kv_device_bytes)
+def compile_model(max_len: int, path: Path, device: str, kv_device_bytes: int | None = None) -> penstock.Compiled:
+    programs = export_decoder(max_len, kv_device_bytes)
     offloaded = {name: penstock.apply_weight_offload(program) for name, program in programs.items()}
-    return penstock.compile(offloaded, path, device=device, weights=weights, overwrite=True)
+    return penstock.compile(offloaded, path, device=device, overwrite=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, help="a folder with a Llama as safetensors")
-    parser.add_argument("--prompt", help="text if the checkpoint has a tokenizer.json, else numbers such as '1 2 3'")
+    parser.add_argument("--prompt", default="1 2 3 4", help="numbers, such as '1 2 3'")
     parser.add_argument("--budget", help="device memory for weights, such as 64MiB (default: automatic)")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
@@ -160,23 +104,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # Raised inside torch while it copies a program, and by compile: a cache on meta starts as zeros, which it should.
+    # Raised inside torch while it copies a program.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*starts as zeros", category=UserWarning)
 
-    tokenizer = None
-    if arguments.checkpoint is not None and (arguments.checkpoint / "tokenizer.json").exists():
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
-    if tokenizer is None:
-        prompt = [int(number) for number in (arguments.prompt or "1 2 3 4").split()]
-    else:
-        prompt = tokenizer(arguments.prompt or "Once upon a time")["input_ids"]
-    stop = frozenset() if tokenizer is None or tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-
+    prompt = [int(number) for number in arguments.prompt.split()]
     path = arguments.out / "model.pt2"
-    result = compile_model(arguments.checkpoint, arguments.max_len, path, arguments.device, arguments.kv_device_bytes)
+    result = compile_model(arguments.max_len, path, arguments.device, arguments.kv_device_bytes)
     with penstock.Module(result.program_path, budget=arguments.budget) as module:
         started = time.perf_counter()
         made = list(
@@ -187,11 +120,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 temperature=arguments.temperature,
                 top_k=arguments.top_k,
                 seed=arguments.seed,
-                stop=stop,
             )
         )
         seconds = time.perf_counter() - started
-        print(" ".join(map(str, made)) if tokenizer is None else tokenizer.decode([*prompt, *made]))
+        print(" ".join(map(str, made)))
         print(
             f"{len(made) / seconds:.1f} tokens/s in {format_bytes(module.budget_bytes)} of "
             f"{format_bytes(module.weight_bytes)}, {format_bytes(module.last_run.bytes_streamed)} streamed for the last"

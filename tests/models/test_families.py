@@ -13,7 +13,9 @@ from penstock.models.export import export_methods
 from penstock.models.families import REFUSED, TESTED, TOKEN_BY_TOKEN, UNTESTED_VARIABLE, check_family
 from penstock.models.methods import Methods
 from penstock.models.stateful import make_stateful, traceable
+from tests.docs.pages import read_page
 from tests.models.families import FAMILIES, build
+from tests.models.test_generation import COMPILED
 
 BATCH, LENGTH, TOKENS = 2, 40, 14
 # Of the deviation of the logits, in float32: order of sums, and nothing else.
@@ -25,6 +27,23 @@ def test_families_and_refusals_are_all_tried() -> None:
     assert not TESTED & set(REFUSED)
     assert len(TESTED) >= 40
     assert TOKEN_BY_TOKEN <= TESTED
+
+
+def test_the_page_lists_what_was_tried() -> None:
+    """docs/models.md: compiled ones, exported ones, and every refusal with its reason."""
+    text = read_page("docs/models.md")
+    rows = {
+        cells[0]: cells[1]
+        for line in text.splitlines()
+        if len(cells := [c.strip() for c in line.split("|")[1:-1]]) == 2
+    }
+    compiled = set(rows["compiled, and generated with at the floor and above"].split(", "))
+    assert compiled == {"llama", *COMPILED}
+    assert compiled | set(rows["exported"].split(", ")) == TESTED
+    for family, reason in REFUSED.items():
+        said = next(value for key, value in rows.items() if family in key.split(", "))
+        assert said.startswith("refused: "), family
+        assert reason in said or "," in next(key for key in rows if family in key.split(", "))
 
 
 def test_what_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +12,10 @@ import torch
 from examples import generate as example
 from examples.decoder import build
 from examples.generate import generate, sample
-from examples.host_cache import HostCachedDecoder, host_cached_llama
+from examples.host_cache import HostCachedDecoder
 
 import penstock
 from penstock.budget import format_bytes
-from penstock.export.catalog import build_catalog
 from tests.runtime.modules import DECODER
 
 PROMPT = [5, 17, 200, 3, 9]
@@ -177,71 +174,3 @@ def test_a_compiled_decoder_with_a_cache_on_both_sides(
         position = len(PROMPT) + 8
         logits = module.run_method("decode", torch.tensor([[plain_tokens[8]]]), torch.tensor([position]))
         assert int(logits[0].argmax()) == plain_tokens[9]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as transformers writes it, random, with a tokenizer of words that are numbers."""
-    transformers = pytest.importorskip("transformers")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    from tests.zoo.hf import LLAMA_SMALL
-
-    folder = tmp_path_factory.mktemp("llama")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(**{**LLAMA_SMALL, "num_hidden_layers": 1})
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(WordLevel({f"w{n}": n for n in range(config.vocab_size)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.slow
-def test_a_llama_from_its_checkpoint(llama: Path, tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    text = io.StringIO()
-    words = ["--prompt", "w7 w21 w3", "--tokens", "8", "--temperature", "0", "--max-len", "32", "--budget", "1GiB"]
-    with redirect_stdout(text):
-        example.main(["--checkpoint", str(llama), "--out", str(tmp_path), "--device", "cpu", *words])
-    model = LlamaForCausalLM.from_pretrained(llama).eval()
-    with torch.no_grad():
-        wanted = model.generate(torch.tensor([[7, 21, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
-    assert " ".join(f"w{token}" for token in wanted) in text.getvalue().splitlines()
-    with penstock.Module(tmp_path / "model.pt2", budget="1GiB", quiet=True) as module:
-        floor_bytes = module.floor_bytes
-        assert {state.shape[2] for state in module.program.states} == {32}
-    with penstock.Module(tmp_path / "model.pt2", budget=floor_bytes, quiet=True) as module:
-        assert list(generate(module, [7, 21, 3], tokens=8, temperature=0)) == wanted[3:]
-        assert module.stats().bytes_streamed > 0
-
-
-def test_a_llama_with_a_cache_on_both_sides(llama: Path) -> None:
-    """The model that is exported, with values: what it generates, and that it exports without them."""
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    plain = LlamaForCausalLM.from_pretrained(llama).eval()
-    with torch.no_grad():
-        wanted = plain.generate(torch.tensor([[7, 21, 3]]), max_new_tokens=8, do_sample=False)[0].tolist()
-    with torch.random.fork_rng(devices=[]):
-        model = host_cached_llama(AutoConfig.from_pretrained(llama), 32, 4096)
-    assert model.load_state_dict(plain.state_dict()).missing_keys == []
-    assert 0 < model.cache.device_bytes <= 4096 < model.cache.device_bytes + model.cache.host_bytes
-    given, found = [7, 21, 3], [7, 21, 3]
-    for _ in range(8):
-        positions = torch.arange(len(found) - len(given), len(found))
-        with torch.no_grad():
-            given = [int(model(torch.tensor([given]), positions)[0].argmax())]
-        found += given
-    assert found == wanted
-    programs, _ = example.export_llama(llama, 32, 4096)
-    offloaded = {name: penstock.apply_weight_offload(ep) for name, ep in programs.items()}
-    states = build_catalog(offloaded).states
-    assert {state.name: (state.host, state.nbytes) for state in states.values()} == {
-        "cache.device_kv_0": (False, model.cache.device_bytes),
-        "cache.host_kv_0": (True, model.cache.host_bytes),
-    }

@@ -106,7 +106,12 @@ def from_pretrained(
         sources = [converted(model, checkpoint.tensors), _buffers(checkpoint, kind, trust_remote_code)]
         write_weights(program, sources, folder / WEIGHTS)
 
-    weights_key = {**program_key, "shards": shard_key(checkpoint.shards), "identity": program.identity}
+    weights_key = {
+        **program_key,
+        "model": checkpoint.name,
+        "shards": shard_key(checkpoint.shards),
+        "identity": program.identity,
+    }
     weights_path = store.entry("weights", weights_key, make_weights, say) / WEIGHTS
 
     try:
@@ -171,7 +176,6 @@ def _program_key(
     config.pop("_name_or_path", None)
     key = {
         "model": checkpoint.model_class.__name__,
-        "from": checkpoint.name,
         "config": json.loads(json.dumps(config, default=str, sort_keys=True)),
         "methods": asdict(methods),
         "dtype": str(dtype).removeprefix("torch."),
