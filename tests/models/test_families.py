@@ -12,6 +12,7 @@ from penstock.errors import ModelError
 from penstock.models.export import export_methods
 from penstock.models.families import REFUSED, TESTED, TOKEN_BY_TOKEN, UNTESTED_VARIABLE, check_family
 from penstock.models.methods import Methods
+from penstock.models.state_cache import layer_kinds
 from penstock.models.stateful import make_stateful, traceable
 from tests.docs.pages import read_page
 from tests.models.families import FAMILIES, build
@@ -66,9 +67,11 @@ def _stateful(family: str) -> tuple[Any, Any, Methods]:
     reference, model = build(family), build(family)
     model.load_state_dict(reference.state_dict())
     state = make_stateful(model, slots=LENGTH, batch=BATCH)
-    longest = (0 if family in TOKEN_BY_TOKEN else 4) if state.scans else 16
+    kinds = layer_kinds(model.config)
+    assert kinds.scans == any(slot.field == "recurrent_states" for slot in state.slots)
+    longest = (0 if family in TOKEN_BY_TOKEN else 4) if kinds.scans else 16
     # No padding behind decoded tokens here, so that the cache has the slots that it was made with.
-    methods = Methods(BATCH, LENGTH, 1, longest, is_fixed=state.scans, takes_padding=not state.is_recurrent)
+    methods = Methods(BATCH, LENGTH, 1, longest, is_fixed=kinds.scans, takes_padding=not kinds.is_recurrent)
     return reference, model, methods
 
 

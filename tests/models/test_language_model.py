@@ -173,12 +173,11 @@ def test_a_forward_gives_every_logit(model: Any, reference: Any) -> None:
     assert torch.allclose(model(ids, logits_to_keep=3).logits, want[:, -3:], atol=1e-4)
 
 
-def test_lookup_changes_no_bit_and_saves_runs(model: Any) -> None:
-    """A text that repeats itself: candidates are right again and again."""
+def test_lookup_changes_no_bit(model: Any) -> None:
+    """Also with more candidates than a run has rows. test_generation.py shows that it saves runs."""
     ids = _ids(6).repeat(1, 4)
     found = {}
     for lookup in (None, 3, 10):
-        before = model.stats().runs
         found[lookup] = model.generate(
             ids,
             max_new_tokens=20,
@@ -187,10 +186,8 @@ def test_lookup_changes_no_bit_and_saves_runs(model: Any) -> None:
             return_dict_in_generate=True,
             output_scores=True,
         )
-        runs = model.stats().runs - before
         assert torch.equal(found[lookup].sequences, found[None].sequences)
         assert all(torch.equal(a, b) for a, b in zip(found[lookup].scores, found[None].scores, strict=True))
-        assert runs <= 20
 
 
 def test_a_cropped_cache_goes_on_as_if_nothing_had_been(model: Any) -> None:

@@ -118,10 +118,12 @@ def compile_program(
     *,
     device: str | torch.device | None = None,
     inductor_configs: Mapping[str, Any] | None = None,
+    compile_with: Callable[[str, ExportedProgram], CompiledMethod] | None = None,
 ) -> Program:
     """The program without its weights, which write_weights writes for as many checkpoints as fit it.
 
-    Its states start as zeros: they are non-persistent buffers, whose values no checkpoint has.
+    Its states start as zeros: they are non-persistent buffers, whose values no checkpoint has. `compile_with` gives
+    methods that were compiled elsewhere, with the same options.
     """
     check_torch_version(str(torch.__version__))
     methods = named_methods(programs)
@@ -134,7 +136,7 @@ def compile_program(
         if stored:
             raise ProgramError(f"state must be non-persistent buffers, and {_listed(stored)} are not")
         states = {name: replace(state, init="zeros") for name, state in catalog.states.items()}
-        made = _make(methods, catalog, states, target, None, options, split_linear=False)
+        made = _make(methods, catalog, states, target, None, options, split_linear=False, compile_with=compile_with)
     with partial_file(program_path, len(made.packed)) as file:
         file.write(0, made.packed)
         file.publish()
@@ -182,13 +184,19 @@ def _make(
     budget_bytes: int | None,
     options: Mapping[str, Any],
     split_linear: bool,
+    compile_with: Callable[[str, ExportedProgram], CompiledMethod] | None = None,
 ) -> _Made:
     names = state_names(methods)
     if split_linear:
         _require_linear(methods, target, names)
     check_toolchain()
     with TemporaryFolder("compile") as folder:
-        compiled, device_bytes_after = _compile_methods(methods, target, names, catalog, folder, options, split_linear)
+        if compile_with is None:
+            compiled, device_bytes_after = _compile_methods(
+                methods, target, names, catalog, folder, options, split_linear
+            )
+        else:
+            compiled, device_bytes_after = [compile_with(name, ep) for name, ep in methods.items()], {}
         program, floor = _program(compiled, catalog, states, target, budget_bytes)
         packed = pack_program(program, {c.method.name: c.files for c in compiled})
     return _Made(program, packed, floor, device_bytes_after)

@@ -29,7 +29,7 @@ def build_on_meta(checkpoint: CheckpointFolder, dtype: torch.dtype, *, trust_rem
     """As from_pretrained builds it, with all its tensors on meta."""
     with torch.device("meta"):
         model = _build(checkpoint, dtype, trust_remote_code)
-    _keep_precision(model, dtype)
+    _place(model, dtype)
     return model.eval()
 
 
@@ -39,17 +39,20 @@ def _build(checkpoint: CheckpointFolder, dtype: torch.dtype, trust_remote_code: 
     return checkpoint.model_class.from_config(checkpoint.config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def _keep_precision(model: Any, dtype: torch.dtype) -> None:
-    """Some models keep some tensors in float32 whatever their dtype, and transformers loads them so."""
+def _place(model: Any, dtype: torch.dtype) -> None:
+    """Everything on meta, whatever device its code named. And some models keep some tensors in float32 whatever their
+    dtype: transformers loads them so."""
     plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     for path, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
+                if tensor is None:
+                    continue
                 full = f"{path}.{name}" if path else name
-                for pattern, kept in plan.items():
-                    if tensor is not None and re.search(pattern.replace("*", r"\d+"), full):
-                        cast = tensor.detach().to(kept)
-                        table[name] = nn.Parameter(cast, requires_grad=False) if table is module._parameters else cast
+                kept = next((k for p, k in plan.items() if re.search(p.replace("*", r"\d+"), full)), tensor.dtype)
+                if tensor.device.type != "meta" or tensor.dtype != kept:
+                    placed = tensor.detach().to("meta", kept)
+                    table[name] = nn.Parameter(placed, requires_grad=False) if table is module._parameters else placed
 
 
 def derived_buffers(

@@ -16,18 +16,18 @@ from penstock.models.stateful import traceable
 _EXAMPLE_TOKENS = 11
 
 
-def export_methods(model: Any, methods: Methods) -> dict[str, ExportedProgram]:
-    """Of a model that make_stateful has turned."""
-    programs: dict[str, ExportedProgram] = {}
-    if methods.is_fixed:
-        if methods.prefill_tokens:
-            programs["chunk"] = _export(model, methods, methods.prefill_tokens, None, 1)
-    else:
-        length = Dim("length", min=2, max=methods.prefill_tokens)
-        example = min(_EXAMPLE_TOKENS, methods.prefill_tokens)
-        programs["prefill"] = _export(model, methods, example, length, 1)
-    programs["decode"] = _export(model, methods, methods.decode_tokens, None, 0)
-    return programs
+def export_methods(model: Any, methods: Methods, only: str | None = None) -> dict[str, ExportedProgram]:
+    """Of a model that make_stateful has turned: all methods, or one."""
+    return {name: _export_one(model, methods, name) for name in methods.names if only in (None, name)}
+
+
+def _export_one(model: Any, methods: Methods, name: str) -> ExportedProgram:
+    if name == "decode":
+        return _export(model, methods, methods.decode_tokens, None, 0)
+    if name == "chunk":
+        return _export(model, methods, methods.prefill_tokens, None, 1)
+    length = Dim("length", min=2, max=methods.prefill_tokens)
+    return _export(model, methods, min(_EXAMPLE_TOKENS, methods.prefill_tokens), length, 1)
 
 
 def _export(model: Any, methods: Methods, count: int, length: Any, kept_logits: int) -> ExportedProgram:

@@ -25,6 +25,12 @@ class Methods:
     takes_padding: bool = True
 
     @property
+    def names(self) -> tuple[str, ...]:
+        if not self.prefill_tokens:
+            return ("decode",)
+        return ("chunk" if self.is_fixed else "prefill", "decode")
+
+    @property
     def slots(self) -> int:
         """Of the cache: padding of a last decode run goes behind the last position."""
         return self.cache_length + self.decode_tokens - 1

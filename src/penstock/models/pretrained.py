@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,19 +16,18 @@ import torch
 
 from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, ModelError
-from penstock.export.compile import compile_program, target_device, write_weights
-from penstock.export.offload import apply_weight_offload
+from penstock.export.compile import target_device, write_weights
 from penstock.models.building import build_on_meta, derived_buffers, model_dtype
+from penstock.models.compiling import compile_recipe
 from penstock.models.conversion import converted
 from penstock.models.engine import Engine
-from penstock.models.export import export_methods
 from penstock.models.families import TOKEN_BY_TOKEN
 from penstock.models.folder import CheckpointFolder, open_checkpoint
 from penstock.models.language_model import attach
 from penstock.models.methods import Methods
+from penstock.models.recipe import Recipe
 from penstock.models.shards import weights_key as shard_key
-from penstock.models.state_cache import StateCache, empty_cache
-from penstock.models.stateful import make_stateful
+from penstock.models.state_cache import layer_kinds
 from penstock.models.store import Store
 from penstock.program import read_program
 from penstock.runtime.module import Module
@@ -82,18 +80,15 @@ def from_pretrained(
     target = target_device(device)
     kind = model_dtype(checkpoint.config, dtype)
     model = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)
-    traced = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)
-    methods, state = _methods(checkpoint, traced, cache_length, batch, prefill_tokens)
+    methods, is_recurrent = _methods(checkpoint, model, cache_length, batch, prefill_tokens)
     store = Store(None if cache_dir is None else Path(cache_dir))
+
+    recipe = Recipe(checkpoint.name, kind, methods, target, trust_remote_code, dict(inductor_configs or {}))
 
     def make_program(folder: Path) -> None:
         say(f"penstock: compiling {type(model).__name__} of {checkpoint.name} for {target}; this is done once")
         begun_s = time.monotonic()
-        with warnings.catch_warnings():
-            # Raised inside torch while it copies a program.
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-            programs = {each: apply_weight_offload(ep) for each, ep in export_methods(traced, methods).items()}
-            compile_program(programs, folder / PROGRAM, device=target, inductor_configs=inductor_configs)
+        compile_recipe(recipe, folder / PROGRAM, say)
         say(f"penstock: compiled in {time.monotonic() - begun_s:.0f} s")
 
     program_key = _program_key(checkpoint, methods, kind, target, inductor_configs)
@@ -122,7 +117,7 @@ def from_pretrained(
         module,
         methods,
         name=type(model).__name__,
-        is_recurrent=state.is_recurrent,
+        is_recurrent=is_recurrent,
         has_experts=_has_experts(model),
         store=store,
     )
@@ -131,9 +126,9 @@ def from_pretrained(
 
 
 def _methods(
-    checkpoint: CheckpointFolder, traced: Any, cache_length: int | None, batch: int, prefill_tokens: int | None
-) -> tuple[Methods, StateCache]:
-    """Sizes of the program. `traced` becomes the model that is traced."""
+    checkpoint: CheckpointFolder, model: Any, cache_length: int | None, batch: int, prefill_tokens: int | None
+) -> tuple[Methods, bool]:
+    """Sizes of the program; and whether the model has layers that cannot go back."""
     trained = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
     length = min(trained or DEFAULT_CACHE_LENGTH, DEFAULT_CACHE_LENGTH) if cache_length is None else cache_length
     if length < 2 or batch < 1 or (prefill_tokens is not None and prefill_tokens < 2):
@@ -143,15 +138,16 @@ def _methods(
         )
     if trained and length > trained:
         raise ModelError(f"cache_length is {length}; {checkpoint.name} was made for up to {trained} positions")
-    is_recurrent = StateCache(empty_cache(traced.config, length, batch, torch.device("meta"))).is_recurrent
+    layers = layer_kinds(model.config)
     # Padding would move recurrent state, and wake further experts.
-    decode_tokens = 1 if is_recurrent or _has_experts(traced) else min(DECODE_TOKENS, length)
-    state = make_stateful(traced, slots=length + decode_tokens - 1, batch=batch)
-    if not state.scans:
+    decode_tokens = 1 if layers.is_recurrent or _has_experts(model) else min(DECODE_TOKENS, length)
+    if not layers.scans:
         longest = min(length, prefill_tokens or PREFILL_TOKENS)
-        return Methods(batch, length, decode_tokens, longest, takes_padding=not is_recurrent), state
+        return Methods(
+            batch, length, decode_tokens, longest, takes_padding=not layers.is_recurrent
+        ), layers.is_recurrent
     longest = 0 if checkpoint.config.model_type in TOKEN_BY_TOKEN else min(length, prefill_tokens or CHUNK_TOKENS)
-    return Methods(batch, length, decode_tokens, longest, is_fixed=True, takes_padding=False), state
+    return Methods(batch, length, decode_tokens, longest, is_fixed=True, takes_padding=False), True
 
 
 def _has_experts(model: Any) -> bool:

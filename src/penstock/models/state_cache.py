@@ -22,9 +22,13 @@ from transformers.cache_utils import (
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
+    get_layer_types_and_kwargs,
 )
 
 from penstock.errors import ModelError
+
+# Layers without attention that keep no recurrent state: a convolution's few last inputs, or nothing.
+_WITHOUT_LOOP = ("conv", "moe", "mlp")
 
 
 class _Rows:
@@ -76,6 +80,24 @@ def _own(layer: Any, slots: int) -> Any:
 
 
 @dataclass(frozen=True)
+class LayerKinds:
+    """What a configuration says about its cache, without a forward."""
+
+    # Whether layers run over every token they are given, padding too, and cannot go back. Attention can be kept from
+    # seeing what is padding, or was taken back; a convolution or a recurrence cannot.
+    is_recurrent: bool
+    # Whether some go through the tokens in a loop, whose length torch.export fixes.
+    scans: bool
+
+
+def layer_kinds(config: Any) -> LayerKinds:
+    types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    layers = StaticCache(config=config, max_cache_len=2).layers
+    linear = [kind for kind, layer in zip(types, layers, strict=True) if isinstance(layer, LinearAttentionLayer)]
+    return LayerKinds(bool(linear), any(kind not in _WITHOUT_LOOP for kind in linear))
+
+
+@dataclass(frozen=True)
 class Slot:
     """One tensor of one layer."""
 
@@ -108,17 +130,6 @@ class StateCache:
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
         return tuple(_slots(self._layers))
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether layers run over every token they are given, padding too, and cannot go back. Attention can be kept
-        from seeing what is padding, or was taken back; a convolution or a recurrence cannot."""
-        return any(isinstance(layer, LinearAttentionLayer) for layer in self._layers)
-
-    @property
-    def scans(self) -> bool:
-        """Whether a layer goes through the tokens in a loop, whose length torch.export fixes. Known after a forward."""
-        return any(any(getattr(each, "is_recurrent_states_initialized", {}).values()) for each in self._layers)
 
     def tensors(self) -> dict[str, Tensor]:
         return {slot.name: slot.read(self._layers) for slot in self.slots}

@@ -13,7 +13,7 @@ from transformers.exporters.utils import apply_patches
 
 from penstock.errors import ModelError
 from penstock.models.row_masks import row_masks
-from penstock.models.state_cache import StateCache, empty_cache
+from penstock.models.state_cache import StateCache, empty_cache, layer_kinds
 
 # Tokens of the forward in which the cache learns its shapes.
 _FEW = 4
@@ -59,7 +59,11 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
     with traceable():
         ids = torch.ones(batch, _FEW, dtype=torch.int64, device=device)
         start = torch.zeros(batch, dtype=torch.int64, device=device)
-        mask = torch.ones(batch, slots, dtype=torch.int64, device=device) if not state.is_recurrent else None
+        mask = (
+            torch.ones(batch, slots, dtype=torch.int64, device=device)
+            if not layer_kinds(model.config).is_recurrent
+            else None
+        )
         call(model, ids, start, mask, cache, 1)
     if not state.slots:
         raise ModelError(f"{base.__name__} keeps its state elsewhere than in a cache, where Penstock cannot see it")
