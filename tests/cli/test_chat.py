@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -182,6 +183,28 @@ def test_a_checkpoint_without_a_template_is_refused(cli: Cli, tmp_path: Path, mo
     assert told.code == 6 and "chat_template.jinja" in told.stderr and "penstock generate" in told.stderr
 
 
+def test_the_second_ctrl_c_drops_the_answer(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program goes on, and what was said before is still there."""
+    model = scripted(folder)
+    forward, lines = model.forward, iter(["hello there", "how are you", "go on", None])
+
+    def read_line() -> str | None:
+        text = next(lines)
+        model.forward = stuck if text == "how are you" else forward
+        return text
+
+    def stuck(*arguments: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(penstock, "from_pretrained", lambda *arguments, **options: model, raising=False)
+    monkeypatch.setattr("penstock.cli.chat._read_line", read_line)
+    told = cli("chat", folder, "--json")
+    assert told.code == 0 and "The answer was dropped" in told.stderr
+    assert [message["content"] for message in told.document["messages"]] == ["hello there", SCRIPT, "go on", SCRIPT]
+    assert model.closed
+
+
 # ------------------------------------------------------------------------------------------------------- the KV cache
 
 
@@ -250,7 +273,7 @@ def test_no_room(folder: Path) -> None:
 
 
 def test_an_answer_that_fills_the_cache(folder: Path) -> None:
-    talk, model, tokenizer = conversation(folder, cache_length=10**6)
+    talk, model, _ = conversation(folder, cache_length=10**6)
     room = len(talk.token_ids([{"role": "user", "content": "hello there"}])) + 3
     model.cache_length = room
     found = turn(talk, "hello there")

@@ -21,10 +21,10 @@ from transformers import (
 
 from penstock.cli.checkpoint_size import CheckpointSize
 from penstock.cli.children import ChildFailure
-from tests import zoo
+from penstock.plan.pages import soft_page_bytes
 from tests.cli.conftest import Cli
 from tests.harness import compiled, offloaded
-from tests.zoo.hf import LLAMA_SMALL
+from tests.zoo import hf
 
 TINY = dict(
     hidden_size=64,
@@ -117,12 +117,14 @@ def test_experts() -> None:
     assert size_of(FAMILIES["llama"]).experts is None
 
 
+@pytest.mark.slow
 def test_the_floor_beside_that_of_a_compiled_program(tmp_path: Path) -> None:
-    """It is an estimate: what the compiler fuses is not known. Of a plain decoder it is near."""
-    case = zoo.hf.llama()
-    program = compiled(tmp_path, offloaded(case.model, case.args, case.dynamic_shapes)).program
-    size = size_of(LlamaConfig(**LLAMA_SMALL, tie_word_embeddings=False))
-    assert size.floor(1).floor_bytes == pytest.approx(program.floor_bytes, rel=0.1)
+    """It is an estimate: what the compiler fuses is not known. Of a plain decoder it is near. (Of a mixture it was 19%
+    above: there the compiler read experts by row.)"""
+    case = hf.llama()
+    program = compiled(tmp_path, offloaded(case.module, case.args, case.dynamic_shapes)).program
+    size = size_of(LlamaConfig(**hf.LLAMA_SMALL, tie_word_embeddings=False))
+    assert size.floor(soft_page_bytes(size.weight_bytes)).floor_bytes == pytest.approx(program.floor_bytes, rel=0.05)
 
 
 @pytest.fixture

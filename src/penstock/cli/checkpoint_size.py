@@ -94,7 +94,7 @@ class CheckpointSize:
         )
 
     def floor(self, page_bytes: int) -> Floor:
-        """As plan/floor.py has it, for one step per matrix in the order of the modules. The compiler's may be others."""
+        """As plan/floor.py has it, with one step per matrix in the order of the modules. The compiler's may differ."""
         schedules, weights = stand_ins([self.schedule], self.weights, read_directly_by_default)
         return floor_bytes(schedules, weights, granularity_bytes=page_bytes)
 

@@ -12,17 +12,21 @@ from penstock.errors import CheckpointError, InputError
 
 
 class Conversation:
-    """`messages` as the chat template takes them. They and the cache change together, and only when a turn succeeded."""
+    """`messages` as the chat template takes them. They change only when a turn has succeeded."""
 
     def __init__(self, transformers: ModuleType, model: Any, tokenizer: Any, max_new_tokens: int | None) -> None:
         self._transformers = transformers
         self._model = model
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
+        self._cache: Any = None
+        # The tokens that the cache holds.
+        self._held: list[int] = []
+        self.messages: list[dict[str, str]] = []
         self.reset()
 
     def reset(self) -> None:
-        self.messages: list[dict[str, str]] = []
+        self.messages = []
         self._drop_cache()
 
     @property
@@ -58,7 +62,7 @@ class Conversation:
 
     def is_full(self, found: Answer) -> bool:
         """Whether the answer ended because there was no more room."""
-        return len(found.ids) >= self._model.cache_length
+        return len(found.ids) >= int(self._model.cache_length)
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         try:
@@ -94,6 +98,6 @@ class Conversation:
 
     def _drop_cache(self) -> None:
         # Two caches may be more than the device has room for.
-        self._cache: Any = None
-        self._held: list[int] = []
+        self._cache = None
+        self._held = []
         self._cache = self._model.new_cache()

@@ -26,6 +26,8 @@ _DEFAULT_LENGTH = 4096
 _SHORTEST_LENGTH, _LONGEST_LENGTH = 2048, 32768
 # Activations are counted for a prompt that is read in pieces of this many tokens.
 _PROMPT_PIECE = 512
+# Beyond these, quotients leave what a float can hold.
+_GB_PER_S = FiniteRange(min=1e-6, max=1e6)
 _COMMON_GPUS_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 
 
@@ -94,10 +96,8 @@ class EstimateReport:
 @click.argument("folder", type=click.Path(path_type=Path))
 @bytes_option("--gpu-memory", help="Of the GPU that is asked about, which need not be here: 12GiB.")
 @click.option("--cache-length", type=click.IntRange(min=1), help="Tokens in the KV cache. Default: 4096 at most.")
-@click.option("--link-gb-per-s", type=FiniteRange(min=0, min_open=True), help="Default: measured, if there is a GPU.")
-@click.option(
-    "--memory-gb-per-s", type=FiniteRange(min=0, min_open=True), help="Of the GPU's memory: it limits what fits, too."
-)
+@click.option("--link-gb-per-s", type=_GB_PER_S, help="Default: measured, if there is a GPU.")
+@click.option("--memory-gb-per-s", type=_GB_PER_S, help="Of the GPU's memory: it limits what fits, too.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that the checkpoint brings.")
 @json_option
@@ -224,10 +224,12 @@ def _lengths(longest: int | None, wanted: int) -> list[int]:
 def _activation_bytes(size: CheckpointSize, length: int) -> int:
     """What the widest layer and the logits take. The compiler finds out exactly."""
     config: Any = size.text_config
-    hidden = getattr(config, "hidden_size", 0)
+    hidden = getattr(config, "hidden_size", None) or 0
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     rows = min(length, _PROMPT_PIECE)
-    return int(rows * (6 * hidden + 2 * inner) * size.dtype.itemsize + 2 * 4 * config.vocab_size)
+    return int(
+        rows * (6 * hidden + 2 * inner) * size.dtype.itemsize + 2 * 4 * (getattr(config, "vocab_size", None) or 0)
+    )
 
 
 def _gpu(memory_bytes: int, cache_bytes: int, activation_bytes: int, floor_bytes: int) -> GpuRow:
@@ -278,9 +280,7 @@ def _budget(size: CheckpointSize, what: str, budget_bytes: int, link: float, mem
 
     read, experts = size.read_bytes, size.experts
     resident_s = 0.0 if memory is None else read / memory
-    seconds = lower_bound_s(
-        weight_bytes=read, budget_bytes=budget_bytes, resident_s=resident_s, link_bytes_per_s=link
-    )
+    seconds = lower_bound_s(weight_bytes=read, budget_bytes=budget_bytes, resident_s=resident_s, link_bytes_per_s=link)
     routed_s: float | None = None
     if experts is not None:
         dense = read - experts.nbytes
@@ -315,7 +315,10 @@ def _show(to: Console, report: EstimateReport) -> None:
     ]
     facts(to, f"{report.folder}: {report.model}", rows)
     table(
-        to, "\nKV cache", (">tokens", ">bytes", ""), [(row.length, row.nbytes, short_bytes(row.nbytes)) for row in report.cache]
+        to,
+        "\nKV cache",
+        (">tokens", ">bytes", ""),
+        [(row.length, row.nbytes, short_bytes(row.nbytes)) for row in report.cache],
     )
     _show_budgets(to, report)
     _show_gpu(to, report)

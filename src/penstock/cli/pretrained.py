@@ -127,7 +127,8 @@ def load_model(
 
     import penstock
 
-    return penstock.from_pretrained(  # type: ignore[attr-defined]  # the function is being written
+    load: Any = penstock.from_pretrained
+    return load(
         folder,
         budget,
         cache_length=cache_length,
