@@ -11,7 +11,7 @@ import penstock.cli.main as main_file
 from tests.cli.conftest import write_metadata
 from tests.runtime.programs import a_program
 
-SLOW = ("torch", "numpy", "executorch", "tqdm", "matplotlib", "safetensors")
+SLOW = ("torch", "numpy", "executorch", "tqdm", "matplotlib", "safetensors", "transformers")
 
 # Counts what commands add to a bare interpreter, by the first part of its name.
 COUNT = """

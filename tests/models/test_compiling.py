@@ -91,15 +91,23 @@ def test_a_process_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(process.poll() is not None for process in started), "none outlives the failure"
 
 
-def test_what_does_not_export_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module and the line of the model's own code."""
+def _asks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def _counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if x.shape[1] == 4 or x.shape[1] % 2 else x[:, : torch._C.missing]
+
+
+@pytest.mark.parametrize(("forward", "text"), [(_asks, "does not run with a cache"), (_counts, "does not export with")])
+def test_what_stands_in_the_way_is_told_with_its_line(
+    forward: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and the line of the model's own code."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return x if x.sum() > 0 else -x
-
-    forward.__code__ = forward.__code__.replace(co_filename="/somewhere/modeling_llama.py")
-    monkeypatch.setattr(LlamaMLP, "forward", forward)
     folder = save_checkpoint("llama", tmp_path / "checkpoint", num_hidden_layers=1)
-    with pytest.raises(ModelError, match=r"does not export with .*modeling_llama.py, line \d+ \(forward\)"):
+    monkeypatch.setattr(forward, "__code__", forward.__code__.replace(co_filename="/somewhere/modeling_llama.py"))
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    with pytest.raises(ModelError, match=rf"{text} .*modeling_llama.py, line \d+ \({forward.__name__}\)"):
         _recipe(folder).exported("decode")

@@ -243,6 +243,11 @@ class Doctor:
         return Line("disk", "pass", found)
 
 
+def measured_link_bytes_per_s() -> float:
+    """From pinned memory, in a child. ChildFailure: how it could not be measured."""
+    return float(ask_child(_LINK, timeout_s=_TIMEOUT_S)["bytes_per_s"])
+
+
 def _tried(name: str, code: str, remedy: str, judge: Callable[[dict[str, Any]], Line], failed: Status = "fail") -> Line:
     try:
         return judge(ask_child(code, timeout_s=_DRIVER_TIMEOUT_S if name == "driver" else _TIMEOUT_S))

@@ -12,9 +12,12 @@ import click
 
 from penstock.cli.bench import bench
 from penstock.cli.cache import cache
+from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
+from penstock.cli.estimate import estimate
 from penstock.cli.exit_codes import INTERNAL, NOBODY_READS, OK, exit_code
 from penstock.cli.export import export
+from penstock.cli.generate import generate
 from penstock.cli.inspect import inspect
 from penstock.cli.interrupt import interruptible
 from penstock.cli.output import flush_stdout, print_json, printable_lines
@@ -39,7 +42,7 @@ def penstock() -> None:
     """Runs a PyTorch model whose weights do not fit in GPU memory inside a byte budget."""
 
 
-for command in (doctor, export, inspect, plan, run, verify, cache, bench):
+for command in (doctor, estimate, generate, chat, export, inspect, plan, run, verify, cache, bench):
     penstock.add_command(command)
 
 

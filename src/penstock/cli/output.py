@@ -86,6 +86,13 @@ def flush_stdout() -> None:
         sys.stdout.flush()
 
 
+def write_stdout(text: str) -> None:
+    """Text that comes in pieces, each of which is wanted at once."""
+    with _writing_to_stdout():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
 @contextmanager
 def _writing_to_stdout() -> Iterator[None]:
     try:

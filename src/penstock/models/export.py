@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.export import Dim, ExportedProgram
 
 from penstock.errors import ModelError
 from penstock.models.methods import Methods
+from penstock.models.source_line import first_line, place
 from penstock.models.stateful import traceable
 
 # What torch.export traces an open length with: not 1, which it would take for fixed, nor a size that occurs elsewhere.
@@ -56,17 +56,6 @@ def _export(model: Any, methods: Methods, count: int, length: Any, kept_logits: 
             failures.append(error)
     raise ModelError(
         f"{type(model).__name__} does not export with {'a length that is left open' if length else f'{count} tokens'}: "
-        f"{_place(failures[0])}{_first_line(failures[0])}. Tried: torch.export, and once more with its checks left to "
-        f"the run ({_first_line(failures[1])})"
+        f"{place(failures[0])}{first_line(failures[0])}. Tried: torch.export, and once more with its checks left to "
+        f"the run ({first_line(failures[1])})"
     ) from failures[0]
-
-
-def _place(error: BaseException) -> str:
-    """The line of the model's own code that stands in the way."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/modeling_" in frame.filename]
-    return f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].name}): " if frames else ""
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"

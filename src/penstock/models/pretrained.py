@@ -195,6 +195,8 @@ def _read_generation_config(model: Any, checkpoint: CheckpointFolder) -> None:
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.name)
     except OSError:
         model.generation_config = GenerationConfig.from_model_config(checkpoint.config)
+    # Some checkpoints name a cache of transformers; the cache is Penstock's.
+    model.generation_config.cache_implementation = None
 
 
 def _below_floor(error: BelowFloorError, state_bytes: int) -> BelowFloorError:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers.exporters.utils import apply_patches
 
-from penstock.errors import ModelError
+from penstock.errors import ModelError, PenstockError
 from penstock.models.row_masks import row_masks
+from penstock.models.source_line import first_line, place
 from penstock.models.state_cache import StateCache, empty_cache, layer_kinds
 
 # Tokens of the forward in which the cache learns its shapes.
@@ -64,7 +65,14 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
             if not layer_kinds(model.config).is_recurrent
             else None
         )
-        call(model, ids, start, mask, cache, 1)
+        try:
+            call(model, ids, start, mask, cache, 1)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{base.__name__} does not run with a cache of fixed length: {place(error)}{first_line(error)}"
+            ) from error
     if not state.slots:
         raise ModelError(f"{base.__name__} keeps its state elsewhere than in a cache, where Penstock cannot see it")
     for name, tensor in state.tensors().items():

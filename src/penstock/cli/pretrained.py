@@ -1,0 +1,152 @@
+"""What `generate` and `chat` share: options, and a checkpoint's tokenizer and model as they say."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import click
+
+from penstock.cli.units import FiniteRange
+from penstock.errors import CheckpointError, InputError, PenstockError
+
+_INSTALL = "pip install penstock[transformers]"
+_OLDEST = (5, 17)
+DTYPES = ("bfloat16", "float16", "float32")
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def model_options(command: Decorated) -> Decorated:
+    for option in reversed(
+        (
+            click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: auto."),
+            click.option("--cache-length", type=click.IntRange(min=1), help="Tokens that the KV cache has room for."),
+            click.option("--device", help="cuda, cuda:1 or cpu. Default: a GPU if there is one."),
+            click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's."),
+            click.option("--cache-dir", type=click.Path(path_type=Path), help="Where compiled programs are kept."),
+            click.option("--trust-remote-code", is_flag=True, help="Run Python code that the checkpoint brings."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Decorated) -> Decorated:
+    for option in reversed(
+        (
+            click.option("--temperature", type=FiniteRange(min=0), help="0 is the same as --greedy."),
+            click.option("--top-k", type=click.IntRange(min=1), help="Draw among so many likeliest tokens."),
+            click.option("--top-p", type=FiniteRange(min=0, max=1, min_open=True), help="Draw among this share."),
+            click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The same draws each time."),
+            click.option("--greedy", is_flag=True, help="Always the likeliest token."),
+            click.option("--prompt-lookup", type=click.IntRange(min=1), help="Guess so many tokens from the prompt."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """As the options say. What none of them says is left to the checkpoint's generation_config."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    greedy: bool = False
+    prompt_lookup: int | None = None
+
+    def __post_init__(self) -> None:
+        drawn = {"--temperature": self.temperature, "--top-k": self.top_k, "--top-p": self.top_p}
+        given = [name for name, value in drawn.items() if value is not None]
+        if self.greedy and given:
+            raise click.UsageError(f"--greedy draws nothing, so {given[0]} says nothing; give one of them")
+        if self.temperature == 0 and len(given) > 1:
+            raise click.UsageError(f"--temperature 0 draws nothing, so {given[1]} says nothing; give one of them")
+
+    def arguments(self) -> dict[str, Any]:
+        """For generate(). Beams cannot be streamed, so there is one."""
+        found: dict[str, Any] = {"num_beams": 1}
+        if self.greedy or self.temperature == 0:
+            found["do_sample"] = False
+        else:
+            drawn = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            given = {name: value for name, value in drawn.items() if value is not None}
+            found |= {"do_sample": True, **given} if given else {}
+        if self.prompt_lookup is not None:
+            found["prompt_lookup_num_tokens"] = self.prompt_lookup
+        return found
+
+
+def import_transformers(command: str) -> ModuleType:
+    """The package, told to keep its warnings to itself: each would be a line in the middle of an answer."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise PenstockError(f"`penstock {command}` needs transformers ({error}): {_INSTALL}") from error
+    version = importlib.metadata.version("transformers")
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
+        wanted = ".".join(map(str, _OLDEST))
+        raise PenstockError(f"transformers is {version}, and must be {wanted} or newer: {_INSTALL}")
+    transformers.logging.set_verbosity_error()
+    found: ModuleType = transformers
+    return found
+
+
+def check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder of a checkpoint, with its config.json")
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is not the folder of a checkpoint")
+
+
+def load_tokenizer(transformers: ModuleType, folder: Path, trust_remote_code: bool) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a damaged file makes any of a dozen
+        raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+
+
+def load_model(
+    folder: Path,
+    *,
+    budget: str | None,
+    cache_length: int | None,
+    device: str | None,
+    dtype: str | None,
+    cache_dir: Path | None,
+    trust_remote_code: bool,
+) -> Any:
+    import torch
+
+    import penstock
+
+    load: Any = penstock.from_pretrained
+    return load(
+        folder,
+        budget,
+        cache_length=cache_length,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        cache_dir=cache_dir,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def check_text(text: str, source: str) -> str:
+    """Half a surrogate pair stands for a byte that is no UTF-8, and no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{source} is not UTF-8 at character {error.start}") from error
+    return text
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
