@@ -48,6 +48,7 @@ PACKAGE, BUDGET, BELOW_FLOOR, OPTION, MISSING_WEIGHT, BUILD, INPUT, CORE, CODE, 
 )
 INTERNAL, INVALID_ARGUMENT, NO_MEMORY, INVALID_PROGRAM = 0x01, 0x12, 0x21, 0x23
 PAGE = 4096
+MOST_FILE_BYTES = 64 << 20
 BUDGET_OPTION, CAP_OPTION, DEVICE_OPTION = (
     *("weight_offload_budget", "weight_offload_host_memory_cap"),
     "weight_offload_device",
@@ -615,4 +616,6 @@ def main(path: Path, arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # A mutant may write without end: not into more than this.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     main(Path(sys.argv[1]), sys.argv[2:])
