@@ -44,9 +44,9 @@ test-models: $(VENV)/.dev
 slow: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not models" -x
 
-# Of these: faults put into the core one at a time; each must be noticed.
+# Of these: faults put into the core and the delegate one at a time; each must be noticed.
 mutations: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest tests/runtime/test_mutations.py
+	$(TEST_ENV) $(BIN)/python -m pytest tests/runtime/test_mutations.py tests/executorch/test_mutations.py
 
 # Whether the tests of reports in a real browser will run.
 browser: $(VENV)/.dev

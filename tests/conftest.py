@@ -19,6 +19,7 @@ SLOW_FILES = (
     "direct/test_emulated_kernel.py",  # compiles the kernel for an emulator, once for each fault
     "direct/test_kernel_compiles.py",  # with nvcc and NVRTC, for each architecture
     "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
+    "executorch/test_mutations.py",  # builds the delegate with every fault in it, and plays all plays against each
     "export/test_low_memory.py",  # exports models of half a gigabyte; `make gate` holds the same limit
     "runtime/test_mutations.py",  # builds the core with every fault in it, and plays all scenarios against each
     "runtime/test_sanitizers.py",  # builds it with sanitizers

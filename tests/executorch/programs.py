@@ -28,6 +28,8 @@ from tests.runtime.modules import DECODER, PROMPT, Chain
 WIDTH = 96
 ROWS = 32
 FIRST_CALLS = 5.0
+TWIN_WIDTH = 64
+TWIN_ROWS = 512
 # ExecuTorch's own Python bindings are compiled against this torch; its C++ runtime, which ours stand on, knows none.
 STOCK_PYTHON = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="executorch 1.5's bindings are for torch 2.13"
@@ -69,6 +71,35 @@ class Hazards(nn.Module):
         return y, written.sum(0), self.table, self.table.t(), x @ self.table
 
 
+class Twin(nn.Module):
+    """Whole numbers, and few: sums are exact in whatever order, so a compiled run is an eager one to the bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(TWIN_WIDTH, TWIN_WIDTH, bias=number == 0) for number in range(6))
+        for number, weight in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            weight.data = torch.randint(-1, 2, weight.shape, generator=generator).float()
+        self.register_buffer("calls", torch.full((4,), FIRST_CALLS))
+
+
+class Wide(Twin):
+    """Two inputs that must agree on a size that is nobody's: compiled code fails inside where they do not."""
+
+    def forward(self, x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+        h = mix @ self.layers[1](self.layers[0](x))
+        return self.layers[3](self.layers[2](h)), (x > 0).sum(-1)
+
+
+class Narrow(Twin):
+    """Weights of the other one's in another order, weights of its own, and state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        h = self.layers[4](self.layers[3](x))
+        return self.layers[0](self.layers[5](h)) + self.calls.sum()
+
+
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
@@ -92,11 +123,21 @@ def decoder() -> dict[str, ExportedProgram]:
     return {name: offloaded(case.module, case.args, case.dynamic_shapes) for name, case in cases.items()}
 
 
+def twin() -> dict[str, ExportedProgram]:
+    rows = Dim("rows", min=2, max=TWIN_ROWS)
+    inputs = (torch.ones(3, TWIN_WIDTH), torch.ones(3, 3))
+    return {
+        "wide": offloaded(Wide(), inputs, ({0: rows}, {0: rows, 1: rows})),
+        "narrow": offloaded(Narrow(), (torch.ones(1, TWIN_WIDTH),)),
+    }
+
+
 PROGRAMS: Mapping[str, Callable[[], dict[str, ExportedProgram]]] = {
     "chain": chain,
     "split": split,
     "decoder": decoder,
     "hazards": hazards,
+    "twin": twin,
 }
 
 

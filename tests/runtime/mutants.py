@@ -1,10 +1,10 @@
-"""The core's sources with many small faults in them, of which one at a time is switched on.
+"""Sources with many small faults in them, of which one at a time is switched on.
 
 All mutants are one build: every place that can go wrong asks whether it is its turn (`penstock_mutant`). So hundreds of
 them cost one compilation, and a fork each.
 
 What is done to the code: calls that order or time things are left out, moved behind the next work of the host's, given
-another event or another stream; conditions are taken for true and for false.
+another event or another stream; conditions are taken for true and for false. What else, Rules say.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ CONDITION = re.compile(r"\bif \(")
 # A condition that only refuses: what happens without it is for the tests of refusals to say.
 REFUSAL = re.compile(r"\s*\{?\s*(?:throw|return fail\(|fail\()")
 ELAPSED = re.compile(r"\bdriver_\.elapsed_ns\(")
+LOCK = re.compile(r"\bstd::lock_guard<std::mutex> (\w+)\((.*)\);\n")
+GOES_ON = re.compile(r"(?:&&|\|\||[^=!<>]=)\n$")
+# What decides outside of an `if`: a bool that is declared, and the condition of a choice between two values.
+DECLARED = re.compile(r"\bbool \w+ = ")
+CHOICE = re.compile(r"(?:(?<![=!<>])= |\breturn |, )(?=[^,;]* \? )")
 FUNCTION = re.compile(r"^\S.*?(?:\w+::)+(~?\w+)\(")
 FREE_FUNCTION = re.compile(r"^(?:static |inline )?[\w:<>*& ]+? (\w+)\([^;]*$")
+CLASS = re.compile(r"^class (\w+)")
 DECLARES = re.compile(r"^(?:const )?[\w:]+(?:<[^=]*>)?[&*]? ?[&*]?\w+ = ")
 
 # By the event in a call, what else could stand there.
@@ -109,6 +115,21 @@ namespace penstock_executorch { namespace mutants = penstock::mutants; }
 
 
 @dataclass(frozen=True)
+class Rules:
+    """What is done to sources besides what is done to all."""
+
+    # Calls that are left out.
+    calls: re.Pattern[str] = OWN_CALL
+    # Conditions that only refuse are taken for false, too: the plays say what is then refused no more.
+    refusals: bool = False
+    # Each part of a condition is left out, other decisions than `if` go wrong, and locks are not taken.
+    parts: bool = False
+
+
+CORE = Rules()
+
+
+@dataclass(frozen=True)
 class Mutant:
     number: int
     file: str
@@ -120,9 +141,10 @@ class Mutant:
 class Mutated:
     """Sources with all of their mutants, numbered from 1."""
 
-    def __init__(self, folder: Path, files: Sequence[str], skipped: Container[str] = ()) -> None:
+    def __init__(self, folder: Path, files: Sequence[str], skipped: Container[str] = (), rules: Rules = CORE) -> None:
         self.mutants: list[Mutant] = []
         self._skipped = skipped
+        self._rules = rules
         changed = {file: self._mutate(file, (folder / file).read_text()) for file in files}
         self.texts = {file: f'#include "mutants.h"\n{text}' for file, text in changed.items()}
         self.texts |= {"mutants.h": HEADER, "mutants.cpp": SELECTOR}
@@ -140,14 +162,14 @@ class Mutated:
         for line in text.splitlines(keepends=True):
             at += len(line)
             if not line[0].isspace():
-                found = FUNCTION.match(line) or FREE_FUNCTION.match(line)
+                found = FUNCTION.match(line) or FREE_FUNCTION.match(line) or CLASS.match(line)
                 if found:
                     function = found[1]
                 lines.append(line)
                 continue
             # A statement may take several lines: up to where its parentheses are closed.
             joined += line
-            if _depth(joined) > 0:
+            if _depth(joined) > 0 or (self._rules.parts and GOES_ON.search(line)):
                 continue
             mutable = function and function not in self._skipped
             lines.append(self._statement(file, function, joined, text[at:]) if mutable else joined)
@@ -157,8 +179,8 @@ class Mutated:
     def _statement(self, file: str, function: str, text: str, following: str) -> str:
         code = text.split("//")[0] if text.count("\n") == 1 else text
         out, at = "", 0
-        for begin, end, kind in _places(code):
-            refuses = REFUSAL.match(code[end + 1 :] + following) is not None
+        for begin, end, kind in _places(code, self._rules):
+            refuses = kind == "condition" and REFUSAL.match(code[end + 1 :] + following) is not None
             out += text[at:begin] + self._changed(file, function, kind, code[begin:end], refuses)
             at = end
         return out + text[at:]
@@ -168,9 +190,17 @@ class Mutated:
         if kind == "condition":
             yes = self._number(file, function, f"if ({flat}) taken for true")
             out = f"{yes} ? true : "
-            if not refuses:
+            if not refuses or self._rules.refusals:
                 out += f"{self._number(file, function, f'if ({flat}) taken for false')} ? false : "
-            return f"{out}static_cast<bool>({text})"
+            return f"{out}static_cast<bool>({self._parts(file, function, text)})"
+        if kind == "decision":
+            out = f"({self._number(file, function, f'{flat} taken for true')} ? true : "
+            out += f"{self._number(file, function, f'{flat} taken for false')} ? false : "
+            return f"{out}static_cast<bool>({self._parts(file, function, text)}))"
+        if kind == "lock":
+            name, of = LOCK.match(text + "\n").groups()  # type: ignore[union-attr]
+            left_out = self._number(file, function, f"{flat} left out")
+            return f"std::unique_lock<std::mutex> {name}({of}, std::defer_lock); if (!{left_out}) {name}.lock();"
         if kind == "elapsed":
             first, second = _arguments(text)
             turned = self._number(file, function, f"{flat} turned round")
@@ -192,6 +222,21 @@ class Mutated:
                 chosen = self._number(file, function, f"{flat} with {wrong[0]}")
                 out += f"{chosen} ? {name}({', '.join(changed)}) : "
         return f"({out}{text})"
+
+    def _parts(self, file: str, function: str, text: str) -> str:
+        """Each operand of the outermost && or || as if it were not there."""
+        for sign, neutral in (("||", "false"), ("&&", "true")):
+            operands = _split(text, sign)
+            if self._rules.parts and len(operands) > 1:
+                out = []
+                for operand in operands:
+                    flat = " ".join(operand.split())
+                    left_out = self._number(file, function, f"{flat} left out of {' '.join(text.split())}")
+                    inner = _unwrapped(operand)
+                    nested = operand if inner is None else self._parts(file, function, inner)
+                    out.append(f"({left_out} ? {neutral} : static_cast<bool>({nested}))")
+                return f" {sign} ".join(out)
+        return text
 
     def _wrong(self, argument: str) -> Iterator[tuple[str, str]]:
         if argument in WRONG_STREAMS:
@@ -232,7 +277,37 @@ def _arguments(call: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _places(code: str) -> Iterator[tuple[int, int, str]]:
+def _split(text: str, sign: str) -> list[str]:
+    depth, parts, at = 0, [""], 0
+    while at < len(text):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[at], 0)
+        if depth == 0 and text.startswith(sign, at):
+            parts.append("")
+            at += len(sign)
+            continue
+        parts[-1] += text[at]
+        at += 1
+    return parts
+
+
+def _unwrapped(text: str) -> str | None:
+    """What stands inside of parentheses that are all of it."""
+    text = text.strip()
+    return text[1:-1] if text.startswith("(") and _closing(text, 1) == len(text) else None
+
+
+def _decisions(code: str) -> Iterator[tuple[int, int]]:
+    for match in DECLARED.finditer(code):
+        end = code.index(";", match.end())
+        if " ? " not in code[match.end() : end]:
+            yield match.end(), end
+    for match in CHOICE.finditer(code):
+        end = code.index(" ? ", match.end())
+        if _depth(code[match.end() : end]) == 0:
+            yield match.end(), end
+
+
+def _places(code: str, rules: Rules) -> Iterator[tuple[int, int, str]]:
     """Of one statement, from left to right and none inside another."""
     found: list[tuple[int, int, str]] = []
     for match in CONDITION.finditer(code):
@@ -240,7 +315,10 @@ def _places(code: str) -> Iterator[tuple[int, int, str]]:
         inner = code[match.end() : end]
         if ";" not in inner and not DECLARES.match(inner):
             found.append((match.end(), end, "condition"))
-    for pattern, kind in ((ELAPSED, "elapsed"), (DRIVER_CALL, "driver call"), (OWN_CALL, "own call")):
+    if rules.parts:
+        found += [(match.start(), match.end() - 1, "lock") for match in LOCK.finditer(code)]
+        found += [(begin, end, "decision") for begin, end in _decisions(code)]
+    for pattern, kind in ((ELAPSED, "elapsed"), (DRIVER_CALL, "driver call"), (rules.calls, "own call")):
         for match in pattern.finditer(code):
             # Behind a return, in a list of members or in a condition a call is a value.
             before = code[: match.start()].rstrip()

@@ -1,0 +1,621 @@
+"""What a delegate must do, in plays that raise where it does not: against the library as it is, and against mutants.
+
+`python -m tests.executorch.delegate_plays PROGRAM FUNCTION:NUMBER...` is tests/runtime/mutant_plays.py for them. The
+program is the .pte of tests.executorch.programs.twin. Nothing waits for time to pass. TMPDIR is emptied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.executorch.native import NativeModule
+from penstock.native import core
+from tests.executorch.probe import (
+    UNTOUCHED,
+    Delegate,
+    Option,
+    Place,
+    Program,
+    Refused,
+    fail_later,
+    library,
+    logged,
+    made,
+    resized,
+)
+from tests.executorch.programs import FIRST_CALLS, TWIN_ROWS, TWIN_WIDTH, Narrow, Wide
+from tests.runtime.mutant_plays import LEAST_S, PATIENCE, Plays, missed, tell_missed
+from tests.runtime.soft import Failure
+
+# enum class Kind in csrc/refusal.h, and ExecuTorch's numbers of errors.
+PACKAGE, BUDGET, BELOW_FLOOR, OPTION, MISSING_WEIGHT, BUILD, INPUT, CORE, CODE, HOST, DEVICE = (
+    *(1, 2, 3, 4, 5),
+    *(8, 9, 10, 11, 12, 13),
+)
+INTERNAL, INVALID_ARGUMENT, NO_MEMORY, INVALID_PROGRAM = 0x01, 0x12, 0x21, 0x23
+PAGE = 4096
+MOST_FILE_BYTES = 64 << 20
+BUDGET_OPTION, CAP_OPTION, DEVICE_OPTION = (
+    *("weight_offload_budget", "weight_offload_host_memory_cap"),
+    "weight_offload_device",
+)
+PLAYS: dict[str, Callable[[Program], None]] = {}
+
+
+def play(action: Callable[[Program], None]) -> Callable[[Program], None]:
+    PLAYS[action.__name__] = action
+    return action
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """To the bit."""
+    pairs = list(zip(found, expected, strict=True))
+    return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def room(method: str) -> list[Tensor]:
+    """As ExecuTorch plans it: for the most rows."""
+    if method == "narrow":
+        return [torch.full((4,), float(UNTOUCHED)), torch.full((1, TWIN_WIDTH), float(UNTOUCHED))]
+    return [torch.full((TWIN_ROWS, TWIN_WIDTH), float(UNTOUCHED)), torch.full((TWIN_ROWS,), UNTOUCHED)]
+
+
+def inputs_of(method: str, seed: int, rows: int = 3) -> tuple[Tensor, ...]:
+    if method == "narrow":
+        return torch.full((4,), float(seed)), whole_numbers(1, TWIN_WIDTH, seed=seed)
+    return whole_numbers(rows, TWIN_WIDTH, seed=seed), torch.eye(rows).flip(0)
+
+
+def expected_of(method: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """By the eager model."""
+    with torch.no_grad():
+        if method == "wide":
+            return list(Wide()(*inputs))
+        model = Narrow()
+        model.calls.copy_(inputs[0])
+        result = model(inputs[1])
+        return [model.calls, result]
+
+
+def check_run(delegate: Delegate, seed: int, rows: int = 3) -> None:
+    inputs = inputs_of(delegate.method, seed, rows)
+    assert equal(delegate.execute(inputs, room(delegate.method)), expected_of(delegate.method, inputs))
+
+
+def refused(action: Callable[[], object], kind: int, status: int | None = None, said: str = "") -> Refused:
+    """Also in the log, in the same words."""
+    found = None
+    with logged() as log:
+        try:
+            action()
+        except Refused as error:
+            found = error
+    assert found is not None, "nothing was refused"
+    assert found.kind == kind and said in found.text and f"penstock: {found.text}" in log[0], found
+    assert status is None or found.status == status, found
+    return found
+
+
+def at_floor(program: Program, group: str, **others: Option) -> dict[str, Option]:
+    budget = str(program.whole["floor_bytes"])
+    return {BUDGET_OPTION: budget, "weight_offload_group": group, "weight_offload_quiet": True, **others}
+
+
+@contextmanager
+def loaded(program: Program, options: Mapping[str, Option], *methods: str, **others: Any) -> Iterator[list[Delegate]]:
+    delegates = [Delegate(program, method, options, **others) for method in methods]
+    yield delegates
+    for delegate in delegates:
+        delegate.close()
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+
+    def put(values: Mapping[str, str | None]) -> None:
+        for name, value in values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    put(variables)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def facts(group: str) -> list[int]:
+    """Floor, full, budget, asked, source, rung, rungs, bytes of the rung."""
+    numbers = (ctypes.c_int64 * 8)()
+    assert library().penstock_executorch_session(group.encode(), numbers)
+    return list(numbers)
+
+
+def held(program: Program) -> tuple[Any, ...]:
+    """Whatever is to be given back. Memory apart: torch keeps some."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(program.data_path) in line]
+    left = sorted(path.name for path in Path(os.environ["TMPDIR"]).glob("penstock-*"))
+    return (
+        made().drivers,
+        made().sessions,
+        maps,
+        len([*Path("/proc/self/fd").iterdir()]),
+        len([*Path("/proc/self/task").iterdir()]),
+        left,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- plays
+
+
+@play
+def runs_at_the_floor(program: Program) -> None:
+    """Two methods in turn over one ring, which is too small for the weights of both."""
+    with environment(PENSTOCK_POISON="1"), loaded(program, at_floor(program, "floor"), "wide", "narrow") as both:
+        assert (made().drivers, made().sessions) == (1, 1)
+        floor_bytes, full_bytes = program.whole["floor_bytes"], program.whole["full_bytes"]
+        for seed, rows in enumerate((3, 3, 2, TWIN_ROWS, 7)):
+            for delegate in both:
+                check_run(delegate, seed, rows)
+        now, peak = ctypes.c_int64(), ctypes.c_int64()
+        assert core().penstock_session_memory(made().session, ctypes.byref(now), ctypes.byref(peak)) == 0
+        assert 0 < peak.value <= floor_bytes < full_bytes
+        # The first runs have found all of it poisoned, and so does a run after another method's.
+        for delegate in (*both, *both, both[1], both[1], both[0], both[0]):
+            check_run(delegate, 9)
+
+
+@play
+def everything_is_given_back(program: Program) -> None:
+    def once() -> None:
+        with loaded(program, at_floor(program, "back"), "wide", "narrow") as both:
+            for delegate in both:
+                check_run(delegate, 1)
+        low = {**at_floor(program, "back"), BUDGET_OPTION: str(program.whole["floor_bytes"] - 1)}
+        refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR)
+        # Made, and given back: each of the core's steps fails.
+        for step in ("driver_granularity", "load_torch", "session_create", "session_install", "other pages"):
+            library().probe_refuse(step.encode())
+            refused(
+                lambda: Delegate(program, "wide", at_floor(program, "back")), BUILD if step == "other pages" else CORE
+            )
+            assert (made().drivers, made().sessions) == (0, 0), step
+
+    once()
+    before = held(program)
+    once()
+    assert held(program) == before
+    assert before[:3] == (0, 0, [])
+
+
+@play
+def nothing_of_a_run_is_kept(program: Program) -> None:
+    with loaded(program, at_floor(program, "kept"), "wide") as (wide,):
+        inputs = inputs_of("wide", 1)
+        # Other strides than the code's: each of them is copied. The others are not.
+        strided = tuple(x.t().contiguous().t() for x in inputs)
+        assert all(a.stride() != b.stride() for a, b in zip(strided, inputs, strict=True))
+        library().probe_count_tensors()
+        counts = []
+        for given in (inputs, strided, inputs, strided):
+            values, kept = wide.values(given, room("wide"))
+            alive, before = library().probe_tensors_alive(), library().probe_tensors_made()
+            assert library().probe_execute(wide.handle, values, len(values)) == 0
+            assert library().probe_tensors_alive() == alive
+            counts.append(library().probe_tensors_made() - before)
+            del kept
+        assert counts == [counts[0], counts[0] + 2] * 2 and counts[0] > 0, counts
+
+
+@play
+def code_that_cannot_be_stored(program: Program) -> None:
+    def tried() -> object:
+        return Delegate(program, "wide", at_floor(program, "stored"))
+
+    before = held(program)
+    with environment(TMPDIR="/nowhere"):
+        refused(tried, HOST, said="cannot create /nowhere/penstock-")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Less than the code: a part of it is written. What ignores the signal is told.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    refused(tried, HOST, said="File too large")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert held(program) == before
+
+
+@play
+def budgets(program: Program) -> None:
+    floor_bytes, full_bytes = program.whole["floor_bytes"], program.whole["full_bytes"]
+    count = program.whole["rungs"]
+    steps = [rung.device_bytes for rung in program.rungs[:count]]
+
+    def told(given: str | None, **changes: Any) -> tuple[list[int], str]:
+        options: dict[str, Option] = {"weight_offload_group": "budgets"}
+        if given is not None:
+            options[BUDGET_OPTION] = given
+        with logged() as log, loaded(program, options, "wide", "narrow", changes=changes) as both:
+            found = facts("budgets")
+            for delegate in both:
+                check_run(delegate, 1)
+        return found, log[0]
+
+    for number in (0, count // 2, count - 1):
+        found, log = told(str(steps[number]))
+        assert found == [floor_bytes, full_bytes, steps[number], steps[number], 0, number, count, steps[number]]
+        assert f"(given at load), plan {number + 1} of {count} takes" in log
+        name, data = program.description["program"], program.data_path
+        for method in ("wide", "narrow"):
+            assert f"penstock: {method} of {name} on cpu: floor " in log
+        assert log.count(f", weights from {data}, held in memory\n") == 2
+    found, _ = told(str(full_bytes + PAGE))
+    assert found[2:4] == [full_bytes, full_bytes + PAGE] and found[5] == count - 1
+    assert told("auto")[0][4] == 2
+    for below in (floor_bytes - 1, 0):
+        low = {**at_floor(program, "budgets"), BUDGET_OPTION: str(below)}
+        error = refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR, INVALID_ARGUMENT)  # noqa: B023
+        assert error.detail == floor_bytes
+    negative = {**at_floor(program, "budgets"), BUDGET_OPTION: "-1"}
+    refused(lambda: Delegate(program, "wide", negative), BUDGET, INVALID_ARGUMENT)
+
+
+@play
+def poison(program: Program) -> None:
+    for text, asked in ((None, 0), ("0", 0), ("1", 1)):
+        with environment(PENSTOCK_POISON=text), loaded(program, at_floor(program, "poison"), "wide"):
+            assert (made().driver_poison, made().session_poison) == (asked, asked)
+    for wrong in ("2", ""):
+        with environment(PENSTOCK_POISON=wrong):
+            refused(lambda: Delegate(program, "wide", at_floor(program, "poison")), OPTION, said=f"is '{wrong}'")
+
+
+@play
+def staging(program: Program) -> None:
+    with loaded(program, at_floor(program, "staged", **{CAP_OPTION: str(10 * PAGE)}), "wide", "narrow") as both:
+        found = made()
+        assert (found.staging_buffer_bytes, found.staging_buffers, found.chunk_count) == (2 * PAGE, 5, 0)
+        assert 1 <= found.staging_threads <= 5
+        for seed in range(3):
+            for delegate in both:
+                check_run(delegate, seed)
+    with loaded(program, at_floor(program, "held"), "wide"):
+        assert (made().staging_buffer_bytes, made().staging_buffers, made().staging_threads) == (0, 0, 0)
+    loud = at_floor(program, "staged", **{CAP_OPTION: str(4 * PAGE), "weight_offload_quiet": False})
+    with logged() as log, loaded(program, loud, "wide"):
+        assert (made().staging_buffer_bytes, made().staging_buffers) == (PAGE, 4)
+    assert log[0].count(f", weights from {program.data_path}, staged\n") == 1
+    short = at_floor(program, "staged", **{CAP_OPTION: str(4 * PAGE - 1)})
+    refused(lambda: Delegate(program, "wide", short), BUDGET, said=f"at least {4 * PAGE}")
+
+
+def packed(program: Program, path: Path) -> list[Place]:
+    """The weights once more, in another order, without a gap between some of them, and with bytes behind them."""
+    raw = program.data_path.read_bytes()
+    out, places = bytearray(), []
+    by_name = {place.name: place for place in program.places}
+    for number, name in enumerate(("3.weight", "0.bias", "5.weight", "0.weight", "1.weight", "4.weight", "2.weight")):
+        place = by_name[f"layers.{name}"]
+        if number in (1, 4, 5):
+            out += bytes(-len(out) % PAGE)
+        places.append(Place(place.name, place.scalar_type, place.shape, place.dim_order, len(out), place.nbytes))
+        out += raw[place.offset_bytes :][: place.nbytes]
+    path.write_bytes(out + bytes(100))
+    return places
+
+
+def expected_chunks(places: Sequence[Place], file_bytes: int, chunk_bytes: int) -> list[int]:
+    """Each chunk as long as it may be; cut where a page begins that no weight before it reaches into."""
+    pages = sorted((p.offset_bytes // PAGE, -(-(p.offset_bytes + p.nbytes) // PAGE)) for p in places)
+    ends, start = [], 0
+    for number, (begin, end) in enumerate(pages):
+        free = begin > start and all(before <= begin for _, before in pages[:number])
+        if free and (end - start) * PAGE > chunk_bytes:
+            ends.append(begin * PAGE)
+            start = begin
+    return [*ends, -(-file_bytes // PAGE) * PAGE]
+
+
+@play
+def weights_are_registered_in_chunks(program: Program) -> None:
+    path = Path(os.environ["TMPDIR"]) / "packed"
+    limit = ctypes.c_int64.in_dll(library(), "probe_chunk_bytes")
+    before = limit.value
+    try:
+        places = packed(program, path)
+        several = []
+        for chunk_bytes in (2 * PAGE, 5 * PAGE, 6 * PAGE, 1 << 30):
+            limit.value = chunk_bytes
+            options = at_floor(program, "chunks")
+            with loaded(program, options, "wide", "narrow", file=(path, places)) as both:
+                ends = list(made().chunk_ends[: made().chunk_count])
+                for delegate in both:
+                    check_run(delegate, 1)
+            assert ends == expected_chunks(places, path.stat().st_size, chunk_bytes), (chunk_bytes, ends)
+            several.append(len(ends))
+        assert several[-1] == 1 and len(set(several)) > 2, several
+    finally:
+        path.unlink()
+        limit.value = before
+
+
+@play
+def inputs_are_checked(program: Program) -> None:
+    with loaded(program, at_floor(program, "inputs"), "wide", "narrow") as (wide, narrow):
+        x, mix = inputs_of("wide", 1)
+        calls, row = inputs_of("narrow", 1)
+        for wrong in ((x.double(), mix), (x.int(), mix), (x[:, 1:].contiguous(), mix), (x[None], mix), (x[0], mix)):
+            refused(lambda: wide.execute(wrong, room("wide")), INPUT, INVALID_ARGUMENT, "input 0 of wide")  # noqa: B023
+        refused(lambda: wide.execute((x, mix[0]), room("wide")), INPUT, said="input 1 of wide")
+        refused(lambda: narrow.execute((calls[:3], row), room("narrow")), INPUT, said="input 0 of narrow")
+        refused(lambda: wide.execute((x, 3), room("wide")), INPUT, said="value 1 of wide is no tensor")
+        refused(lambda: wide.execute((x, mix), [room("wide")[0], 3]), INPUT, said="value 3 of wide is no tensor")
+        for given in ((x,), (x, mix, mix)):
+            refused(lambda: wide.execute(given, room("wide")), PACKAGE, said=f"with {len(given) + 2} values")  # noqa: B023
+        few = [torch.zeros(2, TWIN_WIDTH), room("wide")[1]]
+        refused(lambda: wide.execute((x, mix), few), PACKAGE, INVALID_PROGRAM, "planned no room")
+        other = [room("wide")[0].int(), room("wide")[1]]
+        refused(lambda: wide.execute((x, mix), other), PACKAGE, said="ExecuTorch expects 3")
+        # None of them has left anything behind, and strides are as the caller has them.
+        check_run(wide, 1)
+        strided = tuple(one.t().contiguous().t() for one in (x, mix))
+        assert equal(wide.execute(strided, room("wide")), expected_of("wide", (x, mix)))
+        assert equal(wide.execute((x, mix), room("wide")), expected_of("wide", (x, mix)))
+        check_run(narrow, 2)
+
+
+@play
+def a_run_that_fails(program: Program) -> None:
+    """What it fails with is told, and the next run is as any other."""
+    with environment(PENSTOCK_POISON="1"), loaded(program, at_floor(program, "fails"), "wide", "narrow") as both:
+        wide, narrow = both
+        # Each copy of a run in its turn: two are issued when it begins, three by its code, one when it ends.
+        for failure, status in ((Failure.DEVICE_MEMORY, NO_MEMORY), (Failure.DRIVER, INTERNAL)):
+            for delegate, other in ((wide, narrow), (narrow, wide)):
+                for number in range(1, 7):
+                    check_run(other, 1)  # so that something is to be copied
+                    fail_later("copy_to_device", failure, number)
+                    error = refused(lambda: check_run(delegate, 1), CORE, status)  # noqa: B023
+                    assert error.detail == failure and "a test asked for this failure" in error.text
+                    check_run(delegate, 2)
+                    check_run(other, 3)
+        for call in ("session_begin", "session_end"):
+            library().probe_refuse(call.encode())
+            refused(lambda: check_run(narrow, 1), CORE)
+            check_run(narrow, 1)
+        # Sizes that agree with the record, not with each other: the code itself fails, halfway.
+        uneven = (inputs_of("wide", 1)[0], torch.eye(5))
+        refused(
+            lambda: wide.execute(uneven, room("wide")), CODE, INTERNAL, "method 'wide' failed inside its compiled code"
+        )
+        for delegate in (wide, narrow, wide):
+            check_run(delegate, 4)
+
+
+@play
+def failures_of_other_kinds(program: Program) -> None:
+    for what, *told in (("memory", HOST, NO_MEMORY, "no memory left"), ("error", CODE, INTERNAL, "asked for this")):
+        library().probe_refuse(what.encode())
+        refused(lambda: Delegate(program, "wide", at_floor(program, "others")), *told)
+    assert (made().drivers, made().sessions) == (0, 0)
+
+
+@play
+def one_run_at_a_time(program: Program) -> None:
+    with loaded(program, at_floor(program, "threads"), "wide", "narrow") as both:
+        given = [(inputs_of(one.method, 1), room(one.method)) for one in both]
+        values = [one.values(*each) for one, each in zip(both, given, strict=True)]
+        arguments = [part for one, (v, _) in zip(both, values, strict=True) for part in (one.handle, v, len(v))]
+        assert library().probe_two_at_once(*arguments) == 1
+        for one, (inputs, outputs), (v, _) in zip(both, given, values, strict=True):
+            found = [resized(v[len(inputs) + at], output) for at, output in enumerate(outputs)]
+            assert equal(found, expected_of(one.method, inputs))
+
+
+@play
+def options(program: Program) -> None:
+    narrow_floor = next(row["floor_bytes"] for row in program.description["ladders"] if row["methods"] == [1])
+    own = at_floor(program, "own", **{f"{BUDGET_OPTION}:narrow": str(narrow_floor)})
+    with loaded(program, own, "wide", "narrow") as both:
+        assert (made().drivers, made().sessions) == (2, 2)
+        for seed in range(2):
+            for delegate in both:
+                check_run(delegate, seed)
+    unknown = at_floor(program, "own", **{f"{BUDGET_OPTION}:middle": "1"})
+    refused(lambda: Delegate(program, "wide", unknown), OPTION, said="names no delegate; the program has wide, narrow")
+    numbered = at_floor(program, "own", **{DEVICE_OPTION: 0})
+    refused(lambda: Delegate(program, "wide", numbered), DEVICE, said="which has no number")
+    with logged() as log, loaded(program, at_floor(program, "quiet"), "wide"):
+        pass
+    assert log[0] == ""
+
+
+@play
+def sessions_that_are_lent(program: Program) -> None:
+    """As Module has it: nothing is made, and what is lent is not given back."""
+    with loaded(program, at_floor(program, "lends"), "wide", "narrow") as ours:
+        before = bytes(made())
+        library().penstock_executorch_lend(b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2)
+        loud: dict[str, Option] = {"weight_offload_group": "borrows"}
+        with logged() as log, loaded(program, loud, "wide", "narrow") as both:
+            for delegate in both:
+                check_run(delegate, 1)
+        library().penstock_executorch_reclaim(b"borrows")
+        assert log[0] == ""
+        assert bytes(made()) == before
+        for delegate in ours:
+            check_run(delegate, 2)
+
+
+@play
+def programs_for_something_else(program: Program) -> None:
+    """Refused before anything is made; so they need no code."""
+    built = program.description["built_with"]
+
+    def tried(changes: Mapping[str, Any], ticket: Mapping[str, Any] | None = None) -> Callable[[], object]:
+        options = at_floor(program, "else")
+        return lambda: Delegate(program, "wide", options, changes=changes, ticket=ticket, with_code=False)
+
+    refused(tried({"device": "xpu"}), PACKAGE, said="compiled for 'xpu'")
+    major, minor = built["torch"].split(".")[:2]
+    for other in (f"{major}.{int(minor) + 1}.0", f"{int(major) + 1}.{minor}.0"):
+        refused(tried({"built_with": {**built, "torch": other}}), BUILD, said=f"compiled with torch {other}")
+    refused(tried({"built_with": {**built, "machine": "pdp11"}}), BUILD, said="compiled for pdp11")
+    for here, cpu in (("AVX2", "AVX512"), ("AVX512", "DEFAULT"), ("DEFAULT", "AVX2")):
+        with environment(PROBE_CPU=here):
+            refused(tried({"built_with": {**built, "cpu": cpu}}), BUILD, said=f"torch finds {here} on this one")
+    for ticket in ({"number": -1}, {"number": 2}, {"number": 1 << 40}, {"number": 1}, {"method": "middle"}):
+        refused(tried({}, ticket), PACKAGE, said="which its delegate names")
+    refused(tried({}, {"payload": "penstock.program.nobody"}), PACKAGE, said="holds no penstock.program.nobody")
+    refused(lambda: Delegate(program, "wide", with_data=False), MISSING_WEIGHT, said="without any data")
+    refused(tried({"page_bytes": 1000}), CORE)
+    # A floor of as many bytes as the core's number for memory that is not there.
+    low = {"ladders": [{**program.whole, "floor_bytes": 2}, *program.description["ladders"][1:]]}
+    below = {**at_floor(program, "else"), BUDGET_OPTION: "1"}
+    refused(
+        lambda: Delegate(program, "wide", below, changes=low, with_code=False),
+        BELOW_FLOOR,
+        INVALID_ARGUMENT,
+        "needs at least 2",
+    )
+    assert (made().drivers, made().sessions) == (0, 0)
+
+
+def for_avx2(program: Program) -> dict[str, Any]:
+    return {"built_with": {**program.description["built_with"], "cpu": "AVX2"}}
+
+
+def for_gpu(program: Program) -> dict[str, Any]:
+    built = {**program.description["built_with"], "capability": "8.6", "gpu": "Sample GPU"}
+    return {"device": "cuda", "built_with": built}
+
+
+def with_outputs(program: Program, count: int) -> dict[str, Any]:
+    wide, narrow = program.description["methods"]
+    return {"methods": [{**wide, "outputs": count}, narrow]}
+
+
+@play
+def a_cpu_that_can_do_more(program: Program) -> None:
+    with (
+        environment(PROBE_CPU="AVX512"),
+        loaded(program, at_floor(program, "more"), "wide", changes=for_avx2(program)) as (wide,),
+    ):
+        check_run(wide, 1)
+
+
+@play
+def records_that_do_not_fit_the_code(program: Program) -> None:
+    inputs, outputs = inputs_of("wide", 1), room("wide")
+    for count in (1, 3):
+        given = [*outputs, torch.zeros(1)][:count]
+        with loaded(program, at_floor(program, "record"), "wide", changes=with_outputs(program, count)) as (wide,):
+            refused(lambda: wide.execute(inputs, given), PACKAGE, said="returned 2 tensors")  # noqa: B023
+    with loaded(program, at_floor(program, "record"), "wide", changes=with_flat_order(program)) as (wide,):
+        refused(lambda: wide.execute(inputs, outputs), INPUT, said="input 0 of wide")
+
+
+def with_flat_order(program: Program) -> dict[str, Any]:
+    wide, narrow = program.description["methods"]
+    first, second = wide["inputs"]
+    return {"methods": [{**wide, "inputs": [{**first, "dim_order": [0]}, second]}, narrow]}
+
+
+@play
+def a_program_for_a_gpu(program: Program) -> None:
+    """A library that answers as a driver does stands in for the GPU's, and a soft driver for the core's: everything is
+    made but the code, which is none for a GPU."""
+    changes = for_gpu(program)
+    loud = at_floor(program, "gpu", **{DEVICE_OPTION: 1, "weight_offload_quiet": False})
+    untried = "(neither its size nor its registration was tried out before)"
+
+    def log_at_load(options: Mapping[str, Option]) -> str:
+        with logged() as log:
+            with contextlib.suppress(Refused):
+                Delegate(program, "wide", options, changes=changes)
+        assert "the compiled code of method 'wide' cannot be loaded" in log[0] and made().device_index == 1
+        return log[0]
+
+    log = log_at_load(loud)
+    assert "on cuda:1: floor" in log and f"held in memory {untried}\n" in log
+    log = log_at_load({**loud, CAP_OPTION: str(4 * PAGE)})
+    assert ", staged\n" in log and untried not in log
+    refused(lambda: Delegate(program, "wide", {**loud, DEVICE_OPTION: 2}, changes=changes), DEVICE, said="cuda:2")
+    if not torch.backends.cuda.is_built():
+        unnamed = at_floor(program, "gpu")
+        refused(lambda: Delegate(program, "wide", unnamed, changes=changes), BUILD, said="sees no GPU here")
+    other = {**changes, "built_with": {**changes["built_with"], "capability": "9.0"}}
+    refused(lambda: Delegate(program, "wide", loud, changes=other, with_code=False), BUILD, said="capability 9.0")
+    library().probe_refuse(b"cuda_create")
+    refused(lambda: Delegate(program, "wide", loud, changes=changes), CORE)
+    assert (made().drivers, made().sessions) == (0, 0)
+
+
+@play
+def through_executorch(program: Program) -> None:
+    """The .pte itself, in ExecuTorch's runtime, which keeps the state."""
+    floor = str(program.whole["floor_bytes"])
+    native = NativeModule(str(program.path), [str(program.data_path)], floor, "executorch")
+    for method in ("wide", "narrow"):
+        native.load_method(method)
+    row = inputs_of("narrow", 1)[1]
+    for run in range(3):
+        inputs = inputs_of("wide", run)
+        assert equal(native.execute("wide", inputs), expected_of("wide", inputs))
+        calls = torch.full((4,), FIRST_CALLS + run)
+        assert equal(native.execute("narrow", (row,)), expected_of("narrow", (calls, row))[1:])
+    native.close()
+    assert (made().drivers, made().sessions) == (0, 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- running
+
+
+def main(path: Path, arguments: Sequence[str]) -> None:
+    program = Program(path)
+    for changes in ({}, for_avx2(program), for_gpu(program), with_flat_order(program)):
+        program.payload(changes)
+    for count in (1, 3):
+        program.payload(with_outputs(program, count))
+
+    def clear() -> None:
+        """What a process that was ended left behind: torch unpacks code, which is large."""
+        for folder in Path(os.environ["TMPDIR"]).iterdir():
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+
+    plays = Plays(PLAYS, lambda name: PLAYS[name](program), library, clear)
+    library()
+    # In a process of its own, too: threads that torch or ExecuTorch start would be missing in those that are forked.
+    begun_s = time.monotonic()
+    name = missed(plays, 0, "", 600)
+    assert name == "survived", f"{name} goes wrong without a fault"
+    tell_missed(plays, arguments, max(LEAST_S, PATIENCE * (time.monotonic() - begun_s)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # A mutant may write without end: not into more than this.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE_BYTES, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,249 @@
+"""The delegate called as ExecuTorch calls it, with whatever a play likes: tests/executorch/delegate_probe.cpp."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.executorch.native import Value, _fill
+from penstock.executorch.native import library as delegate_library
+from penstock.executorch.payload import PAYLOAD_MAGIC, TICKET_MAGIC, Rung, pack_payload, pack_ticket
+from penstock.native import core
+from penstock.weights import read_index
+from penstock.weights.format import SCALAR_TYPES
+
+Option = int | bool | str
+# What an output holds before a run: no result is this.
+UNTOUCHED = 77
+
+
+class Made(ctypes.Structure):
+    """What the delegate asked of the core; as in delegate_probe.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("drivers", "sessions", "page_bytes", "driver_poison", "session_poison")),
+        *((name, c_int64) for name in ("staging_buffer_bytes", "staging_buffers", "staging_threads")),
+        *((name, c_int64) for name in ("device_index", "chunk_count")),
+        ("chunk_ends", c_int64 * 16),
+        ("driver", c_void_p),
+        ("session", c_void_p),
+    ]
+
+
+class _Option(ctypes.Structure):
+    _fields_ = [("key", c_char_p), ("kind", c_int32), ("number", c_int32), ("text", c_char_p)]
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    loaded = delegate_library()
+    values = [c_void_p, POINTER(Value), c_int64]
+    functions: dict[str, tuple[Any, list[Any]]] = {
+        "probe_data": (c_void_p, [c_char_p]),
+        "probe_data_close": (None, [c_void_p]),
+        "probe_data_held": (c_int64, [c_void_p]),
+        "probe_data_add": (
+            None,
+            [c_void_p, c_char_p, c_int32, c_int64, POINTER(c_int64), POINTER(c_int64), c_int64, c_int64],
+        ),
+        "probe_data_add_bytes": (None, [c_void_p, c_char_p, c_char_p, c_int64]),
+        "probe_init": (
+            c_int32,
+            [c_void_p, c_char_p, c_int64, POINTER(_Option), c_int64, POINTER(c_void_p), POINTER(c_int32)],
+        ),
+        "probe_execute": (c_int32, values),
+        "probe_destroy": (None, [c_void_p]),
+        "probe_made": (None, [POINTER(Made)]),
+        "probe_refuse": (None, [c_char_p]),
+        "probe_count_tensors": (None, []),
+        "probe_tensors_alive": (c_int64, []),
+        "probe_tensors_made": (c_int64, []),
+        "probe_two_at_once": (c_int32, [*values, *values]),
+    }
+    for name, (result, arguments) in functions.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    soft = core().penstock_soft_fail_at
+    soft.restype, soft.argtypes = None, [c_void_p, ctypes.c_uint64, c_int32, c_char_p]
+    return loaded
+
+
+class Refused(Exception):
+    def __init__(self, status: int) -> None:
+        self.status, self.kind = status, library().penstock_executorch_kind()
+        self.detail, self.text = library().penstock_executorch_detail(), library().penstock_executorch_text().decode()
+        super().__init__(f"error {self.status:#x}, kind {self.kind}, {self.detail}: {self.text}")
+
+
+def made() -> Made:
+    found = Made()
+    library().probe_made(ctypes.byref(found))
+    return found
+
+
+def fail_later(call: str, failure: int, number: int) -> None:
+    """The number-th from now, of the driver that was made last; 0 takes it back."""
+    core().penstock_soft_fail_at(made().driver, number, failure, call.encode())
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What is written to the log, as one text, once the block has ended."""
+    text: list[str] = []
+    before, log = os.dup(2), os.memfd_create("log")
+    os.dup2(log, 2)
+    try:
+        yield text
+    finally:
+        os.dup2(before, 2)
+        text.append(os.pread(log, 1 << 20, 0).decode(errors="replace"))
+        os.close(before)
+        os.close(log)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight lies in a file."""
+
+    name: str
+    scalar_type: int
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    offset_bytes: int
+    nbytes: int
+
+
+class Program:
+    """What a .pte and its .ptd hold for the delegate, to be given to it changed or as it is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.data_path = path, path.with_suffix(".ptd")
+        raw = path.read_bytes()
+        start = raw.index(PAYLOAD_MAGIC)
+        text_bytes, table_bytes, code_bytes = struct.unpack_from("<QQQ", raw, start + 24)
+        table = raw[start + 48 + text_bytes :][:table_bytes]
+        self.description: dict[str, Any] = json.loads(raw[start + 48 :][:text_bytes])
+        self.code = raw[start + 48 + text_bytes + table_bytes :][:code_bytes]
+        self.rungs: list[Rung] = []
+        while table:
+            device_bytes, count = struct.unpack_from("<QQ", table)
+            self.rungs.append(Rung(device_bytes, table[16 : 16 + 8 * count]))
+            table = table[16 + 8 * count :]
+        self.tickets: dict[str, dict[str, Any]] = {}
+        at = raw.find(TICKET_MAGIC)
+        while at >= 0:
+            ticket = json.loads(raw[at + 48 :][: struct.unpack_from("<Q", raw, at + 24)[0]])
+            self.tickets[ticket["method"]] = ticket
+            at = raw.find(TICKET_MAGIC, at + 1)
+        self.places = [
+            Place(e.name, SCALAR_TYPES[e.dtype], tuple(e.shape), tuple(e.dim_order), e.offset_bytes, e.length_bytes)
+            for e in read_index(self.data_path)
+        ]
+        self._payloads: dict[tuple[str, bool], bytes] = {}
+
+    def payload(self, changes: Mapping[str, Any], with_code: bool = True) -> bytes:
+        """Kept, for the hash over the code takes its time. A load that is refused before that needs none."""
+        key = (json.dumps(changes), with_code)
+        if key not in self._payloads:
+            code = self.code if with_code else b""
+            self._payloads[key] = pack_payload({**self.description, **changes}, self.rungs, code)
+        return self._payloads[key]
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The plans of all delegates together."""
+        ladder: dict[str, Any] = self.description["ladders"][0]
+        return ladder
+
+
+class Data:
+    """A program's named data: its payload, and its weights in a file that is mapped."""
+
+    def __init__(self, program: Program, payload: bytes, path: Path, places: Sequence[Place]) -> None:
+        self.handle = library().probe_data(str(path).encode())
+        for place in places:
+            rank = len(place.shape)
+            shape, order = (c_int64 * rank)(*place.shape), (c_int64 * rank)(*place.dim_order)
+            name = place.name.encode()
+            library().probe_data_add(
+                self.handle, name, place.scalar_type, rank, shape, order, place.offset_bytes, place.nbytes
+            )
+        (key,) = {ticket["payload"] for ticket in program.tickets.values()}
+        library().probe_data_add_bytes(self.handle, key.encode(), payload, len(payload))
+
+    def close(self) -> None:
+        assert library().probe_data_held(self.handle) == 0
+        library().probe_data_close(self.handle)
+
+
+class Delegate:
+    """One that is loaded; raises Refused. `changes` are made to the description, `ticket` to the ticket."""
+
+    def __init__(
+        self,
+        program: Program,
+        method: str,
+        options: Mapping[str, Option] | None = None,
+        *,
+        changes: Mapping[str, Any] | None = None,
+        ticket: Mapping[str, Any] | None = None,
+        file: tuple[Path, Sequence[Place]] | None = None,
+        with_data: bool = True,
+        with_code: bool = True,
+    ) -> None:
+        self.program, self.method = program, method
+        path, places = file or (program.data_path, program.places)
+        data = Data(program, program.payload(changes or {}, with_code), path, places) if with_data else None
+        packed = pack_ticket({**program.tickets[method], **(ticket or {})})
+        given = (_Option * max(1, len(options or {})))()
+        for option, (key, value) in zip(given, (options or {}).items(), strict=False):
+            option.key = key.encode()
+            option.kind = 2 if isinstance(value, str) else int(isinstance(value, bool))
+            option.text = value.encode() if isinstance(value, str) else None
+            option.number = 0 if isinstance(value, str) else int(value)
+        out, freed = c_void_p(), c_int32()
+        handle = data.handle if data else None
+        status = library().probe_init(
+            handle, packed, len(packed), given, len(options or {}), ctypes.byref(out), ctypes.byref(freed)
+        )
+        if data:
+            data.close()  # what the delegate needs it has
+        self.handle = out.value
+        if status:
+            assert self.handle is None
+            raise Refused(status)
+        assert freed.value, "the ticket was not given back"
+
+    def values(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        given = [*inputs, *outputs]
+        values = (Value * len(given))()
+        return values, [_fill(value, one) for value, one in zip(values, given, strict=True)]
+
+    def execute(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Tensor]:
+        values, kept = self.values(inputs, outputs)
+        status = library().probe_execute(self.handle, values, len(values))
+        del kept
+        if status:
+            raise Refused(status)
+        return [resized(values[len(inputs) + at], output) for at, output in enumerate(outputs)]
+
+    def close(self) -> None:
+        library().probe_destroy(self.handle)
+        self.handle = None
+
+
+def resized(value: Value, output: Tensor) -> Tensor:
+    sizes = value.sizes[: value.rank]
+    return output.flatten()[: torch.Size(sizes).numel()].view(sizes)
