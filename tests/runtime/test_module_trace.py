@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -253,3 +254,22 @@ def test_another_budget_ends_a_trace(decoder: Path, tmp_path: Path) -> None:
         with module.trace(tmp_path / "trace.json"):
             play(run, SCRIPTS["decoder"][:1])
         assert set(runs_of(spans(tmp_path / "trace.json")["copy"])) == {3}
+
+
+def test_a_module_with_an_open_trace_goes_with_its_last_reference(gate: Path, tmp_path: Path) -> None:
+    """A trace does not hold its module: an interrupt between trace() and `with` leaves one open, and a collection of
+    garbage must not be what gives the memory back."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        module = at_the_floor(gate)
+        trace = module.trace(tmp_path / "open.json")
+        play(module.run_method, SCRIPTS["gate"])
+        driver = module._driver
+        del module
+        assert driver.closed and trace.is_closed
+        assert spans(tmp_path / "open.json")["compute"]
+        trace.close()
+    finally:
+        if was_on:
+            gc.enable()

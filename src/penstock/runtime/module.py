@@ -431,8 +431,8 @@ class Module:
         """
         with self._operation():
             # As the caller means it now, wherever the process is when it is written.
-            trace = Trace(Path(path).absolute(), lambda: self._stop_trace(recording), self._span_name)
-            recording = self._arranger.start_trace(f"the trace to {path}", trace.keep)
+            trace = Trace(Path(path).absolute(), weakref.ref(self))
+            trace.recording = self._arranger.start_trace(f"the trace to {path}", trace.keep)
             self._traces = [*(each for each in self._traces if not each.is_closed), trace]
             return trace
 
@@ -466,7 +466,7 @@ class Module:
 
     def _close_trace(self, trace: Trace) -> None:
         try:
-            trace.close()
+            trace.close(self)
         except (OSError, PenstockError) as error:
             # close() must give everything back whatever the disk says; so this is told, not raised.
             print(f"penstock: the trace {trace.path} could not be written: {error}", file=sys.stderr)

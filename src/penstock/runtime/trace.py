@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from penstock.runtime.interrupts import HeldInterrupts
+from penstock.runtime.recorder import Recording
 from penstock.runtime.session import Span
 
 _PROCESS = 1
 _THREADS = {"compute": 1, "copy": 2}
 
 
+class Recorded(Protocol):
+    """What a trace asks of its module."""
+
+    def _stop_trace(self, recording: Recording) -> list[Span]: ...
+
+    def _span_name(self, span: Span) -> tuple[str, str]:
+        """A span's method, and what it is called under the plan that it ran with."""
+        ...
+
+
 class Trace:
     """Records until it is closed, or until something newer records; closing writes its file. Closing twice writes once.
 
-    `stop` ends the recording, and `name` gives a span's method and what it is called under the plan that it ran with.
+    It does not hold its module, which holds it: a module goes with its last reference, and closes its traces then.
     """
 
-    def __init__(self, path: Path, stop: Callable[[], list[Span]], name: Callable[[Span], tuple[str, str]]) -> None:
+    def __init__(self, path: Path, module: weakref.ref[Recorded]) -> None:
         self.path = path
-        self._stop = stop
-        self._name = name
+        self._module = module
+        self.recording: Recording | None = None
         self._document: dict[str, object] | None = None
         self.is_closed = False
 
-    def keep(self, spans: list[Span]) -> None:
+    def keep(self, spans: list[Span], module: Recorded | None = None) -> None:
         """No more will be recorded: the file is written from these."""
-        self._document = trace_document(spans, self._name)
+        module = module or self._module()
+        assert module is not None
+        self._document = trace_document(spans, module._span_name)
 
-    def close(self) -> None:
+    def close(self, module: Recorded | None = None) -> None:
+        """`module` is given by itself, when it goes: nobody else can reach it then."""
         with HeldInterrupts():
             if self.is_closed:
                 return
             self.is_closed = True
-            try:
-                if self._document is None:
-                    self.keep(self._stop())
-            finally:
-                # They hold the module, which would then go with the next collection and not with its last reference.
-                del self._stop, self._name
+            module = module or self._module()
+            if self._document is None:
+                assert module is not None and self.recording is not None  # a module that went has closed it
+                self.keep(module._stop_trace(self.recording), module)
             self.path.write_text(json.dumps(self._document))
 
     def __enter__(self) -> Trace:
