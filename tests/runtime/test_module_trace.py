@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -265,9 +266,9 @@ def test_a_module_with_an_open_trace_goes_with_its_last_reference(gate: Path, tm
         module = at_the_floor(gate)
         trace = module.trace(tmp_path / "open.json")
         play(module.run_method, SCRIPTS["gate"])
-        driver = module._driver
+        alive = weakref.ref(module)
         del module
-        assert driver.closed and trace.is_closed
+        assert alive() is None and trace.is_closed
         assert spans(tmp_path / "open.json")["compute"]
         trace.close()
     finally:
