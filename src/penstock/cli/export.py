@@ -80,7 +80,8 @@ def export(
     penstock export mymodel:on_meta -o model.pt2 --weights checkpoint/ --device cuda
     penstock export --method prefill=mymodel:prefill --method decode=mymodel:decode -o model.pt2
     """
-    from penstock.export.compile import output_paths, target_device
+    from penstock.export.compile import output_paths
+    from penstock.export.target import target_device
 
     if output.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{output} must end in .pt2 or .pte", param_hint="--output")

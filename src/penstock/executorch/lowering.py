@@ -27,8 +27,9 @@ from penstock.executorch.signatures import (
     signatures_to_json,
 )
 from penstock.export.catalog import build_catalog, state_names
-from penstock.export.compile import named_methods, output_paths, target_device
+from penstock.export.compile import named_methods, output_paths
 from penstock.export.host_states import host_states
+from penstock.export.target import target_device
 from penstock.export.values import has_value, is_zero
 from penstock.export.weightless import make_weightless
 from penstock.program import Signature

@@ -22,7 +22,6 @@ from penstock.errors import (
     BelowFloorError,
     CheckpointError,
     CompileError,
-    DeviceError,
     NotOffloadedError,
     OutputExistsError,
     OutputPathError,
@@ -34,6 +33,7 @@ from penstock.export.method import CompiledMethod, compile_method
 from penstock.export.offload import fetches, refuse_training, require_program
 from penstock.export.package import pack_program
 from penstock.export.peak import PeakMeter, Peaks, peak_lines
+from penstock.export.target import target_device
 from penstock.export.toolchain import check_toolchain
 from penstock.export.values import has_value, is_zero, tensor_pieces
 from penstock.export.weightless import make_weightless
@@ -217,23 +217,6 @@ def named_methods(programs: Any) -> dict[str, ExportedProgram]:
         if not fetches(ep.graph):
             raise NotOffloadedError(f"method {name!r} did not go through penstock.apply_weight_offload")
     return methods
-
-
-def target_device(device: str | torch.device | None) -> torch.device:
-    try:
-        target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"{device!r} is no device: {error}") from error
-    if target.type not in ("cpu", "cuda"):
-        raise DeviceError(f"cannot compile for {target.type!r}; valid targets are 'cpu' and 'cuda'")
-    if target.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DeviceError("cannot compile for CUDA here: torch sees no GPU (the compiler tunes kernels on it)")
-    index = torch.cuda.current_device() if target.index is None else target.index
-    if index >= torch.cuda.device_count():
-        raise DeviceError(f"there is no device cuda:{index}; torch sees {torch.cuda.device_count()}")
-    return torch.device("cuda", index)
 
 
 def output_paths(path: str | os.PathLike[str], suffix: str, overwrite: bool) -> tuple[Path, Path]:

@@ -16,16 +16,13 @@ import torch
 
 from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, ModelError
-from penstock.export.compile import target_device, write_weights
+from penstock.export.target import target_device
 from penstock.models.building import build_on_meta, derived_buffers, model_dtype
-from penstock.models.compiling import compile_recipe
-from penstock.models.conversion import converted
 from penstock.models.engine import Engine
 from penstock.models.families import TOKEN_BY_TOKEN
 from penstock.models.folder import CheckpointFolder, open_checkpoint
 from penstock.models.language_model import attach
 from penstock.models.methods import Methods
-from penstock.models.recipe import Recipe
 from penstock.models.shards import weights_key as shard_key
 from penstock.models.state_cache import layer_kinds
 from penstock.models.store import Store
@@ -83,9 +80,12 @@ def from_pretrained(
     methods, is_recurrent = _methods(checkpoint, model, cache_length, batch, prefill_tokens)
     store = Store(None if cache_dir is None else Path(cache_dir))
 
-    recipe = Recipe(checkpoint.name, kind, methods, target, trust_remote_code, dict(inductor_configs or {}))
-
+    # Compilers take seconds to import, and most of the time there is nothing to compile or to write.
     def make_program(folder: Path) -> None:
+        from penstock.models.compiling import compile_recipe
+        from penstock.models.recipe import Recipe
+
+        recipe = Recipe(checkpoint.name, kind, methods, target, trust_remote_code, dict(inductor_configs or {}))
         say(f"penstock: compiling {type(model).__name__} of {checkpoint.name} for {target}; this is done once")
         begun_s = time.monotonic()
         compile_recipe(recipe, folder / PROGRAM, say)
@@ -96,6 +96,9 @@ def from_pretrained(
     program = read_program(program_path)
 
     def make_weights(folder: Path) -> None:
+        from penstock.export.compile import write_weights
+        from penstock.models.conversion import converted
+
         store.require_space(program.weight_bytes)
         say(f"penstock: writing {format_bytes(program.weight_bytes)} of weights to {store.folder}")
         sources = [converted(model, checkpoint.tensors), _buffers(checkpoint, kind, trust_remote_code)]
