@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType, ModuleType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.output import write_stdout
 from penstock.cli.pretrained import one_line
 from penstock.cli.units import short_bytes, short_rate, short_time
 from penstock.errors import PenstockError, RuntimeFailure
 from penstock.printable import printable
+
+if TYPE_CHECKING:
+    from penstock.runtime.session import Stats
 
 # A character of several tokens ends in the first of these until its last token is there. A line may end in "\r\n".
 _INCOMPLETE = ("\ufffd", "\r")
@@ -27,6 +30,8 @@ _KEPT = re.compile("([\n\t\u200c\u200d])")
 @dataclass(frozen=True)
 class Speed:
     tokens: int
+    # Runs of the program, the prompt's included: with prompt lookup, fewer than tokens.
+    passes: int
     # From the call to the last token; the first one waits for the whole prompt.
     seconds: float
     first_token_s: float | None
@@ -47,8 +52,9 @@ class Speed:
         if self.link_bytes_per_s and self.link_part is not None:
             part = f", {self.link_part:.0%} of the measured {short_rate(self.link_bytes_per_s)}"
         tokens = "1 token" if self.tokens == 1 else f"{self.tokens} tokens"
+        passes = f", {self.tokens / max(self.passes, 1):.2f} tokens a pass"
         return (
-            f"{tokens}{rate}{first}; {short_rate(self.streamed_bytes_per_s)} over the link{part}; "
+            f"{tokens}{rate}{first}{passes}; {short_rate(self.streamed_bytes_per_s)} over the link{part}; "
             f"budget {short_bytes(self.budget_bytes)}, floor {short_bytes(self.floor_bytes)}"
         )
 
@@ -153,7 +159,7 @@ def answer(
 
     stream = TokenStream(tokenizer)
     given = torch.tensor([ids], device=model.device)
-    before = model.stats().bytes_streamed
+    before = model.stats()
     began_s = time.perf_counter()
     try:
         with torch.no_grad():
@@ -168,23 +174,25 @@ def answer(
         raise
     except Exception as error:
         raise RuntimeFailure(f"generating failed: {one_line(error)}") from error
-    bytes_streamed = model.stats().bytes_streamed - before
+    after = model.stats()
     all_ids = found[0].tolist()
     return Answer(
         ids=all_ids,
         text=decoded(tokenizer, all_ids[len(ids) :]),
-        speed=_speed(model, stream, began_s, bytes_streamed),
+        speed=_speed(model, stream, began_s, before, after),
         stopped=stop.asked,
     )
 
 
-def _speed(model: Any, stream: TokenStream, began_s: float, bytes_streamed: int) -> Speed:
+def _speed(model: Any, stream: TokenStream, began_s: float, before: Stats, after: Stats) -> Speed:
+    bytes_streamed = after.bytes_streamed - before.bytes_streamed
     seconds = max(stream.last_s - began_s, 1e-9)
     later, later_s = stream.tokens - stream.first_tokens, stream.last_s - stream.first_s
     link = model.link_bytes_per_s
     rate = bytes_streamed / seconds
     return Speed(
         tokens=stream.tokens,
+        passes=after.runs - before.runs,
         seconds=seconds,
         first_token_s=stream.first_s - began_s if stream.tokens else None,
         tokens_per_s=later / later_s if later and later_s > 0 else None,
