@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.units import short_bytes
-from penstock.models.store import Store
+from penstock.store.store import Store
 from tests.cli.conftest import Cli
 
 

@@ -19,7 +19,7 @@ from penstock.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.models.store import Store
+    from penstock.store.store import Store
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -120,7 +120,7 @@ def clear_cache(cache_dir: Path | None, kind: str | None, yes: bool, as_json: bo
 
 
 def _store(cache_dir: Path | None) -> Store:
-    from penstock.models.store import Store
+    from penstock.store.store import Store
 
     if cache_dir is not None and not cache_dir.is_dir():
         raise click.BadParameter(f"{cache_dir} is not a folder", param_hint="--cache-dir")

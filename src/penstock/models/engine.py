@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.errors import InputError, ModelError
 from penstock.models.methods import Methods, pieces
-from penstock.models.store import Store
 from penstock.models.token_cache import TokenCache
 from penstock.runtime.module import Module
+from penstock.store.store import Store
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from penstock.models.families import TOKEN_BY_TOKEN
 from penstock.models.folder import CheckpointFolder, open_checkpoint
 from penstock.models.language_model import attach
 from penstock.models.methods import Methods
-from penstock.models.shards import weights_key as shard_key
 from penstock.models.state_cache import layer_kinds
-from penstock.models.store import Store
 from penstock.program import read_program
 from penstock.runtime.module import Module
+from penstock.store.shards import weights_key as shard_key
+from penstock.store.store import Store
 from penstock.version import VERSION
 
 PROGRAM, WEIGHTS = "model.pt2", "model.ptd"

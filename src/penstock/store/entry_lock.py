@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.models.cache_folder import writing
 from penstock.printable import printable
+from penstock.store.cache_folder import writing
 
 
 @contextmanager

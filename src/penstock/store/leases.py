@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.models.manifest import STAMP_FILE
+from penstock.store.manifest import STAMP_FILE
 
 
 class Leases:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import CheckpointError
-from penstock.models.shards import weights_key
+from penstock.store.shards import weights_key
 
 
 def write_shard(path: Path, content: bytes, dtype: str = "U8") -> Path:

@@ -18,14 +18,14 @@ from typing import IO, Any
 
 import pytest
 
-import penstock.models.leases as leases_file
-import penstock.models.manifest as manifest_file
+import penstock.store.leases as leases_file
+import penstock.store.manifest as manifest_file
 from penstock.errors import DiskFullError, OutputPathError
-from penstock.models.cache_folder import FOLDER_VARIABLE, cache_folder
-from penstock.models.entry_lock import entry_lock
-from penstock.models.leases import Leases, unused
-from penstock.models.manifest import canonical
-from penstock.models.store import Store
+from penstock.store.cache_folder import FOLDER_VARIABLE, cache_folder
+from penstock.store.entry_lock import entry_lock
+from penstock.store.leases import Leases, unused
+from penstock.store.manifest import canonical
+from penstock.store.store import Store
 from penstock.temporary import PREFIX
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ CONTENT = {"model.pt2": b"the program", "notes.json": b"{}"}
 USER = """
 import os, signal, sys
 from pathlib import Path
-from penstock.models.store import Store
+from penstock.store.store import Store
 
 def make(folder):
     with open(sys.argv[2], "a") as calls:
@@ -640,7 +640,7 @@ def test_space(user: User, store: Store) -> None:
 
 
 def test_importing_it_takes_the_standard_library_only() -> None:
-    code = "import sys, penstock.models.store, penstock.models.shards; print(*sys.modules)"
+    code = "import sys, penstock.store.store, penstock.store.shards; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); {code}"],
         capture_output=True,

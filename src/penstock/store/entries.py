@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.models.manifest import MANIFEST_FILE, STAMP_FILE, read_key
+from penstock.store.manifest import MANIFEST_FILE, STAMP_FILE, read_key
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.models import cache_folder
-from penstock.models.cache_folder import check_private, make_private, writing
-from penstock.models.entries import Entry, files_bytes, read_entry
-from penstock.models.entry_lock import entry_lock
-from penstock.models.leases import Leases, unused
-from penstock.models.manifest import canonical, entry_name, fault, read_key, seal, sync_folder
 from penstock.printable import printable
+from penstock.store import cache_folder
+from penstock.store.cache_folder import check_private, make_private, writing
+from penstock.store.entries import Entry, files_bytes, read_entry
+from penstock.store.entry_lock import entry_lock
+from penstock.store.leases import Leases, unused
+from penstock.store.manifest import canonical, entry_name, fault, read_key, seal, sync_folder
 from penstock.temporary import PREFIX, TemporaryFolder, sweep
 
 KINDS = ("programs", "weights")
