@@ -268,6 +268,13 @@ def test_what_generate_refuses(model: Any, options: dict[str, Any], error: type[
         model.generate(_ids(3), max_new_tokens=2, **options)
 
 
+def test_it_stays_where_it_is(model: Any) -> None:
+    assert model.to("cpu") is model and model.to(torch.device("cpu")) is model and model.to(torch.float32) is model
+    for way in (lambda: model.to("cuda"), lambda: model.to(torch.float16), model.half, lambda: model.to("meta")):
+        with pytest.raises(ModelError, match="stays where and what it was loaded as"):
+            way()
+
+
 def test_it_cannot_be_copied(model: Any) -> None:
     for way in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(NotCopyableError, match="cannot be copied or pickled"):

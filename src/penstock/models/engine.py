@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.errors import InputError, ModelError
+from penstock.errors import InputError, ModelError, StateInvalidError
 from penstock.models.methods import Methods, pieces
 from penstock.models.token_cache import TokenCache
 from penstock.runtime.module import Module
@@ -39,8 +39,6 @@ class Engine:
         self.has_experts = has_experts
         # Kept for as long as its files are used.
         self._store = store
-        # Tokens that were asked for, and runs that it took: with a speculation, fewer.
-        self.tokens_run = 0
         self._holder: weakref.ref[TokenCache] | None = None
         self._mask: _Mask | None = None
 
@@ -88,12 +86,18 @@ class Engine:
         spread = self._spread(ids.to(torch.int64))
         more = [self._mask_input(mask, rows)] if self.methods.takes_padding else []
         found: list[Tensor] = []
-        for piece in pieces(self.methods, count, wanted_logits):
-            logits = self._run_piece(spread[:, piece.begin : piece.end], cache.length + piece.begin, piece.method, more)
-            found.append(logits)
+        try:
+            for piece in pieces(self.methods, count, wanted_logits):
+                tokens = spread[:, piece.begin : piece.end]
+                found.append(self._run_piece(tokens, cache.length + piece.begin, piece.method, more))
+        except BaseException:
+            # Attention writes the same keys again when it goes on. A recurrence may have moved, and nobody knows by
+            # how many tokens.
+            if self.is_recurrent:
+                self._holder = None
+            raise
         cache.length += count
         cache.mask, cache.rows = mask, rows
-        self.tokens_run += count * rows
         return torch.cat(found, 1)[:rows, -wanted_logits:]
 
     def _run_piece(self, ids: Tensor, start: int, method: str, more: list[Tensor]) -> Tensor:
@@ -102,7 +106,12 @@ class Engine:
         if method == "decode" and count < self.methods.decode_tokens:
             # Padding behind them: nobody sees it, and the next tokens take its slots.
             ids = torch.cat([ids, ids[:, -1:].expand(-1, self.methods.decode_tokens - count)], 1)
-        logits: Tensor = self.module.run_method(method, ids.contiguous(), starts, *more)
+        try:
+            logits: Tensor = self.module.run_method(method, ids.contiguous(), starts, *more)
+        except StateInvalidError as error:
+            raise StateInvalidError(
+                f"the KV cache may be half written; begin a new one with model.new_cache(): {error}"
+            ) from error
         return logits[:, :count] if method == "decode" else logits
 
     def _spread(self, ids: Tensor) -> Tensor:
@@ -131,7 +140,10 @@ class Engine:
 
     def _require_holder(self, cache: TokenCache) -> None:
         if self._holder is None or self._holder() is not cache:
-            raise InputError("this cache's tokens are gone: a newer cache of the same model took its place")
+            raise InputError(
+                "this cache's tokens are gone: a newer cache of the same model took its place, or a run over recurrent "
+                "state was given up; begin a new one with model.new_cache()"
+            )
 
 
 def _check_positions(position_ids: Tensor, mask: Tensor | None, before: int, count: int) -> None:

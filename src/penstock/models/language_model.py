@@ -23,6 +23,7 @@ class OnPenstock:
     """What a class of transformers gets in front of it. Its parameters stay on meta."""
 
     _engine: Engine
+    dtype: torch.dtype
 
     # ------------------------------------------------------------------------------------------ what transformers asks
 
@@ -156,6 +157,20 @@ class OnPenstock:
 
     def close(self) -> None:
         self._engine.close()
+
+    def to(self, *arguments: Any, **keywords: Any) -> Any:
+        """Where it is already, it may be sent; a pipeline does that."""
+        wanted = [*arguments, *keywords.values()]
+        here = (self.device, self.device.type, str(self.device), self.device.index, self.dtype)
+        if all(each in here or each == torch.device(self.device.type) for each in wanted):
+            return self
+        return self._apply()
+
+    def _apply(self, *_: Any, **__: Any) -> NoReturn:
+        """cuda(), cpu(), half() and the like come here."""
+        raise ModelError(
+            f"{self._engine.name} stays where and what it was loaded as; load it with other device= or dtype="
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NotCopyableError(f"{self._engine.name} is loaded and cannot be copied or pickled; load it once more")
