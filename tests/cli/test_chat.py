@@ -27,6 +27,8 @@ from penstock.errors import InputError, RuntimeFailure
 from tests.cli.checkpoints import REWRITING, SCRIPT, Scripted, load_tokenizer, make_checkpoint, scripted
 from tests.cli.conftest import Cli
 
+pytestmark = pytest.mark.models
+
 ROOT = Path(__file__).parents[2]
 NEVER = -1
 

@@ -26,6 +26,8 @@ from tests.cli.conftest import Cli
 from tests.harness import compiled, offloaded
 from tests.zoo import hf
 
+pytestmark = pytest.mark.models
+
 TINY = dict(
     hidden_size=64,
     intermediate_size=128,

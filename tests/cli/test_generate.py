@@ -18,6 +18,8 @@ from penstock.errors import BudgetError
 from tests.cli.checkpoints import SCRIPT, Scripted, load_tokenizer, make_checkpoint, scripted
 from tests.cli.conftest import Cli
 
+pytestmark = pytest.mark.models
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

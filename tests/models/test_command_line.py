@@ -13,8 +13,6 @@ import penstock
 from penstock.cli.main import main
 from tests.models.checkpoints import FAST, load_with_transformers, save_checkpoint, save_tokenizer
 
-pytestmark = pytest.mark.models
-
 PROMPT = "Once upon a time there was a river"
 
 

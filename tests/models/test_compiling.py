@@ -18,8 +18,6 @@ from penstock.models.recipe import Recipe
 from penstock.program import read_program
 from tests.models.checkpoints import FAST, load_with_transformers, save_checkpoint
 
-pytestmark = pytest.mark.models
-
 METHODS = Methods(batch=1, cache_length=16, decode_tokens=2, prefill_tokens=8)
 
 

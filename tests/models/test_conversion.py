@@ -18,7 +18,6 @@ from tests.models.checkpoints import load_with_transformers, save_checkpoint
 STACKED = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe", "minimax_m2", "dots1"}
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", sorted(TESTED))
 def test_tensors_are_those_that_transformers_loads(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -54,7 +53,6 @@ def test_tensors_are_those_that_transformers_loads(family: str, dtype: torch.dty
         assert derived[name].dtype == buffer.dtype and torch.equal(derived[name], buffer), name
 
 
-@pytest.mark.models
 def test_another_dtype_is_cast_as_transformers_casts_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -79,7 +79,6 @@ def _error(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max() / want.std())
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("family", sorted(TESTED))
 def test_exported_programs_give_its_logits(family: str) -> None:
     """In pieces: a prompt, a second piece of it, single tokens. In runs of the exported graph, which no Python of the
@@ -116,7 +115,6 @@ def _share_state(source: Any, target: Any) -> None:
             buffer.copy_(buffers[name])
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("family", sorted(TESTED))
 def test_rows_stand_at_different_places(family: str) -> None:
     """One row goes on, the other goes back and on from there; each gives what it would alone."""
@@ -135,7 +133,6 @@ def test_rows_stand_at_different_places(family: str) -> None:
     assert _error(got[1], want[1, 5:8]) < CLOSE
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("family", sorted(TESTED))
 def test_padding_on_the_left_is_not_seen(family: str) -> None:
     reference, model, methods = _stateful(family)
@@ -153,7 +150,6 @@ def test_padding_on_the_left_is_not_seen(family: str) -> None:
     assert _error(got[1, 5:], alone[0]) < CLOSE
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("family", ["gpt_neo", "recurrent_gemma"])
 def test_what_is_refused_would_be_wrong(family: str) -> None:
     """And nobody would be told: should one of these come out right, it can be supported."""
@@ -168,7 +164,6 @@ def test_what_is_refused_would_be_wrong(family: str) -> None:
     assert _error(torch.cat(parts, 1), want) > 100 * CLOSE
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("family", ["jetmoe", "mpt", "rwkv", "xglm"])
 def test_what_is_refused_cannot_be_traced(family: str) -> None:
     with pytest.raises((ModelError, RuntimeError, NotImplementedError)):

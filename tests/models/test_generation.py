@@ -56,7 +56,6 @@ def _distinct(sequences: Tensor, prompt: int) -> int:
     return len(set(sequences[:, prompt:].flatten().tolist()))
 
 
-@pytest.mark.models
 @pytest.mark.parametrize("family", COMPILED)
 def test_generation_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(family, tmp_path / "checkpoint")

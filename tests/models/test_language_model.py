@@ -18,8 +18,6 @@ import penstock
 from penstock.errors import BelowFloorError, ClosedError, InputError, ModelError, NotCopyableError
 from tests.models.checkpoints import FAST, load_with_transformers, save_checkpoint, save_tokenizer
 
-pytestmark = pytest.mark.models
-
 LENGTH = 64
 PROMPT = "Once upon a time there was a lake"
 
