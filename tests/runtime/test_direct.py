@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import BelowFloorError, PenstockError, RuntimeFailure
+from penstock.errors import BelowFloorError, DriverCallError, PenstockError, RuntimeFailure
 from penstock.plan.modes import ModePlanner
 from penstock.plan.plan import Plan
 from penstock.runtime.records import plan_numbers
@@ -254,6 +255,26 @@ def test_reads_in_place_are_timed_and_the_faster_way_is_planned(routed: Path, re
             dense = {f"dense.{layer}.weight" for layer in range(3)}
             assert (len(dense & set(module.plan.direct_weights)) > 0) == in_place
             assert same(results(module), resident)
+
+
+def test_a_timing_whose_end_fails_does_not_leave_everything_in_place(
+    routed: Path, resident: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is gone and its spans could not be had: the plan before it must be back all the same."""
+    with penstock.Module(routed, "136KiB", quiet=True) as module:
+        with module.calibrate():
+            results(module)
+        chosen = module.plan
+
+        def fail() -> NoReturn:
+            monkeypatch.undo()
+            raise DriverCallError("synchronize_event failed")
+
+        with pytest.raises(DriverCallError), module.calibrate_direct():
+            results(module)
+            monkeypatch.setattr(module._session, "stop_trace", fail)
+        assert module.plan is chosen and module.device_memory()[0] > 0
+        assert same(results(module), resident) and module.last_run.bytes_streamed > 0
 
 
 def test_nothing_is_timed_in_place_where_nothing_is_read_there(routed: Path) -> None:

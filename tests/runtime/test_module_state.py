@@ -87,6 +87,20 @@ def test_what_is_written_is_what_the_next_run_reads(gate: Path, resident_bits: R
         assert same(play(run, SCRIPTS["gate"]), resident_bits("gate"))
 
 
+def test_rows_are_put_into_another_order(gate: Path) -> None:
+    """Of every state; and what does not fit is refused before anything moves."""
+    with penstock.Module(gate, EVERYTHING, quiet=True) as module:
+        value = torch.arange(GATE_WIDTH, dtype=torch.float32)
+        module.write_state("total", value)
+        rows = torch.arange(GATE_WIDTH).flip(0)
+        module.select_state_rows(rows)
+        assert torch.equal(module.read_state("total"), value.flip(0))
+        for wrong in (rows[1:], rows.int(), rows + 1, rows[:, None]):
+            with pytest.raises(InputError, match="rows are"):
+                module.select_state_rows(wrong)
+        assert torch.equal(module.read_state("total"), value.flip(0))
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

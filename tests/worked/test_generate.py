@@ -98,7 +98,7 @@ def test_the_default_model_without_compiling_it(
     out = tmp_path / "out"
     example.main(["--out", str(out), "--device", "cpu", "--budget", "1GiB", "--tokens", "6", "--temperature", "0"])
     assert set(given["programs"]) == {"prefill", "decode"}
-    assert (given["path"], given["device"], given["weights"]) == (out / "model.pt2", "cpu", None)
+    assert (given["path"], given["device"]) == (out / "model.pt2", "cpu")
     line = capsys.readouterr().out.splitlines()[0]
     with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
         assert [int(n) for n in line.split()] == list(generate(module, [1, 2, 3, 4], tokens=6, temperature=0))

@@ -15,6 +15,7 @@ import torch
 
 from penstock.cli.pretrained import one_line
 from penstock.errors import CheckpointError, UnsupportedProgramError
+from penstock.models.transformers_private import build_model
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.schedule import Access, Schedule, Step
@@ -170,11 +171,8 @@ def _meta_model(transformers: ModuleType, config: Any, dtype: torch.dtype, trust
     kind = getattr(transformers, named, None) if named else None
     try:
         with torch.device("meta"):
-            if kind is not None and hasattr(kind, "_from_config"):
-                model: torch.nn.Module = kind._from_config(config, dtype=dtype)
-            else:
-                auto = transformers.AutoModelForCausalLM
-                model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            built_as = transformers.AutoModelForCausalLM if kind is None else kind
+            model: torch.nn.Module = build_model(built_as, config, dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"no model can be built from config.json: {one_line(error)}") from error
     # Of the ways to run experts this one works on meta tensors of every dtype. Models without experts refuse it.

@@ -27,7 +27,7 @@ class Family:
 
 # The first family that an error belongs to gives its code, so bases come after what derives from them.
 FAMILIES: tuple[Family, ...] = (
-    Family(3, (errors.ProgramError,), "the model or its exported program cannot be offloaded"),
+    Family(3, (errors.ProgramError, errors.ModelError), "the model or its exported program cannot be offloaded"),
     Family(4, (errors.CompileError,), "compiling failed, the C++ compiler included"),
     Family(5, (errors.DeviceError,), "there is no such device, or it cannot be compiled for here"),
     Family(6, (errors.CheckpointError,), "a checkpoint does not fit the program, or cannot be read"),

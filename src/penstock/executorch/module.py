@@ -264,6 +264,11 @@ class Module:
         with self._operation():
             self._state.write(name, value)
 
+    def select_state_rows(self, rows: torch.Tensor) -> None:
+        """Row i of every state becomes what row rows[i] was: for the beams of a search."""
+        with self._operation():
+            self._state.select_rows(rows)
+
     def reset_state(self) -> None:
         """Puts the first values back; also after a failed run, which leaves state unusable."""
         with self._operation():

@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import InputError, StateInvalidError
 from penstock.executorch.native import NativeModule
+from penstock.runtime.state_rows import check_rows, select_rows
 
 
 class StateMemory:
@@ -51,6 +52,11 @@ class StateMemory:
             raise InputError(f"state {name!r} was given {given}, needs {tensor.dtype}{list(tensor.shape)}")
         with torch.no_grad():
             tensor.copy_(value)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        self._require_valid()
+        check_rows(self._tensors, rows)
+        select_rows(self._tensors, rows)
 
     def reset(self) -> None:
         """Puts the first values back."""

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.models.folder import CheckpointFolder
+from penstock.models.transformers_private import build_model, dtype_plan, initialize, is_model
+from penstock.torch_private.module_tables import has_buffers_of_its_own_making, replace_tensor, tensors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,31 +30,21 @@ def model_dtype(config: Any, dtype: str | torch.dtype | None) -> torch.dtype:
 def build_on_meta(checkpoint: CheckpointFolder, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
     """As from_pretrained builds it, with all its tensors on meta."""
     with torch.device("meta"):
-        model = _build(checkpoint, dtype, trust_remote_code)
+        model = build_model(checkpoint.model_class, checkpoint.config, dtype, trust_remote_code=trust_remote_code)
     _place(model, dtype)
     return model.eval()
-
-
-def _build(checkpoint: CheckpointFolder, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    if hasattr(checkpoint.model_class, "_from_config"):
-        return checkpoint.model_class._from_config(checkpoint.config, dtype=dtype)
-    return checkpoint.model_class.from_config(checkpoint.config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _place(model: Any, dtype: torch.dtype) -> None:
     """Everything on meta, whatever device its code named. And some models keep some tensors in float32 whatever their
     dtype: transformers loads them so."""
-    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    plan = dtype_plan(model, dtype)
     for path, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                full = f"{path}.{name}" if path else name
-                kept = next((k for p, k in plan.items() if re.search(p.replace("*", r"\d+"), full)), tensor.dtype)
-                if tensor.device.type != "meta" or tensor.dtype != kept:
-                    placed = tensor.detach().to("meta", kept)
-                    table[name] = nn.Parameter(placed, requires_grad=False) if table is module._parameters else placed
+        for name, tensor in list(tensors(module)):
+            full = f"{path}.{name}" if path else name
+            kept = next((k for p, k in plan.items() if re.search(p.replace("*", r"\d+"), full)), tensor.dtype)
+            if tensor.device.type != "meta" or tensor.dtype != kept:
+                replace_tensor(module, name, tensor.detach().to("meta", kept))
 
 
 def derived_buffers(
@@ -63,7 +55,7 @@ def derived_buffers(
     The model is built once more, on the CPU, but for its parameters: each goes to meta as soon as it is registered.
     """
     with parameters_on_meta(), torch.device("cpu"):
-        model = _build(checkpoint, dtype, trust_remote_code)
+        model = build_model(checkpoint.model_class, checkpoint.config, dtype, trust_remote_code=trust_remote_code)
     with torch.no_grad():
         _compute_tables(model, model)
     persistent = set(model.state_dict())
@@ -72,11 +64,11 @@ def derived_buffers(
 
 def _compute_tables(module: nn.Module, owner: Any) -> None:
     """As transformers does after loading, where most models compute their tables once more, in full precision."""
-    owner = module if hasattr(module, "_init_weights") else owner
+    owner = module if is_model(module) else owner
     for child in module.children():
         _compute_tables(child, owner)
-    if module._non_persistent_buffers_set:
-        owner._init_weights(module)
+    if has_buffers_of_its_own_making(module):
+        initialize(owner, module)
 
 
 @contextmanager

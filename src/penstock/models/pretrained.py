@@ -24,6 +24,7 @@ from penstock.models.folder import CheckpointFolder, open_checkpoint
 from penstock.models.language_model import attach
 from penstock.models.methods import Methods
 from penstock.models.state_cache import layer_kinds
+from penstock.models.transformers_private import has_experts
 from penstock.program import read_program
 from penstock.runtime.module import Module
 from penstock.store.shards import weights_key as shard_key
@@ -121,7 +122,7 @@ def from_pretrained(
         methods,
         name=type(model).__name__,
         is_recurrent=is_recurrent,
-        has_experts=_has_experts(model),
+        has_experts=has_experts(model),
         store=store,
     )
     _read_generation_config(model, checkpoint)
@@ -143,7 +144,7 @@ def _methods(
         raise ModelError(f"cache_length is {length}; {checkpoint.name} was made for up to {trained} positions")
     layers = layer_kinds(model.config)
     # Padding would move recurrent state, and wake further experts.
-    decode_tokens = 1 if layers.is_recurrent or _has_experts(model) else min(DECODE_TOKENS, length)
+    decode_tokens = 1 if layers.is_recurrent or has_experts(model) else min(DECODE_TOKENS, length)
     if not layers.scans:
         longest = min(length, prefill_tokens or PREFILL_TOKENS)
         return Methods(
@@ -151,10 +152,6 @@ def _methods(
         ), layers.is_recurrent
     longest = 0 if checkpoint.config.model_type in TOKEN_BY_TOKEN else min(length, prefill_tokens or CHUNK_TOKENS)
     return Methods(batch, length, decode_tokens, longest, is_fixed=True, takes_padding=False), True
-
-
-def _has_experts(model: Any) -> bool:
-    return bool(model._can_set_experts_implementation())
 
 
 def _buffers(checkpoint: CheckpointFolder, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, torch.Tensor]:

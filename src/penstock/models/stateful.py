@@ -15,6 +15,7 @@ from penstock.errors import ModelError, PenstockError
 from penstock.models.row_masks import row_masks
 from penstock.models.source_line import first_line, place
 from penstock.models.state_cache import StateCache, empty_cache, layer_kinds
+from penstock.models.transformers_private import has_experts
 
 # Tokens of the forward in which the cache learns its shapes.
 _FEW = 4
@@ -42,7 +43,7 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
     takes_keep = "logits_to_keep" in parameters
     takes_positions = "position_ids" in parameters
     device = next(model.parameters()).device
-    if model._can_set_experts_implementation():
+    if has_experts(model):
         # The default loops over what was routed to, which cannot be exported.
         model.set_experts_implementation("batched_mm")
 

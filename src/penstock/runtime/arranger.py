@@ -147,6 +147,9 @@ class Arranger:
         """Nobody wants it any more; everything is again where it was."""
         if recording is self.recorder.current:
             self._end_recording("nobody")
+        elif self.recorder.current is None:
+            # Its end failed half-way: the arrangement in which everything is read in place must not outlive it.
+            self._leave_direct()
 
     def _leave_direct(self) -> None:
         before, self._before_direct = self._before_direct, None

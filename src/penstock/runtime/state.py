@@ -19,6 +19,7 @@ from penstock.errors import DeviceMemoryError, HostMemoryError, InputError, Regi
 from penstock.kv.host_block import host_tensor
 from penstock.kv.mapped_tensor import mapped_tensor
 from penstock.program import Method
+from penstock.runtime.state_rows import check_rows, select_rows
 from penstock.weight import State
 
 
@@ -96,21 +97,10 @@ class StateStore:
         self._invalid = None
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Row i of every state becomes what row rows[i] was; one state at a time is held twice."""
         self._require_valid()
-        sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in self._tensors.items()}
-        unfit = [name for name, size in sizes.items() if size != rows.numel()]
-        if unfit or rows.dtype != torch.int64 or rows.dim() != 1:
-            raise InputError(
-                f"rows are {str(rows.dtype).removeprefix('torch.')}{list(rows.shape)}, needs one int64 for each row of "
-                f"every state ({', '.join(f'{name} has {sizes[name]}' for name in unfit[:4])})"
-            )
-        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < rows.numel():
-            raise InputError(f"rows are {rows.tolist()}, each must be from 0 to {rows.numel() - 1}")
+        check_rows(self._tensors, rows)
         self._invalid = "select_state_rows() did not finish"
-        with torch.no_grad():
-            for tensor in self._tensors.values():
-                tensor.copy_(tensor.index_select(0, rows.to(tensor.device)))
+        select_rows(self._tensors, rows)
         self._invalid = None
 
     def reset(self) -> None:

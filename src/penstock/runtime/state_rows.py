@@ -1,0 +1,28 @@
+"""Rows of all states put into another order: the beams of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.errors import InputError
+
+
+def check_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
+    sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in states.items()}
+    unfit = [name for name, size in sizes.items() if size != rows.numel()]
+    if unfit or rows.dtype != torch.int64 or rows.dim() != 1:
+        raise InputError(
+            f"rows are {str(rows.dtype).removeprefix('torch.')}{list(rows.shape)}, needs one int64 for each row of "
+            f"every state ({', '.join(f'{name} has {sizes[name]}' for name in unfit[:4])})"
+        )
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < rows.numel():
+        raise InputError(f"rows are {rows.tolist()}, each must be from 0 to {rows.numel() - 1}")
+
+
+def select_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
+    """Row i of every state becomes what row rows[i] was; one state at a time is held twice."""
+    with torch.no_grad():
+        for tensor in states.values():
+            tensor.copy_(tensor.index_select(0, rows.to(tensor.device)))
