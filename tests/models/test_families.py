@@ -51,11 +51,17 @@ def test_what_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ModelError, match=f"'reformer' were not tested with Penstock. To try one, set {UNTESTED_VARIABLE}=1"
     ):
-        check_family("reformer")
+        check_family("reformer", "5.22.2")
+    with pytest.raises(ModelError, match="transformers 5.23.0 was not tested with Penstock; 5.17 to 5.22 were"):
+        check_family("llama", "5.23.0")
     monkeypatch.setenv(UNTESTED_VARIABLE, "1")
-    check_family("reformer")
+    check_family("reformer", "5.22.2")
+    check_family("llama", "6.0.0.dev0")
     with pytest.raises(ModelError, match="'rwkv' are not supported: it keeps its state in a form of its own"):
-        check_family("rwkv")
+        check_family("rwkv", "5.22.2")
+    for family, version in (("doge", "5.21.0"), ("llama", "5.16.3")):
+        with pytest.raises(ModelError, match="need transformers 5.* or newer"):
+            check_family(family, version)
 
 
 def _tokens() -> Tensor:

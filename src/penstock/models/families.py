@@ -25,6 +25,11 @@ TESTED = frozenset({
 })
 # fmt: on
 
+# Of transformers, whose code the models are: every family was tried with the last, and with 5.17 all but exporting.
+OLDEST, NEWEST = (5, 17), (5, 22)
+# Families that were wrong with an older one.
+SINCE = {"doge": (5, 22)}
+
 # Why not.
 REFUSED = {
     "gpt_neo": "it masks its local layers by the number of keys, which is always the cache's length here",
@@ -39,10 +44,25 @@ REFUSED = {
 TOKEN_BY_TOKEN = frozenset({"jamba", "mamba", "falcon_mamba"})
 
 
-def check_family(model_type: str) -> None:
+def check_family(model_type: str, transformers_version: str) -> None:
+    version = tuple(int(part) for part in transformers_version.split(".")[:2])
     if model_type in REFUSED:
         raise ModelError(f"models of the type {model_type!r} are not supported: {REFUSED[model_type]}")
-    if model_type not in TESTED and os.environ.get(UNTESTED_VARIABLE) != "1":
+    if version < SINCE.get(model_type, OLDEST):
+        oldest = ".".join(map(str, SINCE.get(model_type, OLDEST)))
+        raise ModelError(
+            f"models of the type {model_type!r} need transformers {oldest} or newer, and {transformers_version} is "
+            "installed"
+        )
+    if os.environ.get(UNTESTED_VARIABLE) == "1":
+        return
+    if version > NEWEST:
+        raise ModelError(
+            f"transformers {transformers_version} was not tested with Penstock; "
+            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))} were. To try it, set {UNTESTED_VARIABLE}=1, "
+            "and compare tokens with transformers' own"
+        )
+    if model_type not in TESTED:
         raise ModelError(
             f"models of the type {model_type!r} were not tested with Penstock. To try one, set {UNTESTED_VARIABLE}=1, "
             "and compare its tokens with transformers' own"

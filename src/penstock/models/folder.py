@@ -62,7 +62,7 @@ def _read_config(given: str, trust_remote_code: bool) -> Any:
 
 
 def _model_class(given: str, config: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind = config.model_type
@@ -76,10 +76,10 @@ def _model_class(given: str, config: Any, trust_remote_code: bool) -> Any:
         raise ModelError(f"{given} takes more than text ({kind}); only causal language models are supported yet")
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        check_family(kind)
+        check_family(kind, __version__)
     elif trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
         # Code that comes with the checkpoint: nobody has tested it.
-        check_family(kind)
+        check_family(kind, __version__)
         return AutoModelForCausalLM
     else:
         raise ModelError(f"transformers has no causal language model for {given} ({kind})")

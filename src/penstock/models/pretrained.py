@@ -102,17 +102,19 @@ def from_pretrained(
 
         store.require_space(program.weight_bytes)
         say(f"penstock: writing {format_bytes(program.weight_bytes)} of weights to {store.folder}")
-        sources = [converted(model, checkpoint.tensors), _buffers(checkpoint, kind, trust_remote_code)]
-        write_weights(program, sources, folder / WEIGHTS)
+        derived = derived_buffers(checkpoint, kind, trust_remote_code=trust_remote_code)
+        write_weights(program, [converted(model, checkpoint.tensors), derived], folder / WEIGHTS)
 
+    # Where and how it was compiled says nothing about values; what was computed beside the checkpoint's does.
     weights_key = {
-        **program_key,
+        **{part: program_key[part] for part in ("config", "dtype", "torch", "transformers", "penstock")},
         "model": checkpoint.name,
         "shards": shard_key(checkpoint.shards),
         "identity": program.identity,
     }
     weights_path = store.entry("weights", weights_key, make_weights, say) / WEIGHTS
 
+    _read_generation_config(model, checkpoint)
     try:
         module = Module(program_path, budget, weights=weights_path, device=device, quiet=quiet, **options)
     except BelowFloorError as error:
@@ -125,7 +127,6 @@ def from_pretrained(
         has_experts=has_experts(model),
         store=store,
     )
-    _read_generation_config(model, checkpoint)
     return attach(model, engine)
 
 
@@ -147,15 +148,10 @@ def _methods(
     decode_tokens = 1 if layers.is_recurrent or has_experts(model) else min(DECODE_TOKENS, length)
     if not layers.scans:
         longest = min(length, prefill_tokens or PREFILL_TOKENS)
-        return Methods(
-            batch, length, decode_tokens, longest, takes_padding=not layers.is_recurrent
-        ), layers.is_recurrent
+        methods = Methods(batch, length, decode_tokens, longest, takes_padding=not layers.is_recurrent)
+        return methods, layers.is_recurrent
     longest = 0 if checkpoint.config.model_type in TOKEN_BY_TOKEN else min(length, prefill_tokens or CHUNK_TOKENS)
     return Methods(batch, length, decode_tokens, longest, is_fixed=True, takes_padding=False), True
-
-
-def _buffers(checkpoint: CheckpointFolder, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, torch.Tensor]:
-    return derived_buffers(checkpoint, dtype, trust_remote_code=trust_remote_code)
 
 
 def _program_key(
