@@ -111,6 +111,9 @@ def interrupted_at(operation: Callable[[], object], place: Place, at: int, *, op
     return counter.sent
 
 
+LATEST_S = 0.1
+
+
 class Interrupter:
     """A thread that sends SIGINT to this process, once for each time it is asked, after a while."""
 
@@ -139,8 +142,9 @@ class Interrupter:
             os.kill(os.getpid(), signal.SIGINT)
 
     def interrupt(self, operation: Callable[[], object], within_s: float) -> None:
-        """Does it again and again until the signal comes, at a moment that nobody chose."""
-        self._delay_s = self._random.uniform(0, within_s)
+        """Does it again and again until the signal comes, at a moment that nobody chose. Soon, however long the operation
+        took when it was timed: each load leaves torch's mapping of a file behind, so there must not be thousands more."""
+        self._delay_s = self._random.uniform(0, min(within_s, LATEST_S))
         try:
             self._wanted.release()
             while True:
