@@ -142,8 +142,11 @@ class Interrupter:
             os.kill(os.getpid(), signal.SIGINT)
 
     def interrupt(self, operation: Callable[[], object], within_s: float) -> None:
-        """Does it again and again until the signal comes, at a moment that nobody chose. Soon, however long the operation
-        took when it was timed: each load leaves torch's mapping of a file behind, so there must not be thousands more."""
+        """Does it again and again until the signal comes, at a moment that nobody chose.
+
+        Soon, however long the operation took when it was timed: each load leaves a mapped file of torch's behind, and
+        thousands more of them would fill the disk.
+        """
         self._delay_s = self._random.uniform(0, min(within_s, LATEST_S))
         try:
             self._wanted.release()
