@@ -45,4 +45,6 @@ def run(ready: int, number: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # Whoever started the tests in the background had its children ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

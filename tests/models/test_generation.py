@@ -102,9 +102,8 @@ def _lookup_or_refusal(reference: Any, model: Any, ids: Tensor) -> None:
             model.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3)
         return
     before = model.stats().runs
-    made = _same(reference, model, ids, prompt_lookup_num_tokens=3)
+    _same(reference, model, ids, prompt_lookup_num_tokens=3)
     if type(model).__name__ in REPEATING:
-        assert _distinct(made.sequences, ids.shape[1]) > 3
         assert model.stats().runs - before <= NEW_TOKENS // 2
 
 

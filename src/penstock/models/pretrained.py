@@ -164,11 +164,11 @@ def _program_key(
     """Everything that a program depends on; also the code that comes with a checkpoint, by its configuration."""
     from transformers import __version__ as transformers_version
 
-    config = checkpoint.config.to_dict()
-    config.pop("_name_or_path", None)
+    config = {name: value for name, value in checkpoint.config.to_dict().items() if name != "_name_or_path"}
     key = {
         "model": checkpoint.model_class.__name__,
-        "config": json.loads(json.dumps(config, default=str, sort_keys=True)),
+        # As text: JSON itself knows no infinity, and some configurations do.
+        "config": json.dumps(config, default=str, sort_keys=True),
         "methods": asdict(methods),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
