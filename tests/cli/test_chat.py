@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import penstock
+from penstock.cli import chat
 from penstock.cli.answer import StopAsked
 from penstock.cli.conversation import Conversation
 from penstock.errors import InputError, RuntimeFailure
@@ -152,15 +153,29 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder: Path) -> None:
         # What was written stays in the history, and the next turn builds upon it.
         person.type_line("go on")
         assert person.read_until("\n") == SCRIPT
-        # At the prompt it says how to leave, and Ctrl-D does.
-        person.read_until("> ")
-        person.type("\x03")
-        person.read_until("Ctrl-D or /exit leaves.")
         person.read_until("> ")
         person.type("\x04")
         assert "tokens/s" in person.read_rest()
         assert person.process.wait() == 0
     assert "Traceback" not in person.seen
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_leave(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not through a terminal: a signal between the prompt and the read behind it waits there for a key."""
+    lines: list[str | None] = [None, "interrupt"]
+
+    def read_line() -> str | None:
+        line = lines.pop()
+        if line is not None:
+            raise KeyboardInterrupt
+        return None
+
+    monkeypatch.setattr(chat, "_read_line", read_line)
+    nothing: Any = None
+    chat.Talk(nothing, nothing, {}).run()
+    assert "Ctrl-D or /exit leaves." in capfd.readouterr().err and not lines
 
 
 def test_lines_from_a_pipe(folder: Path) -> None:
