@@ -1,4 +1,4 @@
-"""`penstock estimate`: against real models and real StaticCache tensors, and beside what the compiler makes of one."""
+"""`penstock estimate`: against real models and the caches they get, and beside what the compiler makes of one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from transformers import (
 
 from penstock.cli.checkpoint_size import CheckpointSize
 from penstock.cli.children import ChildFailure
+from penstock.models.pretrained import decode_tokens_of
+from penstock.models.stateful import make_stateful
 from penstock.plan.pages import soft_page_bytes
 from tests.cli.conftest import Cli
 from tests.harness import compiled, offloaded
@@ -77,17 +79,6 @@ def size_of(config: Any, dtype: torch.dtype = torch.float32) -> CheckpointSize:
     return CheckpointSize(transformers, config, dtype, trust_remote_code=False)
 
 
-def cache_tensors(cache: Any) -> int:
-    """By name, unlike the code under test."""
-    total = 0
-    for layer in cache.layers:
-        for name in ("keys", "values", "conv_states", "recurrent_states"):
-            held = getattr(layer, name, None)
-            for tensor in held.values() if isinstance(held, dict) else [held]:
-                total += 0 if tensor is None else tensor.numel() * tensor.element_size()
-    return total
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_against_a_real_model(family: str) -> None:
     config = FAMILIES[family]
@@ -97,12 +88,13 @@ def test_against_a_real_model(family: str) -> None:
     assert size.parameters == sum(one.numel() for one in model.parameters())
     stored = {one.data_ptr(): one.numel() * one.element_size() for one in model.state_dict().values() if one.numel()}
     assert size.weight_bytes == sum(stored.values()) == sum(size.bytes_by_dtype.values())
-    name = "cache_params" if "mamba" in size.class_name.lower() else "past_key_values"
     for length in (8, 40, 300):
-        cache = transformers.StaticCache(config=config, max_cache_len=length)
-        with torch.no_grad():
-            model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=True, **{name: cache})
-        assert size.cache_bytes(length) == cache_tensors(cache) > 0, length
+        # As from_pretrained has it: the tensors of the model that is exported.
+        with torch.device("meta"):
+            stateful = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        positions = length + decode_tokens_of(stateful, length) - 1
+        tensors = make_stateful(stateful, slots=positions, batch=1).tensors()
+        assert size.cache_bytes(length) == sum(tensor.nbytes for tensor in tensors.values()) > 0, length
 
 
 def test_only_rows_of_a_table_are_read_unless_it_is_tied() -> None:
@@ -161,7 +153,8 @@ def test_an_8b(cli: Cli, folder: Path) -> None:
     assert told["model"] == "LlamaForCausalLM" and told["parameters"] == 8030261248
     assert told["bytes_by_dtype"] == {"bfloat16": 16060522496} and told["weight_bytes"] == 16060522496
     assert [row["length"] for row in told["cache"]] == [2048, 4096, 8192, 16384, 32768]
-    assert all(row["nbytes"] == row["length"] * 131072 for row in told["cache"])
+    # Seven positions more: the padding of a decode run.
+    assert all(row["nbytes"] == (row["length"] + 7) * 131072 for row in told["cache"])
     assert told["link_bytes_per_s"] == 25e9 and "assumed" in told["link_source"]
     # It needs the two largest neighbours at least: here the last layer's down_proj and the head.
     assert told["floor_bytes"] >= (4096 * 14336 + 4096 * 128256) * 2

@@ -63,9 +63,7 @@ def test_a_process_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monke
 
     # The parent's own export is not what is tried here.
     monkeypatch.setattr(Recipe, "exported", refuse)
-    monkeypatch.setattr(
-        compiling, "compile_program", lambda programs, path, compile_with, **_: compile_with("decode", None)
-    )
+    monkeypatch.setattr(compiling, "compile_program", lambda programs, path, compile_with, **_: compile_with("decode"))
     (folder / "config.json").unlink()
     with pytest.raises(penstock.PenstockError, match="has no config.json"):
         compiling.compile_recipe(recipe, tmp_path / "model.pt2", print)

@@ -74,7 +74,7 @@ def _stateful(family: str) -> tuple[Any, Any, Methods]:
     model.load_state_dict(reference.state_dict())
     state = make_stateful(model, slots=LENGTH, batch=BATCH)
     kinds = layer_kinds(model.config)
-    assert kinds.scans == any(slot.field == "recurrent_states" for slot in state.slots)
+    assert kinds.scans == any(part.field == "recurrent_states" for part in state.parts)
     longest = (0 if family in TOKEN_BY_TOKEN else 4) if kinds.scans else 16
     # No padding behind decoded tokens here, so that the cache has the slots that it was made with.
     methods = Methods(BATCH, LENGTH, 1, longest, is_fixed=kinds.scans, takes_padding=not kinds.is_recurrent)

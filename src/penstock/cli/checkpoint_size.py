@@ -15,6 +15,7 @@ import torch
 
 from penstock.cli.pretrained import one_line
 from penstock.errors import CheckpointError, UnsupportedProgramError
+from penstock.models.pretrained import DECODE_TOKENS, decode_tokens_of
 from penstock.models.transformers_private import build_model
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
@@ -49,7 +50,6 @@ class CheckpointSize:
     """Bytes of weights, of the KV cache at any length, and an estimate of the floor."""
 
     def __init__(self, transformers: ModuleType, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> None:
-        self._transformers = transformers
         self.config = config
         self.text_config = config.get_text_config(decoder=True)
         self.dtype = dtype
@@ -59,6 +59,7 @@ class CheckpointSize:
         self._names = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
         self.weights = {name: _weight(name, tensor) for name, tensor in _tensors(model) if self._is_first(name, tensor)}
         self.parameters = sum(tensor.numel() for tensor in model.parameters())
+        self._decode_tokens = decode_tokens_of(model, DECODE_TOKENS)
         self._cache = transformers.StaticCache(config=config, max_cache_len=_TRIED_LENGTH)
         self.schedule = self._run(model)
 
@@ -86,12 +87,13 @@ class CheckpointSize:
         return found if isinstance(found, int) and found > 0 else None
 
     def cache_bytes(self, length: int) -> int:
-        """Of transformers' StaticCache with room for so many tokens, of one conversation."""
-        wanted = self._transformers.StaticCache(config=self.config, max_cache_len=length)
+        """As from_pretrained keeps it, with room for so many tokens of one conversation: sliding layers keep every
+        position, and the padding of a last decode run has its own."""
+        positions = length + min(self._decode_tokens, length) - 1
         return sum(
-            nbytes if name in _WITHOUT_LENGTH else nbytes // tried.max_cache_len * layer.max_cache_len
-            for tried, layer in zip(self._cache.layers, wanted.layers, strict=True)
-            for name, nbytes in _layer_bytes(tried)
+            nbytes if name in _WITHOUT_LENGTH else nbytes // layer.max_cache_len * positions
+            for layer in self._cache.layers
+            for name, nbytes in _layer_bytes(layer)
         )
 
     def floor(self, page_bytes: int) -> Floor:

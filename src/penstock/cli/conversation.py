@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import ModuleType
 from typing import Any
 
@@ -82,19 +81,11 @@ class Conversation:
         common = min(common, len(ids) - 1)  # something must be run, or nothing comes out
         if common == len(self._held):
             return
-        if common and self._cropped(len(self._held) - common, common):
+        if common and self._cache.is_croppable:
+            self._cache.crop(common - len(self._held))
             self._held = ids[:common]
         else:
             self._drop_cache()
-
-    def _cropped(self, surplus: int, common: int) -> bool:
-        if not getattr(self._cache, "is_croppable", True):
-            return False
-        # A cache that cannot be cropped after all is dropped, so it does not matter how far this came.
-        with contextlib.suppress(Exception):
-            self._cache.crop(-surplus)
-            return int(self._cache.get_seq_length()) == common
-        return False
 
     def _drop_cache(self) -> None:
         # Two caches may be more than the device has room for.

@@ -133,11 +133,24 @@ def estimate(
         notes = [] if found else [f"config.json names no dtype: {_ASSUMED_DTYPE} is assumed; --dtype says another"]
         if getattr(config, "quantization_config", None):
             notes.append(f"the checkpoint is quantized: weights are counted as {str(kind).removeprefix('torch.')}")
+        notes += _refusals(config, transformers.__version__)
         size = CheckpointSize(transformers, config, kind, trust_remote_code=trust_remote_code)
         link, source = _link(link_gb_per_s)
         memory = None if memory_gb_per_s is None else memory_gb_per_s * 1e9
         report = estimate_report(folder, size, gpu_memory, cache_length, link, source, memory, notes)
     emit(report, as_json, _show)
+
+
+def _refusals(config: Any, transformers_version: str) -> list[str]:
+    """What from_pretrained would say of it. Sizes are right all the same."""
+    from penstock.errors import ModelError
+    from penstock.models.families import check_family
+
+    try:
+        check_family(config.model_type, transformers_version)
+    except ModelError as error:
+        return [f"generate and chat refuse it: {error}"]
+    return []
 
 
 def estimate_report(

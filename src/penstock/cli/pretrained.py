@@ -13,9 +13,9 @@ import click
 
 from penstock.cli.units import FiniteRange
 from penstock.errors import CheckpointError, InputError, PenstockError
+from penstock.models.families import OLDEST
 
 _INSTALL = "pip install penstock[transformers]"
-_OLDEST = (5, 17)
 DTYPES = ("bfloat16", "float16", "float32")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -91,8 +91,8 @@ def import_transformers(command: str) -> ModuleType:
     except ImportError as error:
         raise PenstockError(f"`penstock {command}` needs transformers ({error}): {_INSTALL}") from error
     version = importlib.metadata.version("transformers")
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < _OLDEST:
-        wanted = ".".join(map(str, _OLDEST))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
         raise PenstockError(f"transformers is {version}, and must be {wanted} or newer: {_INSTALL}")
     transformers.logging.set_verbosity_error()
     found: ModuleType = transformers

@@ -118,7 +118,7 @@ def compile_program(
     *,
     device: str | torch.device | None = None,
     inductor_configs: Mapping[str, Any] | None = None,
-    compile_with: Callable[[str, ExportedProgram], CompiledMethod] | None = None,
+    compile_with: Callable[[str], CompiledMethod] | None = None,
 ) -> Program:
     """The program without its weights, which write_weights writes for as many checkpoints as fit it.
 
@@ -184,7 +184,7 @@ def _make(
     budget_bytes: int | None,
     options: Mapping[str, Any],
     split_linear: bool,
-    compile_with: Callable[[str, ExportedProgram], CompiledMethod] | None = None,
+    compile_with: Callable[[str], CompiledMethod] | None = None,
 ) -> _Made:
     names = state_names(methods)
     if split_linear:
@@ -196,7 +196,7 @@ def _make(
                 methods, target, names, catalog, folder, options, split_linear
             )
         else:
-            compiled, device_bytes_after = [compile_with(name, ep) for name, ep in methods.items()], {}
+            compiled, device_bytes_after = [compile_with(name) for name in methods], {}
         program, floor = _program(compiled, catalog, states, target, budget_bytes)
         packed = pack_program(program, {c.method.name: c.files for c in compiled})
     return _Made(program, packed, floor, device_bytes_after)

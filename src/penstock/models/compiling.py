@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.export import ExportedProgram
-
 from penstock import errors
 from penstock.errors import CompileError, PenstockError
 from penstock.export.catalog import build_catalog, state_names
@@ -39,7 +37,7 @@ def compile_recipe(recipe: Recipe, path: Path, say: Callable[[str], None]) -> No
         with _processes(recipe, names, folder) as processes:
             programs = recipe.exported()
 
-            def compiled(name: str, program: ExportedProgram) -> CompiledMethod:
+            def compiled(name: str) -> CompiledMethod:
                 made = _result(processes[name], folder, name)
                 say(f"penstock: {name} is compiled")
                 return made

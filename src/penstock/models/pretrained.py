@@ -33,7 +33,7 @@ from penstock.version import VERSION
 
 PROGRAM, WEIGHTS = "model.pt2", "model.ptd"
 DEFAULT_CACHE_LENGTH = 4096
-# Rows of a decode run: enough for a prompt lookup of the usual size, and few enough to cost a GPU nothing.
+# Rows of a decode run: enough for a prompt lookup of the usual size, and few beside what the link takes for weights.
 DECODE_TOKENS = 8
 # The longest piece of a prompt. While it runs, weights cross the link once: long pieces are cheap, activations are not.
 PREFILL_TOKENS = 2048
@@ -130,6 +130,13 @@ def from_pretrained(
     return attach(model, engine)
 
 
+def decode_tokens_of(model: Any, cache_length: int) -> int:
+    """Rows of a decode run. Padding would move recurrent state, and wake further experts."""
+    if layer_kinds(model.config).is_recurrent or has_experts(model):
+        return 1
+    return min(DECODE_TOKENS, cache_length)
+
+
 def _methods(
     checkpoint: CheckpointFolder, model: Any, cache_length: int | None, batch: int, prefill_tokens: int | None
 ) -> tuple[Methods, bool]:
@@ -144,8 +151,7 @@ def _methods(
     if trained and length > trained:
         raise ModelError(f"cache_length is {length}; {checkpoint.name} was made for up to {trained} positions")
     layers = layer_kinds(model.config)
-    # Padding would move recurrent state, and wake further experts.
-    decode_tokens = 1 if layers.is_recurrent or has_experts(model) else min(DECODE_TOKENS, length)
+    decode_tokens = decode_tokens_of(model, length)
     if not layers.scans:
         longest = min(length, prefill_tokens or PREFILL_TOKENS)
         methods = Methods(batch, length, decode_tokens, longest, takes_padding=not layers.is_recurrent)

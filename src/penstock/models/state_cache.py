@@ -98,7 +98,7 @@ def layer_kinds(config: Any) -> LayerKinds:
 
 
 @dataclass(frozen=True)
-class Slot:
+class CacheTensor:
     """One tensor of one layer."""
 
     layer: int
@@ -128,14 +128,14 @@ class StateCache:
         self._layers = cache.layers
 
     @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        return tuple(_slots(self._layers))
+    def parts(self) -> tuple[CacheTensor, ...]:
+        return tuple(_parts(self._layers))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {slot.name: slot.read(self._layers) for slot in self.slots}
+        return {part.name: part.read(self._layers) for part in self.parts}
 
     def filled(self, tensors: Sequence[Tensor], start: Tensor) -> Cache:
-        """A cache that holds these tensors, in the order of `slots`, and goes on from `start` in each row."""
+        """A cache that holds these tensors, in the order of `parts`, and goes on from `start` in each row."""
         layers = []
         for layer in self._layers:
             fresh = copy.copy(layer)
@@ -148,12 +148,12 @@ class StateCache:
                 # Zeros are what there is before the first token: with them, going on and beginning are the same.
                 fresh.has_previous_state = dict.fromkeys(fresh.has_previous_state, True)
             layers.append(fresh)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            slot.write(layers, tensor)
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            part.write(layers, tensor)
         return _RowCache(layers, start)
 
     def read(self, cache: Cache) -> list[Tensor]:
-        return [slot.read(cache.layers) for slot in self.slots]
+        return [part.read(cache.layers) for part in self.parts]
 
 
 class _RowCache(Cache):
@@ -179,13 +179,13 @@ def empty_cache(config: Any, slots: int, batch: int, device: torch.device) -> Ca
     return _RowCache(layers, start)
 
 
-def _slots(layers: Sequence[Any]) -> Iterator[Slot]:
+def _parts(layers: Sequence[Any]) -> Iterator[CacheTensor]:
     for number, layer in enumerate(layers):
         if isinstance(layer, _Rows) and layer.is_initialized:
-            yield Slot(number, "keys")
-            yield Slot(number, "values")
+            yield CacheTensor(number, "keys")
+            yield CacheTensor(number, "values")
         if isinstance(layer, LinearAttentionLayer):
             for field in ("conv_states", "recurrent_states"):
                 for state, tensor in getattr(layer, field).items():
                     if tensor is not None:
-                        yield Slot(number, field, state)
+                        yield CacheTensor(number, field, state)

@@ -74,7 +74,7 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
             raise ModelError(
                 f"{base.__name__} does not run with a cache of fixed length: {place(error)}{first_line(error)}"
             ) from error
-    if not state.slots:
+    if not state.parts:
         raise ModelError(f"{base.__name__} keeps its state elsewhere than in a cache, where Penstock cannot see it")
     for name, tensor in state.tensors().items():
         model.register_buffer(name, torch.zeros_like(tensor), persistent=False)
@@ -84,7 +84,7 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
         kept_logits = 1
 
         def forward(self, input_ids: Tensor, start: Tensor, mask: Tensor | None = None) -> Tensor:
-            buffers = [getattr(self, slot.name) for slot in state.slots]
+            buffers = [getattr(self, part.name) for part in state.parts]
             cache = state.filled(buffers, start)
             out = call(self, input_ids, start, mask, cache, self.kept_logits)
             for buffer, now in zip(buffers, state.read(cache), strict=True):
