@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.errors import InputError
 from tests.gpu import programs
 from tests.gpu.test_runtime_cuda import compiled, device_bytes, generate, resident, same
 
@@ -77,3 +78,24 @@ def test_everything_read_in_place(
         module.set_budget(TABLE_BYTES)
         assert same(play(module), wanted)
         assert 0 < module.device_memory()[1] <= TABLE_BYTES
+
+
+def test_indices_on_the_device_are_checked_where_asked(compiled: dict[str, Path]) -> None:
+    """They would be read from the device first, so that is an option; without it they are the program's own affair."""
+    path = compiled["routed"]
+    with penstock.Module(path, "64GiB", check_indices=True, quiet=True) as module:
+        wanted = outputs(module)
+        for bad in (programs.Routed.VOCABULARY, -programs.Routed.VOCABULARY - 1):
+            with pytest.raises(InputError, match=f"is {bad} at"):
+                module(torch.tensor([0, 1, bad, 2], device="cuda"))
+        assert same(outputs(module), wanted)
+
+
+def test_an_automatic_budget_again(compiled: dict[str, Path]) -> None:
+    with penstock.Module(compiled["routed"], "64GiB", quiet=True) as module:
+        wanted, full = outputs(module), module.budget_bytes
+        module.set_budget(module.floor_bytes)
+        assert same(outputs(module), wanted)
+        module.set_budget("auto")
+        assert module.floor_bytes < module.budget_bytes <= full
+        assert same(outputs(module), wanted)
