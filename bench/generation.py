@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import penstock
 from bench.suite.measure import DeviceMeter, measure_link, synchronize
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -45,6 +46,8 @@ NOISE_VALUES, NOISE_STEP = 67_108_859, 7_654_321
 TIMEOUT_S = 580
 # Of a peer: CUDA's context and libraries, the KV cache, and the layer that is being copied in.
 BESIDE_WEIGHTS_BYTES = 1 << 30
+# A peak that is lower by no more is as good as equal.
+CLOSE = 0.03
 SYSTEMS = ("penstock", "device_map", "pinned")
 
 
@@ -94,8 +97,6 @@ def write_checkpoint(shape: str, layers: int | None, folder: Path) -> None:
 def open_model(job: dict[str, Any]) -> Any:
     folder, device = job["checkpoint"], job["device"]
     if job["system"] == "penstock":
-        import penstock
-
         return penstock.from_pretrained(
             folder, job["budget_bytes"], cache_length=job["cache_length"], device=device, cache_dir=job["cache_dir"],
             quiet=True,
@@ -132,10 +133,21 @@ def pinned_model(folder: str, resident_bytes: int, device: str) -> Any:
     return dispatch_model(model, device_map=places, main_device=index)
 
 
+def load_libraries() -> None:
+    """What a program that uses transformers has loaded anyway: both load the greater part of themselves when asked."""
+    import transformers
+
+    for library, name in ((transformers, "AutoModelForCausalLM"), (penstock, "from_pretrained")):
+        getattr(library, name)
+
+
 def work(job: dict[str, Any]) -> dict[str, Any]:
     device = job["device"]
     on_cuda = device.startswith("cuda")
     meter = DeviceMeter(device) if on_cuda else None
+    begun_s = time.perf_counter()
+    load_libraries()
+    import_s = time.perf_counter() - begun_s
     begun_s = time.perf_counter()
     model = open_model(job)
     opened_s = time.perf_counter() - begun_s
@@ -162,6 +174,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     found = {
         "system": job["system"],
         "ms_a_token": (long_s - short_s) / job["tokens"] * 1e3,
+        "import_s": import_s,
         "open_s": opened_s,
         "first_token_s": first_token_s,
         "prompt_s": short_s,
@@ -170,7 +183,11 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         "tokens": tokens,
     }
     if job["system"] == "penstock":
+        plan = model._engine.module.plan
+        weights = {weight.name: weight.nbytes for weight in model._engine.module.program.weights}
         found |= {
+            # Tables that are gathered from: a row at a time crosses the link.
+            "in_place_bytes": sum(weights[name] for name in plan.direct_weights),
             "budget_bytes": model.budget_bytes,
             "floor_bytes": model.floor_bytes,
             "weight_bytes": model.weight_bytes,
@@ -197,16 +214,22 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def within(job: dict[str, Any], peak_bytes: int | None) -> dict[str, Any]:
-    """A peer whose measured peak is not above `peak_bytes`: up to three tries, each with less by what the last took
-    too much. Their limits count weights alone; the first is lower by what usually comes to that."""
-    row: dict[str, Any] = {}
-    limit = 1 << 40 if peak_bytes is None else max(peak_bytes - BESIDE_WEIGHTS_BYTES, 0)
+    """A peer at the same measured peak: of up to three tries the fastest that is not above `peak_bytes`. Their limits
+    count weights alone; each is moved by what the last try's peak was off."""
+    if peak_bytes is None:
+        return run({**job, "max_memory_bytes": 1 << 40})
+    tries: list[dict[str, Any]] = []
+    limit = max(peak_bytes - BESIDE_WEIGHTS_BYTES, 0)
     for _ in range(3):
-        row = run({**job, "max_memory_bytes": max(limit, 0)}) | {"max_memory_bytes": limit}
-        if peak_bytes is None or row.get("peak_bytes") is None or row["peak_bytes"] <= peak_bytes:
-            return row
-        limit -= row["peak_bytes"] - peak_bytes + (64 << 20)
-    return row | {"note": "its peak stayed above the budget's"}
+        tries.append(run({**job, "max_memory_bytes": limit}) | {"max_memory_bytes": limit})
+        off_bytes = peak_bytes - tries[-1].get("peak_bytes", peak_bytes)
+        if 0 <= off_bytes <= CLOSE * peak_bytes:
+            break
+        limit = max(limit + off_bytes - (64 << 20), 0)
+    fitting = [row for row in tries if row.get("peak_bytes", 0) <= peak_bytes]
+    if not fitting:
+        return tries[-1] | {"note": "its peak stayed above the budget's"}
+    return min(fitting, key=lambda row: row.get("ms_a_token", float("inf")))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -269,7 +292,7 @@ def line(row: dict[str, Any], weight_bytes: int) -> str:
     peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / 1e9:.2f} GB"
     bound = ""
     if row.get("link_bytes_per_s"):
-        bound_ms = max(0, weight_bytes - row["budget_bytes"]) / row["link_bytes_per_s"] * 1e3
+        bound_ms = max(0, weight_bytes - row["in_place_bytes"] - row["budget_bytes"]) / row["link_bytes_per_s"] * 1e3
         bound = f" (bound {bound_ms:.1f})"
     return (
         f"{row['fraction']:.0%} {row['system']}: {row['ms_a_token']:.1f} ms a token{bound}, "

@@ -23,6 +23,7 @@ PAGES = (
     "docs/performance.md",
     "docs/direct.md",
     "docs/executorch.md",
+    "docs/models.md",
     *(page for page in pages() if page.startswith("docs/bench/")),
 )
 NOT_KEPT = "JSON was not kept"
@@ -111,11 +112,15 @@ def values(document: Any) -> set[float]:
             found.add(numbers["host_bytes"] / seconds)
         if numbers.get("times_faster"):
             found.add(1 / numbers["times_faster"])
+        if numbers.get("ms_a_token"):
+            found.add(1e3 / numbers["ms_a_token"])
+            found.add(numbers.get("bytes_streamed_a_run", 0.0) / numbers["ms_a_token"] * 1e3)
         streamed, budget = numbers.get("traffic.bytes_streamed"), numbers.get("budget_bytes")
         if weight_bytes and streamed and budget:
             found.add(streamed / (weight_bytes - budget))
     if isinstance(document, dict):
         found.update(_beside_the_best(document.get("points", [])))
+        found.update(_beside_penstock(document.get("rows", [])))
     return found
 
 
@@ -126,6 +131,14 @@ def _beside_the_best(points: list[dict[str, Any]]) -> Iterator[float]:
         others = [times[way] for way in ("streamed", "direct", "split") if way in times]
         if "auto" in times and others:
             yield times["auto"] / min(others)
+
+
+def _beside_penstock(rows: list[Any]) -> Iterator[float]:
+    """How many times faster generation is than with each of the others at the same fraction."""
+    timed = [row for row in rows if isinstance(row, dict) and "ms_a_token" in row]
+    ours = {row["fraction"]: row["ms_a_token"] for row in timed if row["system"] == "penstock"}
+    for row in timed:
+        yield row["ms_a_token"] / ours[row["fraction"]]
 
 
 @lru_cache

@@ -43,3 +43,23 @@ def test_arguments_named_like_builtins_from_two_threads(tmp_path: Path) -> None:
 def test_a_missing_program_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(penstock.PenstockError, match="model.pt2 does not exist"):
         penstock.read_program(tmp_path / "model.pt2")
+
+
+class _Router(nn.Module):
+    """As in DeepSeek-V3: which group of experts a token goes to, as ones among zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.proj(x)
+        chosen = torch.zeros_like(scores).scatter_(1, scores.argmax(1, keepdim=True), 1)
+        return chosen.to(torch.float32) / 2
+
+
+def test_ones_scattered_into_zeros_stay_what_they_were(tmp_path: Path) -> None:
+    model = _Router()
+    penstock.compile(offloaded(model, (torch.ones(2, 4),)), tmp_path / "model.pt2", device="cpu", inductor_configs=FAST)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(PoisonedModule(tmp_path / "model.pt2")(x), model(x))

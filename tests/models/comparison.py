@@ -68,7 +68,7 @@ def compare_generation(family: str, scratch: Path, device: str, **changes: Any) 
     try:
         assert type(model).__name__ == type(reference).__name__ and isinstance(model, type(reference))
         once = at_floor = None
-        for budget in (model.floor_bytes, (model.floor_bytes + model.weight_bytes) // 2):
+        for budget in (model.floor_bytes, (model.floor_bytes + max(model.floor_bytes, model.weight_bytes)) // 2):
             model.set_budget(budget)
             repeated = prompt(1, 6).repeat(1, 3).to(device)
             greedy = same(reference, model, repeated)

@@ -18,6 +18,7 @@ from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, ModelError
 from penstock.export.target import target_device
 from penstock.models.building import build_on_meta, derived_buffers, model_dtype
+from penstock.models.compile_time import CompileTime, countdown, past_times, predicted_s, write_time
 from penstock.models.engine import Engine
 from penstock.models.families import TOKEN_BY_TOKEN
 from penstock.models.folder import CheckpointFolder, open_checkpoint
@@ -87,10 +88,18 @@ def from_pretrained(
         from penstock.models.recipe import Recipe
 
         recipe = Recipe(checkpoint.name, kind, methods, target, trust_remote_code, dict(inductor_configs or {}))
-        say(f"penstock: compiling {type(model).__name__} of {checkpoint.name} for {target}; this is done once")
+        layers = int(checkpoint.config.get_text_config().num_hidden_layers)
+        total_s = predicted_s(layers, past_times(store.list(), program_key))
+        say(
+            f"penstock: compiling {type(model).__name__} of {checkpoint.name} for {target}; this is done once "
+            f"and takes about {total_s:.0f} s"
+        )
         begun_s = time.monotonic()
-        compile_recipe(recipe, folder / PROGRAM, say)
-        say(f"penstock: compiled in {time.monotonic() - begun_s:.0f} s")
+        with countdown(total_s, say):
+            compile_recipe(recipe, folder / PROGRAM, say)
+        taken = CompileTime(layers, time.monotonic() - begun_s)
+        write_time(folder, taken)
+        say(f"penstock: compiled in {taken.seconds:.0f} s")
 
     program_key = _program_key(checkpoint, methods, kind, target, inductor_configs)
     program_path = store.entry("programs", program_key, make_program, say) / PROGRAM

@@ -366,6 +366,8 @@ def _options(device: torch.device, output_folder: str, linear: bool) -> dict[str
         "post_grad_custom_post_pass": GuardLentWeights(),
         # Padding would copy a misaligned weight on every call, outside of the budget.
         "shape_padding": False,
+        # torch 2.11: ints scattered into zeros of floats become an int64 tensor (the routers of DeepSeek-V3 do so).
+        "optimize_scatter_upon_const_tensor": False,
     }
 
 
