@@ -1,0 +1,296 @@
+"""The simulator as it was when plans.json was recorded. It judges planners, so it does not change with them.
+
+How long a run takes under a plan: the core's calls acted out on three clocks, without a device.
+
+The host walks the accesses and issues copies; the copy stream makes them one after the other; the compute stream runs
+the steps. What waits for what is what the core makes wait, so a time differs from a measured one only as far as the
+times of the single copies and steps do. A step is taken as one: kernels that run between two steps count to the second
+of them, and wait for its copies too, so the prediction errs to the slow side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from penstock.plan.in_place import in_place_by_step
+from penstock.plan.link import Link
+from penstock.plan.plan import Copy, MethodPlan
+from penstock.schedule import Schedule
+
+# How one run follows another. "ahead": the host issues the next run while the device is still at work on this one.
+# "synchronised": the host first waits for the end of the compute stream.
+Boundary = Literal["ahead", "synchronised"]
+
+# Of two moments, as a fraction of a run: sums of the same times in another order differ by less, anything real by more.
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Span:
+    """One copy (lane "copy", index into MethodPlan.copies) or one step (lane "compute", index of the step) of a run."""
+
+    lane: Literal["copy", "compute"]
+    run: int
+    index: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times per run in the steady state, unless said otherwise."""
+
+    run_s: float
+    # The first run: nothing but the residents is in place.
+    cold_run_s: float
+    # Of run_s, what the compute stream spends waiting for copies.
+    stall_s: float
+    link_busy_s: float
+    bytes_streamed: int
+    # Whether the runs came to repeat themselves exactly; if not, the times are means over the later half of the runs.
+    settled: bool
+
+    @property
+    def link_utilisation(self) -> float:
+        return self.link_busy_s / self.run_s if self.run_s else 0.0
+
+
+def simulate(
+    method: MethodPlan,
+    schedule: Schedule,
+    *,
+    step_s: Sequence[float],
+    link: Link,
+    direct_step_s: Sequence[float] = (),
+    rest_s: float = 0.0,
+    host_s_per_access: float = 0.0,
+    boundary: Boundary = "ahead",
+    runs: int = 32,
+    spans: list[Span] | None = None,
+) -> Timing:
+    """Acts out runs until they repeat themselves, at most `runs` of them; the first is cold.
+
+    `step_s` is the time from the end of one step to the end of the next with every weight in place, `rest_s` what
+    comes after the last step. Copies and steps of all runs are added to `spans` if it is given.
+
+    A step that reads a weight in place takes its time of `direct_step_s`, or of a split weight the part of it that it
+    reads there, and copies stand still while it reads: both go over one link. What only gathers takes as long as with
+    the weight in place.
+    """
+    _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
+    in_place = in_place_by_step(method, schedule)
+    link_taken_s = [0.0] * len(step_s)
+    if any(one.nbytes for one in in_place):
+        if len(direct_step_s) != len(step_s):
+            raise ValueError(
+                f"method {method.method!r} reads weights in place, and got the times of {len(direct_step_s)} such "
+                f"steps; it has {len(step_s)}"
+            )
+        timed = list(zip(in_place, step_s, direct_step_s, strict=True))
+        link_taken_s = [one.link_s(usual_s, direct_s, link.bytes_per_s) for one, usual_s, direct_s in timed]
+        step_s = [one.step_s(usual_s, direct_s) for one, usual_s, direct_s in timed]
+        _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
+    streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, link_taken_s, spans)
+    ends: list[_RunEnd] = []
+    for _ in range(runs):
+        end = streams.run(boundary)
+        if ends and end.repeats(ends[-1]):
+            return _timing(method, streams.link_busy_s, ends[0], ends[-1], end, settled=True)
+        ends.append(end)
+    return _timing(method, streams.link_busy_s, ends[0], ends[runs // 2 - 1], ends[-1], settled=False)
+
+
+def _timing(
+    method: MethodPlan,
+    link_busy_s: float,
+    cold: _RunEnd,
+    earlier: _RunEnd,
+    end: _RunEnd,
+    *,
+    settled: bool,
+) -> Timing:
+    count = end.run - earlier.run
+    # While one clock is still losing its lead on the others, the slowest tells the time.
+    moved_s = max(end.end_s - earlier.end_s, end.copied_s - earlier.copied_s, end.host_s - earlier.host_s)
+    return Timing(
+        run_s=moved_s / count,
+        cold_run_s=cold.end_s,
+        stall_s=(end.stalled_s - earlier.stalled_s) / count,
+        link_busy_s=link_busy_s,
+        bytes_streamed=method.warm.bytes_streamed,
+        settled=settled,
+    )
+
+
+@dataclass(frozen=True)
+class _RunEnd:
+    """What one run leaves to the next. Moments count from the beginning of the first run."""
+
+    run: int
+    end_s: float
+    copied_s: float
+    stalled_s: float
+    host_s: float
+    step_ends_s: tuple[float, ...]
+    stays_ready_s: tuple[float, ...]
+
+    def repeats(self, last: _RunEnd) -> bool:
+        """Whether the next run will be what this one was, only later."""
+        shift_s = self.end_s - last.end_s
+        tolerance_s = _SAME * shift_s
+
+        def same(now_s: float, then_s: float) -> bool:
+            return abs(now_s - then_s - shift_s) <= tolerance_s
+
+        # A host that gets further ahead had no part in what came out the same, and will have none later.
+        host_gains = self.host_s - last.host_s < shift_s
+        return (
+            (host_gains or same(self.host_s, last.host_s))
+            and all(map(same, self.stays_ready_s, last.stays_ready_s))
+            and all(map(same, self.step_ends_s, last.step_ends_s))
+        )
+
+
+class _Issue(NamedTuple):
+    """One copy, as the loop over all of them reads it."""
+
+    copy: int
+    position: int
+    took_s: float
+    wait_step: int
+    stay: int
+
+
+class _Streams:
+    """The clocks. A moment of 0 stands for everything that was before the first run."""
+
+    def __init__(
+        self,
+        method: MethodPlan,
+        schedule: Schedule,
+        step_s: Sequence[float],
+        link: Link,
+        rest_s: float,
+        host_s_per_access: float,
+        link_taken_s: Sequence[float],
+        spans: list[Span] | None,
+    ) -> None:
+        self.step_s = tuple(step_s)
+        self.link_taken_s = tuple(link_taken_s)
+        self.rest_s = rest_s
+        self.host_s_per_access = host_s_per_access
+        self.spans = spans
+        self.runs = 0
+        self.host_s = self.compute_s = self.copied_s = self.stalled_s = 0.0
+        # Overwritten as steps end and copies are issued: what is found there is of this run, or else of the last. The
+        # one step more is for copies that wait for none.
+        self.step_ends_s = [0.0] * (len(step_s) + 1)
+        self.stays_ready_s = [0.0] * len(method.stays)
+
+        issues = [self._issue(index, copy, link) for index, copy in enumerate(method.copies)]
+        self.link_busy_s = math.fsum(issue.took_s for issue in issues)
+        # Before the first position, whatever its own: they are issued when the run begins.
+        self.entering = [issues[index]._replace(position=0) for index in method.entering]
+        self.access_count = len(schedule.accesses)
+        # By step, and once more for the end of the run: the copies issued before it is launched, the stays that are
+        # fetched for it, and the accesses fetched by then (0 where there is none for it: it follows the step before).
+        self.issued: list[list[_Issue]] = [[] for _ in range(len(step_s) + 1)]
+        self.reads: list[list[int]] = [[] for _ in step_s]
+        self.fetched = [0] * len(step_s)
+        following = 0
+        for position, (access, placement) in enumerate(zip(schedule.accesses, method.placements, strict=True)):
+            step = schedule.first_step[access.number]
+            while following < len(issues) and issues[following].position <= position:
+                self.issued[step].append(issues[following]._replace(position=position))
+                following += 1
+            if placement.stay is not None:
+                self.reads[step].append(placement.stay)
+            self.fetched[step] = position + 1
+        self.issued[-1] = issues[following:]
+
+    def _issue(self, index: int, copy: Copy, link: Link) -> _Issue:
+        wait_step = len(self.step_s) if copy.wait_step is None else copy.wait_step
+        return _Issue(index, copy.issue_before, link.copy_s(copy.piece.nbytes), wait_step, copy.stay)
+
+    def run(self, boundary: Boundary) -> _RunEnd:
+        if self.runs == 0:
+            self._copy(self.entering)
+        compute_s = self.compute_s
+        for step, took_s in enumerate(self.step_s):
+            self._copy(self.issued[step])
+            launched_s = self.host_s + self.host_s_per_access * self.fetched[step]
+            could_s = max(compute_s, launched_s)
+            begin_s = could_s
+            for stay in self.reads[step]:
+                if self.stays_ready_s[stay] > begin_s:
+                    begin_s = self.stays_ready_s[stay]
+            self.stalled_s += begin_s - could_s
+            compute_s = begin_s + took_s
+            if self.link_taken_s[step]:
+                self.copied_s = max(self.copied_s, begin_s) + self.link_taken_s[step]
+            self.step_ends_s[step] = compute_s
+            if self.spans is not None:
+                self.spans.append(Span("compute", self.runs, step, begin_s, compute_s))
+        self._copy(self.issued[-1])
+        self.compute_s = compute_s + self.rest_s
+        self.host_s += self.host_s_per_access * self.access_count
+        if boundary == "synchronised":
+            self.host_s = max(self.host_s, self.compute_s)
+        self.runs += 1
+        return _RunEnd(
+            run=self.runs,
+            end_s=self.compute_s,
+            copied_s=self.copied_s,
+            stalled_s=self.stalled_s,
+            host_s=self.host_s,
+            step_ends_s=tuple(self.step_ends_s[:-1]),
+            stays_ready_s=tuple(self.stays_ready_s),
+        )
+
+    def _copy(self, issues: Sequence[_Issue]) -> None:
+        """Behind the copies before them, the host's issue, and the readers of what was in their pages (S1)."""
+        copied_s = self.copied_s
+        for index, position, took_s, wait_step, stay in issues:
+            issued_s = self.host_s + self.host_s_per_access * position
+            begin_s = max(copied_s, issued_s, self.step_ends_s[wait_step])
+            copied_s = begin_s + took_s
+            self.stays_ready_s[stay] = copied_s
+            if self.spans is not None:
+                self.spans.append(Span("copy", self.runs, index, begin_s, copied_s))
+        self.copied_s = copied_s
+
+
+def _check(
+    method: MethodPlan,
+    schedule: Schedule,
+    step_s: Sequence[float],
+    rest_s: float,
+    host_s_per_access: float,
+    runs: int,
+) -> None:
+    where = f"method {method.method!r}"
+    numbers = [placement.number for placement in method.placements]
+    if method.method != schedule.method or numbers != [access.number for access in schedule.accesses]:
+        raise ValueError(f"{where}: the plan is not of this schedule, which is of method {schedule.method!r}")
+    if not len(step_s) == method.step_count == len(schedule.steps):
+        raise ValueError(
+            f"{where}: got the times of {len(step_s)} steps; the plan has {method.step_count} and the schedule "
+            f"{len(schedule.steps)}"
+        )
+    copied = {copy.stay for copy in method.copies}
+    for placement in method.placements:
+        if placement.stay is not None and placement.stay not in copied:
+            raise ValueError(f"{where}: access {placement.number} ({placement.weight!r}) reads a stay without a copy")
+    for name, value in (*((f"step_s[{k}]", s) for k, s in enumerate(step_s)), ("rest_s", rest_s)):
+        _check_time(where, name, value)
+    _check_time(where, "host_s_per_access", host_s_per_access)
+    if runs < 2:
+        raise ValueError(f"{where}: {runs} runs to simulate; the first is cold, so there must be at least 2")
+
+
+def _check_time(where: str, name: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{where}: {name} is {value}; a time is finite and not negative")
