@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,15 +100,24 @@ def budget_bytes(floor_bytes: int, full_bytes: int, budget: int) -> int:
 
 
 def rows(
-    name: str, pages: str, budgets: tuple[int, ...] = BUDGETS, machines: tuple[str, ...] = (*MACHINES,)
+    name: str,
+    pages: str,
+    budgets: tuple[int, ...] = BUDGETS,
+    machines: tuple[str, ...] = (*MACHINES,),
+    recorded: Mapping[tuple[str, str, int], Row] | None = None,
 ) -> Iterator[Row]:
+    """At the budgets of the record, where it is given: a lower floor must not move what is compared."""
     program = PROGRAMS[name]()
     known = {machine: calibration(program, machine) for machine in MACHINES}
     for budget in budgets:
         made = planner(program, pages)
         begun_s = time.perf_counter()
         floor_bytes, full_bytes = made.floor_bytes, made.full_bytes
-        given = budget_bytes(floor_bytes, full_bytes, budget)
+        given = (
+            budget_bytes(floor_bytes, full_bytes, budget)
+            if recorded is None
+            else recorded[name, pages, budget].budget_bytes
+        )
         plan = made.plan(given)
         planned_s = time.perf_counter() - begun_s
         begun_s = time.perf_counter()
