@@ -16,6 +16,8 @@ from penstock.plan.residency import Streaming, streaming
 # From one rung to the next, sizes grow by this factor; the first is that part of a page.
 RUNG_FACTOR = 4
 FIRST_PART_OF_PAGE = 256
+# Of a program of that many accesses, only the cheapest rung is searched: each takes a while to work out.
+MANY_ACCESSES = 2_000
 
 
 class Rung:
@@ -86,6 +88,14 @@ class Ladder:
         """Rungs that may fit, with a cost that none of their plans comes below, in the order of that cost."""
         rungs = [rung for rung in self.rungs if rung.held_pages <= budget_pages]
         return sorted(((rung.least_cost_bytes(budget_pages), rung) for rung in rungs), key=lambda pair: pair[0])
+
+    def sets(self, budget_pages: int) -> list[Streaming]:
+        """Different ones that may fit, in the order of the least that they cost."""
+        rungs = [rung for _, rung in self.cheapest_first(budget_pages)]
+        if self.demand.access_count > MANY_ACCESSES:
+            rungs = rungs[:1]
+        found = {frozenset(chosen.stays): chosen for rung in rungs for chosen in rung.variants}
+        return sorted(found.values(), key=lambda chosen: chosen.least_cost_bytes(budget_pages))
 
     def least_cost_bytes(self, budget_pages: int) -> int:
         """No plan costs less."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.plan.assembly import assemble
@@ -31,7 +31,7 @@ MORE_PAGES = 6
 TRIALS_ARCS = 4_000
 # How many lengths of slots are laid, the cheapest first.
 SLOT_TRIALS = 3
-SLOT_COUNTS = (2, 3, 4)
+SLOT_COUNT = 2
 # A program of that many accesses is content with a choice that costs one part in so many more than it must.
 MANY_ACCESSES, CONTENT_PART = 2_000, 25
 
@@ -63,11 +63,6 @@ class Laps:
         demand = self.chosen.demand
         held = [name for name in demand.nbytes if name not in self.tails]
         return assemble(demand, held, self.tails, self.chosen.methods, self.laid, self.ring_pages)
-
-    def cut_elsewhere(self, part: int, parts: int) -> Laps | None:
-        """The same with the laps beginning anew after so many parts of each method's stays."""
-        laid = _lay(self.chosen, self.tails, self.ring_pages, self.slot_pages, part / parts)
-        return None if laid is None else replace(self, laid=laid)
 
 
 def best_laps(ladder: Ladder, budget_pages: int, ahead_pages: int, below_cost_bytes: int | None = None) -> Laps | None:
@@ -108,31 +103,6 @@ def best_laps(ladder: Ladder, budget_pages: int, ahead_pages: int, below_cost_by
     if best is not None and below_cost_bytes is not None and best.cost_bytes >= below_cost_bytes:
         return None
     return best
-
-
-def various_laps(
-    ladder: Ladder,
-    budget_pages: int,
-    aheads_pages: Iterable[int],
-    overhead_bytes: int,
-    below_cost_bytes: int | None,
-) -> list[Laps]:
-    """The best laps for each lookahead, and beside them the cheapest slots of every number for what a copy costs."""
-    found: list[Laps] = []
-    for ahead_pages in aheads_pages:
-        laps = best_laps(ladder, budget_pages, ahead_pages, below_cost_bytes)
-        if laps is None:
-            break
-        if all(laps.laid != other.laid for other in found):
-            found.append(laps)
-    many = ladder.demand.access_count > MANY_ACCESSES
-    if many and not found:
-        return []
-    large = [rung for _, rung in ladder.cheapest_first(budget_pages) if not rung.small]
-    for rung in large[: 1 if many else None]:
-        for slot_count in SLOT_COUNTS[: 1 if many else None]:
-            found += slots(rung.streaming, budget_pages, slot_count, overhead_bytes)
-    return found
 
 
 def even_laps(chosen: Streaming, budget_pages: int, ahead_pages: int) -> Laps | None:
@@ -178,9 +148,7 @@ def _best_ring(chosen: Streaming, budget_pages: int, lengths: range, asked_pages
     return best
 
 
-def slots(
-    chosen: Streaming, budget_pages: int, slot_count: int = 2, overhead_bytes: int = COPY_OVERHEAD_BYTES
-) -> Iterator[Laps]:
+def slots(chosen: Streaming, budget_pages: int) -> Iterator[Laps]:
     """Some weights of the choice stream, evenly spread; their tails are of one length and so are the slots of the ring.
 
     While one slot is read, the next is copied to. A longer slot means fewer copies, each of which costs so many bytes
@@ -192,27 +160,27 @@ def slots(
     times = max(chosen.stays.values(), default=0)
     if over_pages <= 0 or times > min(chosen.stays.values(), default=0):
         return
-    best_pages = math.isqrt(over_pages * overhead_bytes // (page_bytes * slot_count))
+    best_pages = math.isqrt(over_pages * COPY_OVERHEAD_BYTES // (page_bytes * SLOT_COUNT))
     shortest = max(1, best_pages // 2, -(-COPY_OVERHEAD_BYTES // page_bytes))
     lengths = range(shortest, min(2 * best_pages + 2, chosen.largest_pages) + 1)
     sizes = sorted(chosen.whole.values())
     costs: list[tuple[int, int]] = []
     for slot_pages in lengths[:: max(1, len(lengths) // 64)]:
-        streamed_pages = over_pages + slot_count * slot_pages
+        streamed_pages = over_pages + SLOT_COUNT * slot_pages
         copies = -(-streamed_pages // slot_pages)
         if len(sizes) - bisect_left(sizes, slot_pages) < copies:
             continue
-        lacking = -copies % slot_count * slot_pages * page_bytes
-        costs.append((times * (streamed_pages * page_bytes + copies * overhead_bytes) + lacking, slot_pages))
+        lacking = -copies % SLOT_COUNT * slot_pages * page_bytes
+        costs.append((times * (streamed_pages * page_bytes + copies * COPY_OVERHEAD_BYTES) + lacking, slot_pages))
     for _, slot_pages in sorted(costs)[: _scaled(SLOT_TRIALS, chosen)]:
-        laps = _slotted(chosen, budget_pages, slot_count, slot_pages)
+        laps = _slotted(chosen, budget_pages, slot_pages)
         if laps is not None:
             yield laps
 
 
-def _slotted(chosen: Streaming, budget_pages: int, slot_count: int, slot_pages: int) -> Laps | None:
+def _slotted(chosen: Streaming, budget_pages: int, slot_pages: int) -> Laps | None:
     demand = chosen.demand
-    ring_pages = slot_count * slot_pages
+    ring_pages = SLOT_COUNT * slot_pages
     long_enough = [name for name, size in chosen.whole.items() if size >= slot_pages]
     if slot_pages <= 2:
         long_enough = [name for name in long_enough if demand.last_page_bytes[name] >= demand.small_copy_bytes]
@@ -225,12 +193,12 @@ def _slotted(chosen: Streaming, budget_pages: int, slot_count: int, slot_pages: 
         if spare_pages < 0:
             continue
         # The last stays keep their whole length, so that every page of every slot is somebody's.
-        shorter = min(spare_pages, wanted - slot_count) if slot_pages > 1 else 0
+        shorter = min(spare_pages, wanted - SLOT_COUNT) if slot_pages > 1 else 0
         tails |= dict.fromkeys(names[: max(shorter, 0)], slot_pages - 1)
         few = streaming_tails(chosen, tails)
-        if any(len(method.arcs) < slot_count for method in few.methods):
+        if any(len(method.arcs) < SLOT_COUNT for method in few.methods):
             return None
-        lacking = max(-len(method.arcs) % slot_count for method in few.methods) * slot_pages
+        lacking = max(-len(method.arcs) % SLOT_COUNT for method in few.methods) * slot_pages
         return _laps(few, tails, ring_pages, slot_pages, lacking)
     return None
 
@@ -243,7 +211,7 @@ def _laps(
     chosen: Streaming, tails: Mapping[str, int], ring_pages: int, slot_pages: int, lacking_pages: int
 ) -> Laps | None:
     kept = {name: tail for name, tail in tails.items() if tail}
-    laid = _lay(chosen, kept, ring_pages, slot_pages, 0)
+    laid = _lay(chosen, kept, ring_pages, slot_pages)
     if laid is None:
         return None
     # Shorter tails may leave the end of a slot to nobody.
@@ -261,12 +229,11 @@ def _used_pages(stays: Sequence[LaidStay]) -> int:
 
 
 def _lay(
-    chosen: Streaming, tails: Mapping[str, int], ring_pages: int, slot_pages: int, cut_part: float
+    chosen: Streaming, tails: Mapping[str, int], ring_pages: int, slot_pages: int
 ) -> tuple[tuple[LaidStay, ...], ...] | None:
     laid: list[tuple[LaidStay, ...]] = []
     for method in chosen.methods:
-        cut = int(len(method.arcs) * cut_part)
-        stays = lay_in_laps(method, tails, ring_pages, chosen.demand, cut=cut, slot_pages=slot_pages)
+        stays = lay_in_laps(method, tails, ring_pages, chosen.demand, slot_pages=slot_pages)
         if stays is None:
             return None
         laid.append(stays)

@@ -13,7 +13,8 @@ from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default, stand_ins, with_direct
 from penstock.plan.heads import host_curves
 from penstock.plan.plan import Plan
-from penstock.plan.planner import FloorPlan, Planner, predicted_s
+from penstock.plan.planner import FloorPlan, Planner
+from penstock.plan.simulator import predicted_s
 from penstock.plan.split_choice import SplitChoice
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight

@@ -1,7 +1,7 @@
 """The planner: from schedules, sizes and a budget to a plan. Pure and deterministic; the authority on the floor.
 
-The way of a weight: residency.py and ladder.py say who may stream, stays.py how long its stays are; lap_choice.py and
-colour_choice.py give them pages, each in its way; assembly.py writes the plan.
+The way of a weight: residency.py and ladder.py say who may stream, stays.py how long its stays are; lap_choice.py (or,
+with times, search.py) and colour_choice.py give them pages, each in its way; assembly.py writes the plan.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from penstock.plan.colour_choice import (
 )
 from penstock.plan.demand import Demand
 from penstock.plan.ladder import Ladder
-from penstock.plan.lap_choice import Laps, best_laps, various_laps
+from penstock.plan.lap_choice import Laps, best_laps
 from penstock.plan.plan import Plan
 from penstock.plan.residency import streaming
 from penstock.plan.reuse import cheapest_kept
-from penstock.plan.simulator import simulate
+from penstock.plan.search import Search, least
+from penstock.plan.simulator import predicted_s
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
@@ -40,10 +41,6 @@ from penstock.weight import Weight
 LOOKAHEAD_PART_OF_STREAM = 96
 # Laps that cost no more than 100/80 of the least that anything can are good enough not to look further.
 LAPS_GOOD_PART = 80
-
-# With times at hand: the places tried for the cut, and for how many of the best rings.
-CUT_TRIALS = 8
-CUT_RINGS = 3
 
 # For programs of that many accesses, laps or kept weights have to do, or else the floor's own choice.
 MANY_ACCESSES = 2_000
@@ -162,59 +159,22 @@ class Planner:
         )
 
     def _fastest(self, budget_pages: int, calibration: Calibration, usual: Laps | None, kept: Placed | None) -> Plan:
-        """Of plans with more and more room for copies to run ahead, the one whose runs take the least time.
-
-        Room costs bytes that could have been resident. How much of it pays depends on how uneven steps and copies are,
-        which only acting out tells.
-        """
-        many = self._demand.access_count > MANY_ACCESSES
-        usual_pages = self._usual_ahead_pages(budget_pages)
-        aheads_pages = (
-            [usual_pages, 4 * usual_pages] if many else [2**k for k in range((budget_pages // 4).bit_length())]
-        )
-        below_bytes = kept.cost_bytes if many and kept is not None else None
-        link = calibration.link
-        overhead_bytes = int(link.copy_latency_s * link.bytes_per_s)
-        found = various_laps(self._ladder, budget_pages, aheads_pages, overhead_bytes, below_bytes)
-        if usual is not None:
-            found.append(usual)
+        """The plan whose runs take the least time: stays that take the ring in turn, or weights that are kept in it."""
+        plans = [] if usual is None else [usual.plan()]
         others = [] if kept is None else [kept]
-        if not found and not others:
+        if usual is None and kept is None:
             coloured = self._coloured(budget_pages, None)
             assert coloured is not None, "the floor's own choice is one"
             others.append(coloured)
-
-        def seconds(plan: Plan) -> float:
-            return self.predicted_s(plan, calibration)
-
-        timed = [(seconds(plan), plan, laps) for laps in found for plan in [laps.plan()]]
-        timed.sort(key=lambda one: one[0])
-        # Where the laps begin anew, copies lose some of their lead: a long step is a bad place for that.
-        plans = [run_ahead(placed, budget_pages).plan() for placed in others]
-        for _, _, laps in timed[: 0 if many else CUT_RINGS]:
-            for part in range(1, CUT_TRIALS):
-                again = laps.cut_elsewhere(part, CUT_TRIALS)
-                if again is not None:
-                    plans.append(again.plan())
-        return min([*plans, *(plan for _, plan, _ in timed[:1])], key=seconds)
+        plans += [run_ahead(placed, budget_pages).plan() for placed in others]
+        timed = [(self.predicted_s(plan, calibration), plan) for plan in plans]
+        search = Search(
+            self._ladder.sets(budget_pages), budget_pages, calibration, max(1, self._usual_ahead_pages(budget_pages))
+        )
+        return least([*timed, *search.run()])
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return predicted_s(plan, self._demand.schedules, calibration)
-
-
-def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibration) -> float:
-    """One warm run of every method that was calibrated, back to back with others of its own."""
-    return sum(
-        simulate(
-            method,
-            schedule,
-            step_s=calibration.step_s[method.method],
-            direct_step_s=calibration.direct_step_s.get(method.method, ()),
-            link=calibration.link,
-        ).run_s
-        for method, schedule in zip(plan.methods, schedules, strict=True)
-        if method.method in calibration.step_s
-    )
 
 
 @contextmanager

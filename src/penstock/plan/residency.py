@@ -109,6 +109,14 @@ class Streaming:
         return high
 
     @cached_property
+    def seldom_first(self) -> list[list[str]]:
+        """Weights by how often they stream, in the order of the schedule."""
+        by_count: dict[int, list[str]] = {}
+        for name, count in self.stays.items():
+            by_count.setdefault(count, []).append(name)
+        return [by_count[count] for count in sorted(by_count)]
+
+    @cached_property
     def _sizes(self) -> tuple[list[int], list[int]]:
         """The weights' pages in rising order, and their sums from the end: what stays at a level follows from both."""
         sizes = sorted(self.whole.values())

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from penstock.plan.calibration import Calibration
 from penstock.plan.in_place import in_place_by_step
 from penstock.plan.link import Link
-from penstock.plan.plan import Copy, MethodPlan
+from penstock.plan.plan import Copy, MethodPlan, Plan
 from penstock.schedule import Schedule
 
 # How one run follows another. "ahead": the host issues the next run while the device is still at work on this one.
@@ -99,6 +100,21 @@ def simulate(
             return _timing(method, streams.link_busy_s, ends[0], ends[-1], end, settled=True)
         ends.append(end)
     return _timing(method, streams.link_busy_s, ends[0], ends[runs // 2 - 1], ends[-1], settled=False)
+
+
+def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibration) -> float:
+    """One warm run of every method that was calibrated, back to back with others of its own."""
+    return sum(
+        simulate(
+            method,
+            schedule,
+            step_s=calibration.step_s[method.method],
+            direct_step_s=calibration.direct_step_s.get(method.method, ()),
+            link=calibration.link,
+        ).run_s
+        for method, schedule in zip(plan.methods, schedules, strict=True)
+        if method.method in calibration.step_s
+    )
 
 
 def _timing(

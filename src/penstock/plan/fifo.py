@@ -1,0 +1,175 @@
+"""Choices whose stays take the ring in turn, as a FIFO: a cap on tails, a length of the ring, and what streams then.
+
+The pages that do not fit beside the ring must stream. Which of them is one greedy: weights that a run streams least
+often go first, and of equals tails are spread evenly over the schedule, so that copies are. What is not convex, and is
+searched, is the cap: long tails mean few copies and a long ring, short ones many copies and a short ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.plan.assembly import assemble
+from penstock.plan.calibration import Calibration
+from penstock.plan.laps import lay_in_laps, lost_pages
+from penstock.plan.plan import Plan
+from penstock.plan.residency import Streaming, streaming_tails
+from penstock.plan.ring import reading_load
+
+# From one cap to the next.
+CAP_FACTOR = 1.3
+# In the place of a cap: tails as equal as they can be.
+EVEN = 0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What streams, and through a ring of what length: before stays have pages."""
+
+    chosen: Streaming
+    tails: Mapping[str, int]
+    ring_pages: int
+
+    @cached_property
+    def few(self) -> Streaming:
+        return streaming_tails(self.chosen, self.tails)
+
+    @property
+    def lost_pages(self) -> int:
+        """What is missing to a whole lap where one run meets the next."""
+        return max((lost_pages(method, self.tails, self.ring_pages) for method in self.few.methods), default=0)
+
+    def link_s(self, calibration: Calibration) -> float:
+        """No plan of it takes less: one copy for every stay of the methods that were timed."""
+        demand, link = self.chosen.demand, calibration.link
+        tail_bytes = {
+            name: demand.nbytes[name] - (demand.pages[name] - tail) * demand.page_bytes
+            for name, tail in self.tails.items()
+        }
+        return sum(
+            sum(link.copy_s(tail_bytes[arc.weight]) for arc in method.arcs)
+            for schedule, method in zip(demand.schedules, self.few.methods, strict=True)
+            if schedule.method in calibration.step_s
+        )
+
+    def plan(self, cut_part: float = 0.0) -> Plan | None:
+        """None where a page would be needed before it is free. The laps begin anew after that part of the stays."""
+        demand = self.chosen.demand
+        laid = []
+        for method in self.few.methods:
+            cut = int(len(method.arcs) * cut_part)
+            stays = lay_in_laps(method, self.tails, self.ring_pages, demand, cut=cut)
+            if stays is None:
+                return None
+            laid.append(stays)
+        held = [name for name in demand.nbytes if name not in self.tails]
+        return assemble(demand, held, self.tails, self.few.methods, laid, self.ring_pages)
+
+
+class FifoChoices:
+    """The drafts of one set of weights that may stream, within one budget."""
+
+    def __init__(self, chosen: Streaming, budget_pages: int) -> None:
+        self.chosen = chosen
+        self.budget_pages = budget_pages
+        self._least: dict[int, int | None] = {}
+
+    @cached_property
+    def caps(self) -> list[int]:
+        """To begin with. EVEN is the least cap."""
+        even = self.chosen.tails_beside(self.budget_pages - 1)
+        if even is None:
+            return []
+        cap = max(1, *even.values())
+        found = [EVEN]
+        while cap < self.largest:
+            found.append(cap)
+            cap = max(cap + 1, math.ceil(cap * CAP_FACTOR))
+        return [*found, self.largest]
+
+    @property
+    def largest(self) -> int:
+        return self.chosen.largest_pages
+
+    def draft(self, cap: int, ahead_pages: int) -> Draft | None:
+        """With a ring that lets copies run so many pages ahead; None where that does not fit."""
+        least = self._least_ring_of(cap)
+        if least is None:
+            return None
+        tails = self._tails(self.budget_pages - least - ahead_pages, cap)
+        if tails is None:
+            return None
+        ring_pages = least + ahead_pages
+        return Draft(self.chosen, {name: tail for name, tail in tails.items() if tail}, ring_pages)
+
+    def _least_ring_of(self, cap: int) -> int | None:
+        if cap not in self._least:
+            self._least[cap] = self._least_ring(cap)
+        return self._least[cap]
+
+    def _least_ring(self, cap: int) -> int | None:
+        """A longer ring leaves less room for heads, so that tails and the ring grow: until one holds the other."""
+        length = 1
+        while True:
+            tails = self._tails(self.budget_pages - length, cap)
+            if tails is None:
+                return None
+            few = streaming_tails(self.chosen, tails)
+            load = max((reading_load(method, tails) for method in few.methods), default=0)
+            if load <= length:
+                return length
+            length = load
+
+    def _tails(self, resident_pages: int, cap: int) -> dict[str, int] | None:
+        """Tails beside which no more than so many pages are resident; None where there are none."""
+        if cap == EVEN:
+            return self.chosen.tails_beside(resident_pages)
+        streamed = self.chosen.demand.full_pages - resident_pages
+        for _ in range(8):
+            found = _under_cap(self.chosen, cap, max(streamed, 0))
+            if found is None:
+                return None
+            # What is held shares pages, what streams does not: it may take a little more.
+            over = self.chosen.resident_pages(found) - resident_pages
+            if over <= 0:
+                return found
+            streamed += over
+        return None
+
+
+def _under_cap(chosen: Streaming, cap: int, streamed_pages: int) -> dict[str, int] | None:
+    """Of weights that stream equally often those that are long enough for the cap go first: equal tails take over one
+    another's place."""
+    pages, left = chosen.whole, streamed_pages
+    tails: dict[str, int] = {}
+    for equals in chosen.seldom_first:
+        for names in ([n for n in equals if pages[n] >= cap], [n for n in equals if pages[n] < cap]):
+            capacity = sum(min(pages[name], cap) for name in names)
+            if left < capacity:
+                tails.update(_spread({name: min(pages[name], cap) for name in names}, capacity, left))
+                return tails
+            tails.update((name, min(pages[name], cap)) for name in names)
+            left -= capacity
+    return tails if left <= 0 else None
+
+
+def _spread(sizes: Mapping[str, int], capacity: int, wanted: int) -> dict[str, int]:
+    """Whole sizes that come to `wanted`, evenly over all of them; and one part for the rest."""
+    tails: dict[str, int] = {}
+    due, left = 0, wanted
+    for name, size in sizes.items():
+        due += size * wanted
+        taken = min(size, left)
+        if taken and 2 * due >= taken * capacity:
+            tails[name] = taken
+            left -= taken
+            due -= taken * capacity
+    for name, size in sizes.items():
+        more = min(size - tails.get(name, 0), left)
+        if more:
+            tails[name] = tails.get(name, 0) + more
+            left -= more
+    return tails

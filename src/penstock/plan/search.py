@@ -1,0 +1,156 @@
+"""The search for the fastest plan whose stays take the ring in turn: candidates in the order of a bound, each acted
+out, and then the neighbours of the best. What is not tried is slower at the best, or was one of too many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.plan.calibration import Calibration
+from penstock.plan.fifo import EVEN, Draft, FifoChoices
+from penstock.plan.plan import Plan
+from penstock.plan.residency import Streaming
+from penstock.plan.simulator import predicted_s
+
+# What is acted out, in accesses, bounds the time that planning takes: about a second.
+WORK_ACCESSES = 25_000
+LEAST_TRIALS = 3
+# Places that are tried for the beginning of the laps.
+CUTS = 8
+# Candidates whose neighbours are tried.
+CLIMBS = 3
+# Lengths of the ring that are looked at beyond one.
+LENGTHS = 8
+# Of short runs, a ring of a few pages more may be the only one that closes.
+MORE_PAGES = 6
+# Plans that take no longer than that are equally fast.
+AS_FAST = 1.0002
+
+
+class Point(NamedTuple):
+    """A candidate: a set of weights, by number; a cap on their tails, and how far copies may run ahead, in pages; where
+    the laps begin anew, in parts of a run."""
+
+    chosen: int
+    cap: int
+    ahead_pages: int
+    cut: int = 0
+
+
+class Found(NamedTuple):
+    seconds: float
+    plan: Plan
+    point: Point
+
+
+def least(plans: Sequence[tuple[float, Plan]]) -> Plan:
+    """Of the fastest the one that moves the least."""
+    best_s = min(seconds for seconds, _ in plans)
+    fast = [plan for seconds, plan in plans if seconds <= best_s * AS_FAST]
+    return min(fast, key=lambda plan: sum(method.warm.bytes_streamed for method in plan.methods))
+
+
+class Search:
+    """`sets`: of weights that may stream. `ahead_pages`: room for copies to run ahead, to begin with."""
+
+    def __init__(
+        self, sets: Sequence[Streaming], budget_pages: int, calibration: Calibration, ahead_pages: int
+    ) -> None:
+        self._choices = [FifoChoices(chosen, budget_pages) for chosen in sets]
+        self._calibration = calibration
+        self._ahead_pages = ahead_pages
+        self._budget_pages = budget_pages
+        accesses = max((chosen.demand.access_count for chosen in sets), default=1)
+        self._trials_left = max(LEAST_TRIALS, WORK_ACCESSES // max(accesses, 1))
+        self._drafts: dict[tuple[int, int, int], tuple[float, Draft] | None] = {}
+        self._tried: set[Point] = set()
+        self._found: list[Found] = []
+
+    def run(self) -> list[tuple[float, Plan]]:
+        """All that were tried, with the times that they take. Nothing where none closes."""
+        starts = sorted(
+            (drafted[0], point)
+            for number, choices in enumerate(self._choices)
+            for cap in choices.caps
+            for ahead in self._first_aheads(cap)
+            if (drafted := self._draft(point := Point(number, cap, ahead))) is not None
+        )
+        enough = self._trials_left // 2
+        for _, point in starts:
+            if self._trials_left > enough:
+                self._try(point)
+        for _, point in starts:
+            for more in range(1, MORE_PAGES + 1):
+                if not self._found:
+                    self._try(point._replace(ahead_pages=point.ahead_pages + more))
+        for top in sorted(self._found, key=_seconds)[:CLIMBS]:
+            at: Found | None = top
+            while at is not None:
+                tried = [one for point in self._neighbours(at.point) if (one := self._try(point)) is not None]
+                at = min((one for one in tried if one.seconds < at.seconds), key=_seconds, default=None)
+        return [(one.seconds, one.plan) for one in self._found]
+
+    def _first_aheads(self, cap: int) -> set[int]:
+        """Beside the usual room a whole tail, so that stays take turns with two of them; or of equal tails more and
+        more, since how much pays depends on how uneven steps are."""
+        if cap != EVEN:
+            return {self._ahead_pages, cap}
+        return {self._ahead_pages, *(2**k for k in range((self._budget_pages // 4).bit_length()))}
+
+    def _try(self, point: Point) -> Found | None:
+        """None where it was tried before, there is no time left, it is slower at the best, or it does not close."""
+        if self._trials_left <= 0 or point in self._tried:
+            return None
+        self._tried.add(point)
+        drafted = self._draft(point)
+        if drafted is None or drafted[0] >= min(map(_seconds, self._found), default=math.inf):
+            return None
+        draft = drafted[1]
+        plan = draft.plan(point.cut / CUTS)
+        if plan is None:
+            return None
+        self._trials_left -= 1
+        seconds = predicted_s(plan, draft.chosen.demand.schedules, self._calibration)
+        self._found.append(Found(seconds, plan, point))
+        return self._found[-1]
+
+    def _draft(self, point: Point) -> tuple[float, Draft] | None:
+        """With the least time that its copies take."""
+        key = point[:3]
+        if key not in self._drafts:
+            choices = self._choices[point.chosen]
+            draft = choices.draft(point.cap, point.ahead_pages)
+            self._drafts[key] = None if draft is None else (draft.link_s(self._calibration), draft)
+        return self._drafts[key]
+
+    def _neighbours(self, point: Point) -> Iterator[Point]:
+        ahead, cap, caps = point.ahead_pages, point.cap, self._choices[point.chosen].caps
+        for other in sorted({0, ahead // 4, ahead // 2, ahead + 1, 2 * ahead, 4 * ahead, cap, 2 * cap}):
+            yield point._replace(ahead_pages=other, cut=0)
+        others = {cap + 1, cap - 1, cap * 9 // 8, cap * 7 // 8, *(two for two in caps if two * 3 >= cap)}
+        for other in sorted(others, key=lambda other: (abs(other - cap), other)):
+            if 0 < other <= caps[-1] or other == EVEN:
+                yield point._replace(cap=other, cut=0)
+                # The ring as many tails long as before.
+                yield point._replace(cap=other, ahead_pages=round(ahead * other / cap) if cap else ahead, cut=0)
+        yield from self._near_laps(point)[:2]
+        for cut in range(1, CUTS):
+            yield point._replace(cut=cut)
+
+    def _near_laps(self, point: Point) -> list[Point]:
+        """With longer rings, those first with which a run comes out nearest to a whole number of laps."""
+        found = []
+        grain = max(1, point.ahead_pages // LENGTHS)
+        for more in range(grain, 2 * point.ahead_pages, grain):
+            longer = point._replace(ahead_pages=point.ahead_pages + more, cut=0)
+            drafted = self._draft(longer)
+            if drafted is None:
+                break
+            found.append((max(more, drafted[1].lost_pages), longer))
+        return [longer for _, longer in sorted(found)]
+
+
+def _seconds(found: Found) -> float:
+    return found.seconds

@@ -1,0 +1,127 @@
+"""The search for the fastest plan: safe, within the budget, never slower than without times, and beside brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan.calibration import Calibration
+from penstock.plan.check import check_plan
+from penstock.plan.demand import Demand
+from penstock.plan.fifo import EVEN, Draft, FifoChoices
+from penstock.plan.link import Link
+from penstock.plan.planner import Planner
+from penstock.plan.residency import streaming
+from penstock.plan.search import AS_FAST, Search, least
+from penstock.plan.simulator import predicted_s
+from penstock.schedule import Schedule
+from tests.plan.test_floor import chain, weights_of
+from tests.plan.test_planner import programs
+
+PAGE = 4096
+LINK = Link(1e9, 1e-6)
+
+
+def timed(schedules: list[Schedule], draw: random.Random) -> Calibration:
+    return Calibration(LINK, {one.method: tuple(draw.uniform(0, 2e-5) for _ in one.steps) for one in schedules})
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1000))
+def test_with_any_times_a_plan_is_safe_within_its_budget_and_no_slower_than_without(
+    data: st.DataObject, seed: int
+) -> None:
+    schedules, weights = data.draw(programs(PAGE))
+    calibration = timed(schedules, random.Random(seed))
+    planner = Planner(schedules, weights, page_bytes=PAGE)
+    for percent in (0, 15, 40, 70):
+        budget_bytes = planner.floor_bytes + (planner.full_bytes - planner.floor_bytes) * percent // 100
+        plan = planner.plan(budget_bytes, calibration)
+        check_plan(plan, schedules, weights, budget_bytes=budget_bytes)
+        without = planner.plan(budget_bytes)
+        assert planner.predicted_s(plan, calibration) <= planner.predicted_s(without, calibration) * AS_FAST
+
+
+def equal_weights(count: int, pages: int) -> Demand:
+    names = [f"w{index}" for index in range(count)]
+    return Demand.of([chain(*names)], weights_of(**dict.fromkeys(names, pages * PAGE)), PAGE)
+
+
+@pytest.mark.parametrize("cap", [EVEN, 1, 2, 3, 5])
+@pytest.mark.parametrize("budget_pages", [10, 17, 25, 31])
+def test_a_draft_keeps_to_its_cap_and_fills_the_budget_to_the_page(cap: int, budget_pages: int) -> None:
+    demand = equal_weights(8, 5)
+    chosen = streaming(demand, demand.nbytes)
+    draft = FifoChoices(chosen, budget_pages).draft(cap, ahead_pages=2)
+    if draft is None:
+        # Tails of so few pages leave more resident than there is room for.
+        assert cap and 8 * (5 - cap) + cap + 2 > budget_pages
+        return
+    assert chosen.resident_pages(draft.tails) + draft.ring_pages == budget_pages
+    assert max(draft.tails.values()) <= (cap or 5)
+    if cap != EVEN:
+        assert sum(tail < cap for tail in draft.tails.values()) <= 1, "whole tails, and one for the rest"
+
+
+def test_tails_are_spread_over_the_schedule_and_seldom_streamed_weights_go_first() -> None:
+    demand = Demand.of(
+        [chain("a", "often", "b", "c", "d", "often", "e", "f")],
+        weights_of(a=4 * PAGE, b=4 * PAGE, c=4 * PAGE, d=4 * PAGE, e=4 * PAGE, f=4 * PAGE, often=4 * PAGE),
+        PAGE,
+    )
+    draft = FifoChoices(streaming(demand, demand.nbytes), 28 - 12 + 5).draft(4, ahead_pages=1)
+    assert draft is not None and draft.ring_pages == 5
+    assert list(draft.tails) == ["a", "c", "e"] or list(draft.tails) == ["b", "d", "f"]
+
+
+def test_copies_alone_take_no_longer_than_the_plan() -> None:
+    demand = equal_weights(8, 5)
+    calibration = timed(list(demand.schedules), random.Random(1))
+    choices = FifoChoices(streaming(demand, demand.nbytes), 22)
+    tried = 0
+    for cap, ahead in itertools.product(choices.caps, range(4)):
+        draft = choices.draft(cap, ahead)
+        plan = None if draft is None else draft.plan()
+        if draft is not None and plan is not None:
+            tried += 1
+            assert draft.link_s(calibration) <= predicted_s(plan, demand.schedules, calibration) * (1 + 1e-9)
+    assert tried > 8
+
+
+def test_of_equally_fast_plans_the_one_that_moves_least_is_taken() -> None:
+    demand = equal_weights(6, 4)
+    choices = FifoChoices(streaming(demand, demand.nbytes), 20)
+    plans = [draft.plan() for ahead in (0, 2) if (draft := choices.draft(4, ahead)) is not None]
+    short, long = plans
+    assert short is not None and long is not None
+    assert short.methods[0].warm.bytes_streamed < long.methods[0].warm.bytes_streamed
+    assert least([(1.0, long), (1.0001, short)]) is short
+    assert least([(1.0, long), (1.01, short)]) is long
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_beside_all_tails_and_rings_there_are(seed: int) -> None:
+    """Every choice of tails for six weights of up to three pages, each with the ring that fills the budget."""
+    draw = random.Random(seed)
+    names = [f"w{index}" for index in range(6)]
+    sizes = {name: draw.randint(1, 3) for name in names}
+    schedules = [chain(*names)]
+    demand = Demand.of(schedules, weights_of(**{name: size * PAGE for name, size in sizes.items()}), PAGE)
+    calibration = timed(schedules, draw)
+    budget_pages = max(6, sum(sizes.values()) * 2 // 3)
+    chosen = streaming(demand, demand.nbytes)
+    best_s = float("inf")
+    for tails in itertools.product(*(range(size + 1) for size in sizes.values())):
+        kept = {name: tail for name, tail in zip(names, tails, strict=True) if tail}
+        ring_pages = budget_pages - chosen.resident_pages(kept)
+        if not kept or ring_pages < 1:
+            continue
+        plan = Draft(chosen, kept, ring_pages).plan()
+        if plan is not None:
+            best_s = min(best_s, predicted_s(plan, schedules, calibration))
+    found = Search([chosen], budget_pages, calibration, 1).run()
+    assert min(seconds for seconds, _ in found) <= best_s * 1.06
