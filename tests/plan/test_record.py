@@ -1,4 +1,5 @@
-"""Plans are nowhere worse than the recorded ones: no floor higher, nothing more streamed, nothing slower."""
+"""Plans beside the recorded ones: no floor higher, and at the budgets and machines that are compared here nothing more
+streamed without times, and nothing slower. What other rows came to stands in docs/architecture.md."""
 
 from __future__ import annotations
 
