@@ -32,8 +32,8 @@ SMALL_HIDDEN, SMALL_FF = 256, 512
 MOST_BATCH = 4096
 EVERYTHING = "1024TiB"
 ROUND_S = 0.15
-# Way, mode, and whether the program's linears may be split.
-WAYS = (("split", "split", True), ("copied ahead", "streamed", False), ("read in place", "direct", False))
+# Way, placement, and whether the program's linears may be split.
+WAYS = (("split", "split", True), ("copied ahead", "stream", False), ("read in place", "in-place", False))
 
 
 class Layer(nn.Module):
@@ -93,8 +93,10 @@ def main() -> int:
             print(f"\nbatch {batch}: all resident {resident_s * 1e3:.2f} ms, link {link / 1e9:.1f} GB/s\n")
             found = [
                 point
-                for way, mode, may_split in WAYS
-                for point in _curve(options, split if may_split else library, way, mode, x, wanted, resident_s, link)
+                for way, placement, may_split in WAYS
+                for point in _curve(
+                    options, split if may_split else library, way, placement, x, wanted, resident_s, link
+                )
             ]
             _print(found, options.ratios)
             points += found
@@ -108,7 +110,7 @@ def main() -> int:
 
 
 def _resident(path: Path, x: Tensor, device: str) -> tuple[float, Tensor]:
-    with penstock.Module(path, EVERYTHING, mode="streamed", device=device, quiet=True) as module:
+    with penstock.Module(path, EVERYTHING, placement="stream", device=device) as module:
         return _time(module, x, device), module(x).clone()
 
 
@@ -116,14 +118,14 @@ def _curve(
     options: argparse.Namespace,
     path: Path,
     way: str,
-    mode: str,
+    placement: str,
     x: Tensor,
     wanted: Tensor,
     resident_s: float,
     link: float,
 ) -> list[Point]:
     points = []
-    with penstock.Module(path, EVERYTHING, mode=mode, device=options.device, quiet=True) as module:
+    with penstock.Module(path, EVERYTHING, placement=placement, device=options.device) as module:
         for ratio in options.ratios:
             host_bytes = module.weight_bytes * ratio // 100
             budget_bytes = module.weight_bytes - host_bytes if ratio else module.budget_bytes

@@ -44,7 +44,7 @@ def main() -> None:
     x = inputs(shape, options.tokens, "cpu")
 
     package, program = options.out / "model.pt2", options.out / "model.pte"
-    with penstock.Module(package, EVERYTHING, quiet=True) as module:
+    with penstock.Module(package, EVERYTHING) as module:
         wanted = module(x.to(module.device)).cpu()
         budget_bytes = max(module.floor_bytes, int(module.budget_bytes * options.fraction))
     rows = [
@@ -85,7 +85,7 @@ def prepare(shape: ModelShape, folder: Path, device: str, tokens: int) -> None:
 def measured_pt2(
     path: Path, budget_bytes: int, x: torch.Tensor, wanted: torch.Tensor, runs: int, *, back_to_back: bool
 ) -> dict[str, Any]:
-    with penstock.Module(path, budget_bytes, quiet=True) as module:
+    with penstock.Module(path, budget_bytes) as module:
         given = x.to(module.device)
         take = (lambda: module(given)) if back_to_back else (lambda: module(given).cpu())
         name = ".pt2, back to back" if back_to_back else ".pt2, each result on the host"
@@ -94,7 +94,7 @@ def measured_pt2(
 
 
 def measured_pte(path: Path, budget_bytes: int, x: torch.Tensor, wanted: torch.Tensor, runs: int) -> dict[str, Any]:
-    with penstock.executorch.Module(path, budget_bytes, quiet=True) as module:
+    with penstock.executorch.Module(path, budget_bytes) as module:
         seconds = timed(lambda: module(x), runs, module.device)
         return row_of(".pte, planned at load", module, seconds, torch.equal(module(x), wanted))
 

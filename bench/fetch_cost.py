@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--method")
     parser.add_argument("--runs", type=int, default=200)
     options = parser.parse_args()
-    with penstock.Module(options.program, budget="1TiB", quiet=True) as module:
+    with penstock.Module(options.program, budget="1TiB") as module:
         method = module.program.method(options.method or module.methods[0])
         assert module.plan is not None and module.plan.ring_bytes == 0
         times_ns = sorted(_run(module, method) for _ in range(options.runs))

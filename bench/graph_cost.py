@@ -27,7 +27,7 @@ def main() -> int:
     assert isinstance(spec, penstock.program.TensorSpec), "the input is a tensor"
     generator = torch.Generator().manual_seed(0)
     x = torch.randn([int(size) for size in spec.shape], generator=generator).to(getattr(torch, spec.dtype)).cuda()
-    with penstock.Module(options.program, "1024TiB", quiet=True) as module:
+    with penstock.Module(options.program, "1024TiB") as module:
         wanted = module(x)
     print("| budget | copies | run | replay | replay / run | host, run | host, replay | equal |")
     print("|---|---|---|---|---|---|---|---|")
@@ -38,7 +38,7 @@ def main() -> int:
         equal = True
         for _ in range(options.turns):
             for cuda_graph in times:
-                with penstock.Module(options.program, budget, cuda_graph=cuda_graph, quiet=True) as module:
+                with penstock.Module(options.program, budget, cuda_graph=cuda_graph) as module:
                     for _ in range(WARM_UP_RUNS):
                         equal &= torch.equal(module(x), wanted)
                     round_s = time_back_to_back(lambda: module(x), "cuda", options.round).median_s

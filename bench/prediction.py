@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def _resident(path: Path, x: Tensor, device: str, round_s: float) -> Resident:
-    with penstock.Module(path, budget=EVERYTHING, device=device, quiet=True) as module:
+    with penstock.Module(path, budget=EVERYTHING, device=device) as module:
         output = _warm(module, x, device)[-1]
         return Resident(time_back_to_back(lambda: module(x), device, round_s).median_s, output)
 
@@ -171,9 +171,9 @@ def _predict(
 def _load(path: Path, fraction: float, device: str) -> penstock.Module:
     budget_bytes = int(fraction * penstock.read_program(path).weight_bytes)
     try:
-        return penstock.Module(path, budget=budget_bytes, device=device, quiet=True)
+        return penstock.Module(path, budget=budget_bytes, device=device)
     except BelowFloorError as error:
-        return penstock.Module(path, budget=error.floor_bytes, device=device, quiet=True)
+        return penstock.Module(path, budget=error.floor_bytes, device=device)
 
 
 def _warm(module: penstock.Module, x: Tensor, device: str) -> list[Tensor]:

@@ -20,7 +20,7 @@ from examples import decoder
 import penstock
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
-MODES = (("planned", "registered"), ("planned", "staged"), ("lru", "registered"))
+WAYS = (("auto", "registered"), ("auto", "1GiB"), ("lru", "registered"))
 
 
 def main() -> None:
@@ -47,15 +47,16 @@ def main() -> None:
         resident_s, host_s = _time(module, inputs, options.runs)
     print(f"all resident: {resident_s * 1e3:.2f} ms a run, of which the host takes {host_s * 1e3:.2f} ms\n")
     print(
-        "| mode | budget | time | bound | streamed | rate | of link | host | stall | pool calls | pool time | equal |"
+        "| placement, host memory | budget | time | bound | streamed | rate | of link | host | stall | pool calls "
+        "| pool time | equal |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     rows = []
-    for policy, host_memory in MODES:
+    for placement, host_memory in WAYS:
         for fraction in FRACTIONS:
             if fraction and fraction * full_bytes <= floor_bytes:
                 continue  # the row at the floor stands for it
-            row = _measure(path, policy, host_memory, int(full_bytes * fraction), wanted, inputs, options.runs)
+            row = _measure(path, placement, host_memory, int(full_bytes * fraction), wanted, inputs, options.runs)
             rows.append(row | {"resident_s": resident_s})
             print(_line(row), flush=True)
     (options.out / "runtime.json").write_text(json.dumps(rows, indent=1))
@@ -98,7 +99,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _measure(
     path: Path,
-    policy: str,
+    placement: str,
     host_memory: str,
     budget_bytes: int,
     wanted: torch.Tensor,
@@ -106,15 +107,15 @@ def _measure(
     runs: int,
 ) -> dict[str, object]:
     try:
-        module = penstock.Module(path, budget=budget_bytes, policy=policy, host_memory=host_memory, quiet=True)
+        module = penstock.Module(path, budget=budget_bytes, placement=placement, host_memory=host_memory)
     except penstock.errors.BelowFloorError as error:
-        module = penstock.Module(path, budget=error.floor_bytes, policy=policy, host_memory=host_memory, quiet=True)
+        module = penstock.Module(path, budget=error.floor_bytes, placement=placement, host_memory=host_memory)
     with module:
         equal = all(torch.equal(module.run_method("decode", *inputs), wanted) for _ in range(3))
         seconds, host_s = _time(module, inputs, runs)
         last, link = module.last_run, module.link_bytes_per_s or float("nan")
         return {
-            "policy": policy,
+            "placement": placement,
             "host_memory": host_memory,
             "budget_bytes": module.budget_bytes,
             "peak_device_bytes": module.device_memory()[1],
@@ -135,7 +136,7 @@ def _measure(
 def _line(row: dict) -> str:  # type: ignore[type-arg]
     rate = row["bytes_streamed"] / row["seconds"]
     return (
-        f"| {row['policy']}, {row['host_memory']} | {row['budget_bytes'] / row['weight_bytes']:.0%} "
+        f"| {row['placement']}, {row['host_memory']} | {row['budget_bytes'] / row['weight_bytes']:.0%} "
         f"({row['budget_bytes'] / 1e9:.2f} GB) | {row['seconds'] * 1e3:.2f} ms | {row['bound_seconds'] * 1e3:.2f} ms "
         f"| {row['bytes_streamed'] / 1e9:.2f} GB, {row['copies']} copies | {rate / 1e9:.1f} GB/s "
         f"| {rate / row['link_bytes_per_s']:.0%} | {row['host_seconds'] * 1e3:.2f} ms "

@@ -120,7 +120,7 @@ def _start(options: argparse.Namespace) -> Start:
     disk_bytes = _disk_read_bytes()
     begin = time.perf_counter()
     with _profiled(phases_s) if options.phases else _unprofiled():
-        module = penstock.Module(options.program, budget=options.budget, device=device, quiet=True)
+        module = penstock.Module(options.program, budget=options.budget, device=device)
     loaded = time.perf_counter()
     with torch.no_grad(), module:
         module.run_method(method.name, *inputs)

@@ -12,10 +12,10 @@ constexpr size_t kMostRecipes = 1 << 14;
 std::string text(int64_t value) { return std::to_string(value); }
 }  // namespace
 
-void PlannedSession::offer_linear(PrepareLinear prepare, bool always_kernel) {
+void PlannedSession::offer_linear(PrepareLinear prepare) {
   require_idle();
   prepare_ = prepare;
-  always_kernel_ = always_kernel;
+  kernel_offered_ = true;
   recipes_.clear();
 }
 
@@ -24,7 +24,7 @@ void PlannedSession::multiply(const LinearRequest& request, TensorHandle* out) {
   const AccessRecord& access = plan_.methods[method_].accesses[position];
   bool on_cpu = request.device_type == torch_abi().device_type_cpu();
   bool is_direct = access.range == kDirect && (on_cpu || prepare_);
-  if (!access.is_split() && !is_direct && !always_kernel_) return Session::multiply(request, out);
+  if (!access.is_split() && !is_direct && !kernel_offered_) return Session::multiply(request, out);
   LinearOperands operands(request);
   if (operands.tokens()) {
     LinearCall call = operands.call();

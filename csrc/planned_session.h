@@ -22,9 +22,9 @@ class PlannedSession final : public StreamingSession {
   void install(PlanRecord plan);
   void uninstall() noexcept;
 
-  // How linears with weights that lie in two places are launched, on a device whose products the calling thread cannot
-  // make. `always_kernel`: with all others too, so that a result has the same bits wherever the rows lie.
-  void offer_linear(PrepareLinear prepare, bool always_kernel);
+  // From now on all linears are made in one way, so that a result has the same bits wherever the rows lie. `prepare`: how
+  // they are launched; null: the calling thread makes them.
+  void offer_linear(PrepareLinear prepare);
 
   // Physical bytes held for weights, now and at most.
   int64_t device_bytes() const { return device_bytes_; }
@@ -116,7 +116,7 @@ class PlannedSession final : public StreamingSession {
   // After the copies that were issued before a launch.
   Event lead_ = nullptr;
   PrepareLinear prepare_ = nullptr;
-  bool always_kernel_ = false;
+  bool kernel_offered_ = false;
   // By method, access, tokens and rows of the head. They hold addresses of the present plan.
   std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
   int64_t device_bytes_ = 0;

@@ -41,7 +41,7 @@ Registration::Registration(Driver& driver, const HostFile& file, const std::vect
                           " bytes) could not be registered with the device: chunk " + std::to_string(chunk) + " of " +
                           std::to_string(ends.size()) + ", bytes " + std::to_string(start) + " to " +
                           std::to_string(end) + ": " + error.what() +
-                          "; host_memory=\"staged\" runs without registration; otherwise check the memory limit of "
+                          "; a cap, as in host_memory=\"1GiB\", runs without registration; otherwise check the memory limit of "
                           "the container, `ulimit -l` and the driver's version");
     }
     starts_.push_back(file.data() + start);

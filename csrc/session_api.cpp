@@ -197,13 +197,13 @@ int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t c
 }
 
 // Between runs. `prepare` may be null: then only the calling thread's own products are there, for programs on the CPU.
-int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare, int32_t always_kernel) {
+int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare) {
   return guarded([&] {
     Engine& over = *engine(handle);
     if (!over.planned)
       throw CoreError(Failure::usage, "a linear of weights in two places was offered to the policy lru, which keeps "
                                       "every weight in one");
-    over.planned->offer_linear(prepare, always_kernel != 0);
+    over.planned->offer_linear(prepare);
   });
 }
 

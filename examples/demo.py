@@ -180,7 +180,7 @@ def prove(path: Path, device: str) -> None:
 def run(path: Path, device: str) -> list[MeasuredPoint]:
     """The same tokens in budgets from the floor to everything."""
     program = penstock.read_program(path)
-    with penstock.Module(path, budget=program.weight_bytes * 2, quiet=True) as module:
+    with penstock.Module(path, budget=program.weight_bytes * 2) as module:
         floor_bytes, full_bytes = module.floor_bytes, module.budget_bytes
         wanted = [row.clone() for row in generate(module.run_method, device, vocab=_vocab(program))]
     say("")
@@ -188,7 +188,7 @@ def run(path: Path, device: str) -> list[MeasuredPoint]:
     points: list[MeasuredPoint] = []
     for part in BUDGET_PARTS:
         budget_bytes = max(floor_bytes, int(full_bytes * part))
-        with penstock.Module(path, budget=budget_bytes, quiet=True) as module:
+        with penstock.Module(path, budget=budget_bytes) as module:
             for _ in generate(module.run_method, device, vocab=_vocab(program)):
                 pass
             module.reset_state()
@@ -235,7 +235,7 @@ def measure(module: penstock.Module, wanted: Sequence[torch.Tensor], device: str
 
 
 def refuse(path: Path) -> None:
-    with penstock.Module(path, budget="1TiB", quiet=True) as module:
+    with penstock.Module(path, budget="1TiB") as module:
         floor_bytes = module.floor_bytes
     try:
         penstock.Module(path, budget=floor_bytes - 1)
@@ -249,7 +249,7 @@ def report(path: Path, points: Sequence[MeasuredPoint], device: str, target: Pat
     """Of runs in half of the weights' bytes, beside what was measured in all budgets."""
     trace = target.with_name("trace.json")
     budget_bytes = points[BUDGET_PARTS.index(REPORTED_PART)].budget_bytes
-    with penstock.Module(path, budget=budget_bytes, quiet=True) as module:
+    with penstock.Module(path, budget=budget_bytes) as module:
         vocab = _vocab(module.program)
         for _ in generate(module.run_method, device, vocab=vocab):
             pass

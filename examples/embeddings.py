@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     weight_bytes = result.program.weight_bytes
     # More than all weights take is cut to that: everything resident.
-    with penstock.Module(result.program_path, budget=2 * weight_bytes, quiet=True) as module:
+    with penstock.Module(result.program_path, budget=2 * weight_bytes) as module:
         floor_bytes = module.floor_bytes
         resident = encode(module, tokenizer, SENTENCES)
-    with penstock.Module(result.program_path, budget=floor_bytes, quiet=True) as module:
+    with penstock.Module(result.program_path, budget=floor_bytes) as module:
         found = encode(module, tokenizer, SENTENCES)
         streamed_bytes = module.stats().bytes_streamed
     difference = (found - encode_eagerly(folder, tokenizer, SENTENCES, arguments.device)).abs().max().item()

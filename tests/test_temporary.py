@@ -240,7 +240,7 @@ assert core().penstock_load_torch() == 0
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:
     CompiledMethod(Path(sys.argv[1]), "forward")
-except RuntimeError as error:
+except (RuntimeError, OSError) as error:
     print(f"refused: {error}")
 """
 

@@ -45,7 +45,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     ),
     "penstock_session_destroy": (None, [_pointer]),
     "penstock_session_install": (_i32, [_pointer, _pointer, _i64]),
-    "penstock_session_offer_linear": (_i32, [_pointer, PREPARE_LINEAR, _i32]),
+    "penstock_session_offer_linear": (_i32, [_pointer, PREPARE_LINEAR]),
     "penstock_session_uninstall": (_i32, [_pointer]),
     "penstock_session_begin": (_i32, [_pointer, _i64, _pointer]),
     "penstock_session_end": (_i32, [_pointer]),

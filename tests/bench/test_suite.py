@@ -73,7 +73,7 @@ def test_bytes_streamed_are_the_plans(finished: Finished) -> None:
     rows = finished.rows("planned")
     assert [row["budget_fraction"] for row in rows] == list(FRACTIONS)
     for row in rows:
-        with penstock.Module(path, budget=row["budget_bytes"], quiet=True) as module:
+        with penstock.Module(path, budget=row["budget_bytes"]) as module:
             assert module.plan is not None
             planned = module.plan.method("forward").warm
         assert row["traffic"]["bytes_streamed"] == row["traffic"]["planned_bytes"] == planned.bytes_streamed

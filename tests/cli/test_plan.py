@@ -15,7 +15,7 @@ from penstock.cli.curve_picture import MissingPackageError
 from penstock.cli.step_times_file import step_times_text
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.simulator import simulate
 from penstock.program import read_program
 from tests.cli.conftest import Cli, write_metadata
@@ -24,11 +24,11 @@ from tests.cli.test_inspect import PAGE, two_methods
 LINK = 1e9
 
 
-def planner(path: Path, mode: str = "auto") -> ModePlanner:
+def planner(path: Path, placement: str = "auto") -> PlacementPlanner:
     """As a module makes it."""
     read = read_program(path)
     schedules, weights = [m.schedule for m in read.methods], {w.name: w for w in read.weights}
-    return ModePlanner(schedules, weights, page_bytes=PAGE, mode=mode)
+    return PlacementPlanner(schedules, weights, page_bytes=PAGE, placement=placement)
 
 
 @pytest.fixture
@@ -131,10 +131,10 @@ def test_below_the_floor(cli: Cli, program: Path) -> None:
     floor = planner(program).floor_bytes
     assert cli("plan", program, "--budget", floor).code == 0
     assert cli("plan", program, "--budget", floor - 1).code == 10
-    streamed = planner(program, "streamed").floor_bytes
+    streamed = planner(program, "stream").floor_bytes
     assert streamed > floor
-    assert cli("plan", program, "--budget", streamed, "--mode", "streamed").code == 0
-    assert cli("plan", program, "--budget", streamed - 1, "--mode", "streamed").code == 10
+    assert cli("plan", program, "--budget", streamed, "--placement", "stream").code == 0
+    assert cli("plan", program, "--budget", streamed - 1, "--placement", "stream").code == 10
 
 
 def test_the_curve(cli: Cli, program: Path, times: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_split_weights(cli: Cli, program: Path, tmp_path: Path) -> None:
     table, *layers = read_program(path).weights
     layer_bytes = sum(weight.nbytes for weight in layers)
     budget = layer_bytes // 2 // PAGE * PAGE
-    told = cli("plan", path, "--mode", "split", "--budget", budget, "--link", "1GB/s", "--json").document
+    told = cli("plan", path, "--placement", "split", "--budget", budget, "--link", "1GB/s", "--json").document
     plan = planner(path, "split").plan(budget)
     assert told["device_bytes"] == plan.device_bytes <= budget and told["floor_bytes"] == 0
     rows = {row["weight"]: row for row in told["placements"]}
@@ -216,7 +216,7 @@ def test_split_weights(cli: Cli, program: Path, tmp_path: Path) -> None:
     assert method["predicted_s"] == pytest.approx(method["multiplied_in_place_bytes"] / LINK)
     assert method["bound_s"] == pytest.approx((layer_bytes - budget) / LINK)
     assert "as fast as the link" in "".join(told["notes"])
-    shown = cli("plan", path, "--mode", "split", "--budget", budget).stdout
+    shown = cli("plan", path, "--placement", "split", "--budget", budget).stdout
     assert "split" in shown and "in place" in shown
 
 
@@ -224,7 +224,7 @@ def test_a_step_of_a_split_weight_takes_as_long_as_the_slower_side(cli: Cli, pro
     path = with_linear(program, tmp_path)
     budget, rate = 4 * PAGE, 1.1e9
     options = ("--budget", budget, "--link", "1GB/s", "--compute-bandwidth", "1.1GB/s", "--json")
-    (method,) = cli("plan", path, "--mode", "split", *options).document["methods"]
+    (method,) = cli("plan", path, "--placement", "split", *options).document["methods"]
     _, *layers = planner(path, "split").plan(budget).methods[0].placements
     tails = {one.in_place_bytes for one in layers}
     assert len(tails) == 2 and min(tails) / LINK < layers[0].nbytes / rate < max(tails) / LINK
@@ -237,7 +237,7 @@ def test_a_step_of_a_split_weight_takes_as_long_as_the_slower_side(cli: Cli, pro
 
 
 def test_where_nothing_can_be_split_the_mode_is_refused(cli: Cli, program: Path) -> None:
-    refused = cli("plan", program, "--mode", "split", "--budget", "1GB")
+    refused = cli("plan", program, "--placement", "split", "--budget", "1GB")
     assert refused.code == 2 and "exported with --split-linear" in " ".join(refused.stderr.split())
 
 

@@ -45,7 +45,7 @@ def inputs(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(program: Path) -> list[torch.Tensor]:
-    with penstock.Module(program, "1TiB", quiet=True) as module, torch.no_grad():
+    with penstock.Module(program, "1TiB") as module, torch.no_grad():
         return list(module(INDEX, scale=SCALE).values())
 
 
@@ -202,14 +202,29 @@ def test_refusals(cli: Cli, program: Path, inputs: Path, tmp_path: Path) -> None
     assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--repeat", 0).code == 2
     assert cli("run", program, "--inputs", inputs, "--trace", "t", "--write-step-times", "s").code == 2
     assert cli("run", program, "--weights", program, "--budget", "1GB", "--inputs", inputs).code == 7
-    assert cli("run", tmp_path / "some.pte", "--inputs", inputs, "--linear", "split").code == 2
 
 
-@pytest.mark.parametrize("option", ["mode", "linear"])
-def test_split_is_the_modules_business(cli: Cli, program: Path, inputs: Path, option: str) -> None:
+def test_split_is_the_modules_business(cli: Cli, program: Path, inputs: Path) -> None:
     """This program was compiled without."""
-    told = cli("run", program, "--budget", "1GB", "--inputs", inputs, f"--{option}", "split")
-    assert told.code and f'{option}="split" needs linears' in " ".join(told.stderr.split())
+    told = cli("run", program, "--budget", "1GB", "--inputs", inputs, "--placement", "split")
+    assert told.code and "does not go with a program without linears of ours" in " ".join(told.stderr.split())
+
+
+def test_host_memory_may_be_capped(cli: Cli, program: Path, inputs: Path) -> None:
+    floor = planner(program, "stream").floor_bytes
+    told = cli("run", program, "--budget", floor, "--inputs", inputs, "--host-memory", "64KiB", "--json")
+    assert told.code == 0 and told.document["bytes_streamed"] > 0
+    told = cli("run", program, "--budget", floor, "--inputs", inputs, "--host-memory", "staged")
+    assert told.code and "is now a cap in bytes" in " ".join(told.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "now"), [("--mode", "use --placement: auto, stream"), ("--linear", "its own kernel")]
+)
+def test_options_of_before_are_told_the_new_ones(cli: Cli, program: Path, inputs: Path, option: str, now: str) -> None:
+    told = cli("run", program, "--inputs", inputs, option, "split")
+    assert told.code == 2 and now in " ".join(told.stderr.split())
+    assert option not in cli("run", "--help").stdout
 
 
 def test_bfloat16_survives_safetensors_and_not_npz(tmp_path: Path) -> None:

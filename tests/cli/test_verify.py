@@ -42,14 +42,14 @@ def test_a_sound_program(cli: Cli, program: Path) -> None:
     assert statuses(told.document) == dict.fromkeys(CHECKS, "pass")
     assert "seed 0" in told.document["inputs"]
     by_name = {check["name"]: check["finding"] for check in told.document["checks"]}
-    floors = {mode: planner(program, mode).floor_bytes for mode in ("auto", "streamed")}
-    assert all(f"{nbytes} ({mode})" in by_name["floor"] for mode, nbytes in floors.items())
+    floors = {placement: planner(program, placement).floor_bytes for placement in ("auto", "stream")}
+    assert all(f"{nbytes} ({placement})" in by_name["floor"] for placement, nbytes in floors.items())
     assert f"{read_program(program).floor_bytes} bytes as recorded" in by_name["floor"]
     assert "6 outputs bit-identical" in by_name["poisoned run"], "two outputs, three runs"
-    runs = re.findall(r"(auto|streamed) within (\d+) bytes, (\d+) streamed", by_name["poisoned run"])
-    assert [mode for mode, _, _ in runs] == ["auto", "streamed"]
-    for mode, peak, streamed in runs:
-        assert 0 < int(peak) <= floors[mode] and int(streamed) > 0
+    runs = re.findall(r"(auto|stream) within (\d+) bytes, (\d+) streamed", by_name["poisoned run"])
+    assert [placement for placement, _, _ in runs] == ["auto", "stream"]
+    for placement, peak, streamed in runs:
+        assert 0 < int(peak) <= floors[placement] and int(streamed) > 0
 
 
 def test_given_inputs(cli: Cli, program: Path, tmp_path: Path) -> None:

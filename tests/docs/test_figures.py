@@ -125,7 +125,7 @@ def values(document: Any) -> set[float]:
 
 
 def _beside_the_best(points: list[dict[str, Any]]) -> Iterator[float]:
-    """mode="auto" beside the best of the pure modes, at each budget."""
+    """placement="auto" beside the best of the pure modes, at each budget."""
     for budget in {point["budget_bytes"] for point in points}:
         times = {point["way"]: point["seconds"] for point in points if point["budget_bytes"] == budget}
         others = [times[way] for way in ("streamed", "direct", "split") if way in times]

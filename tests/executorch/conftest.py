@@ -78,7 +78,7 @@ def opened() -> Iterator[Callable[..., penstock.executorch.Module]]:
     modules: list[penstock.executorch.Module] = []
 
     def open_module(*arguments: object, **keywords: object) -> penstock.executorch.Module:
-        modules.append(penstock.executorch.Module(*arguments, quiet=True, **keywords))  # type: ignore[arg-type]
+        modules.append(penstock.executorch.Module(*arguments, **keywords))  # type: ignore[arg-type]
         return modules[-1]
 
     yield open_module

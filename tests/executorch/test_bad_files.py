@@ -14,6 +14,7 @@ import torch
 
 from penstock.executorch.file_seal import END_MAGIC, append_seal
 from penstock.executorch.payload import fnv64
+from penstock.torch_private.loader import LOADS_FOLDERS
 from penstock.weight import Weight
 from penstock.weights import read_index, write_ptd
 from tests.executorch.programs import child
@@ -24,7 +25,7 @@ import torch, penstock, penstock.executorch
 answer = []
 for program, data in zip(arguments[::2], arguments[1::2]):
     try:
-        with penstock.executorch.Module(program, "1GiB", weights=data, quiet=True) as module:
+        with penstock.executorch.Module(program, "1GiB", weights=data) as module:
             module(torch.ones(3, 96))
         answer.append(["none", ""])
     except penstock.PenstockError as error:
@@ -197,8 +198,8 @@ def test_a_file_that_is_shortened_while_it_is_in_use_fails_the_run(files: tuple[
     script = """
 import os, torch, penstock, penstock.executorch
 program, data = arguments
-floor = penstock.executorch.Module(program, "1GiB", weights=data, quiet=True).floor_bytes
-module = penstock.executorch.Module(program, floor, weights=data, quiet=True)
+floor = penstock.executorch.Module(program, "1GiB", weights=data).floor_bytes
+module = penstock.executorch.Module(program, floor, weights=data)
 module(torch.ones(3, 96))
 os.truncate(data, 8192)
 try:
@@ -224,7 +225,7 @@ def held():
 
 def once(budget):
     try:
-        with penstock.executorch.Module(program, budget, weights=data, quiet=True) as module:
+        with penstock.executorch.Module(program, budget, weights=data) as module:
             module(torch.ones(3, 96))
     except penstock.PenstockError:
         pass
@@ -233,7 +234,9 @@ once("1GiB"), once(4096)
 before = held()
 for _ in range(3):
     once("1GiB"), once(4096)
-answer = [before == held(), before[0], sorted(p.name for p in pathlib.Path(folder).iterdir())]
+answer = [before == held(), before[0], [p.name[:19] for p in pathlib.Path(folder).iterdir()]]
 """
     answer, _ = child(script, program, data, tmp_path)
-    assert answer == [True, [], []]
+    # Its code, unpacked once: that goes with the process.
+    assert answer == [True, [], ["penstock-held-code-"] if LOADS_FOLDERS else []]
+    assert list(tmp_path.iterdir()) == []

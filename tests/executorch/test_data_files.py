@@ -50,7 +50,7 @@ def test_weights_files_are_interchangeable(lowered: Paths, packaged: Path, opene
     expected = play(opened(program, EVERYTHING).run_method, script)
     ours = opened(program, "300KiB", weights=[packaged.with_suffix(".ptd")])
     assert same(play(ours.run_method, script), expected)
-    with penstock.Module(packaged, "300KiB", weights=program.with_suffix(".ptd"), quiet=True) as theirs:
+    with penstock.Module(packaged, "300KiB", weights=program.with_suffix(".ptd")) as theirs:
         assert same(play(theirs.run_method, script), expected)
     # Elsewhere, under a name that needs care, and beside a second file that holds nothing for this program.
     moved = tmp_path / "a b\n.ptd"

@@ -42,7 +42,7 @@ def run_model(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_it_runs_inside_the_budget_that_it_sets(run_model: Run, lowered: Callable[[str], Path]) -> None:
     x = random_rows(5)
-    with penstock.Module(lowered("chain"), EVERYTHING, quiet=True) as module:
+    with penstock.Module(lowered("chain"), EVERYTHING) as module:
         expected = module(x)["hidden"]
         floor_bytes, full_bytes = module.floor_bytes, module.budget_bytes
     origins = {"default": b"(automatic)", floor_bytes: b"(given at load)", full_bytes: b"(given at load)"}
@@ -55,7 +55,7 @@ def test_it_runs_inside_the_budget_that_it_sets(run_model: Run, lowered: Callabl
 
 
 def test_what_it_refuses(run_model: Run, lowered: Callable[[str], Path]) -> None:
-    with penstock.Module(lowered("chain"), EVERYTHING, quiet=True) as module:
+    with penstock.Module(lowered("chain"), EVERYTHING) as module:
         floor_bytes = module.floor_bytes
     refusals = {
         floor_bytes - 1: f"it needs at least {floor_bytes} bytes".encode(),

@@ -36,7 +36,7 @@ CALLS: dict[str, list[Call]] = {
 
 def test_outputs_are_those_of_the_pt2_at_every_budget(lowered: Paths, packaged: Path, opened: Opened) -> None:
     script = CALLS["decoder"]
-    with penstock.Module(packaged, EVERYTHING, quiet=True) as resident:
+    with penstock.Module(packaged, EVERYTHING) as resident:
         expected = play(resident.run_method, script)
         floor_bytes, full_bytes = resident.floor_bytes, resident.budget_bytes
     for budget_bytes in (floor_bytes, (floor_bytes + full_bytes) // 2, full_bytes):
@@ -57,7 +57,7 @@ def test_outputs_are_those_of_the_pt2_at_every_budget(lowered: Paths, packaged: 
 
 
 def test_methods_share_state_and_one_budget(lowered: Paths, packaged: Path, opened: Opened) -> None:
-    with penstock.Module(packaged, EVERYTHING, quiet=True) as resident:
+    with penstock.Module(packaged, EVERYTHING) as resident:
         expected = generate(resident.run_method, 6)
         floor_bytes = resident.floor_bytes
     module = opened(lowered("decoder"), floor_bytes)
@@ -183,11 +183,11 @@ def test_a_child_is_told_to_load_its_own(lowered: Paths, opened: Opened) -> None
 
 def test_penstock_module_takes_a_pte(lowered: Paths) -> None:
     path = lowered("chain")
-    with penstock.executorch.Module(path, EVERYTHING, quiet=True) as resident:
+    with penstock.executorch.Module(path, EVERYTHING) as resident:
         expected, floor_bytes = play(resident.run_method, CALLS["chain"]), resident.floor_bytes
-    with penstock.Module(path, budget=floor_bytes, quiet=True) as module:
+    with penstock.Module(path, budget=floor_bytes) as module:
         assert isinstance(module, penstock.executorch.Module)
         assert same(play(module.run_method, CALLS["chain"]), expected)
         assert module.stats().bytes_streamed > 0
-    with pytest.raises(PenstockError, match="a .pte is loaded by ExecuTorch, and has no cuda_graph"):
+    with pytest.raises(PenstockError, match="cuda_graph=True does not go with a .pte"):
         penstock.Module(path, cuda_graph=True)

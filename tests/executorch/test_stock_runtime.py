@@ -56,7 +56,7 @@ def test_the_stock_python_runtime_runs_it(
         expected = opened(programs[0], EVERYTHING)(x)
         assert torch.equal(results[0], expected["hidden"])
         assert torch.equal(results[1], expected["sum"])
-    with penstock.Module(packaged, EVERYTHING, quiet=True) as module:
+    with penstock.Module(packaged, EVERYTHING) as module:
         # Methods share state there, too; and order and floor are methods of the program.
         expected_tokens, logits = generate(module.run_method, 6)
         assert tokens == expected_tokens

@@ -36,7 +36,7 @@ def public_names(kind: type) -> set[str]:
 
 def test_nothing_of_the_pt2_s_surface_is_missing(lowered: Paths, packaged: Path, opened: Opened) -> None:
     module = opened(lowered("decoder"), EVERYTHING)
-    with penstock.Module(packaged, EVERYTHING, quiet=True) as ours:
+    with penstock.Module(packaged, EVERYTHING) as ours:
         wanted = public_names(penstock.Module) | {name for name in vars(ours) if not name.startswith("_")}
         assert [name for name in sorted(wanted) if not hasattr(module, name)] == []
         for name in ("device", "weight_bytes", "state_bytes", "floor_bytes", "budget_bytes", "calibration"):
@@ -75,7 +75,7 @@ def test_runs_are_traced_and_calibrated(lowered: Paths, opened: Opened, tmp_path
         for _ in range(3):
             module(random_rows(3))
     assert module.calibration is not None
-    with module.calibrate_direct():
+    with module.calibrate(in_place=True):
         module(random_rows(3))
     assert module.calibration.direct_step_s
     assert module.plan_at(module.full_bytes).method("forward").warm.copies == 0
@@ -85,7 +85,7 @@ def test_runs_are_traced_and_calibrated(lowered: Paths, opened: Opened, tmp_path
 def test_state_is_read_written_and_reset(lowered: Paths, packaged: Path, opened: Opened) -> None:
     module = opened(lowered("decoder"), EVERYTHING)
     tokens, logits = generate(module.run_method, 3)
-    with penstock.Module(packaged, EVERYTHING, quiet=True) as ours:
+    with penstock.Module(packaged, EVERYTHING) as ours:
         assert generate(ours.run_method, 3)[0] == tokens
         for state in ours.program.states:
             assert torch.equal(module.read_state(state.name), ours.read_state(state.name))
@@ -136,11 +136,12 @@ def test_a_failed_run_leaves_state_unusable(lowered: Paths, opened: Opened, monk
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"cuda_graph": True}, PenstockError, "has no cuda_graph: a graph replays a run on the memory"),
+        ({"cuda_graph": True}, PenstockError, "does not go with a .pte: a graph replays a run on the memory"),
         ({"calibration": "first-runs"}, PenstockError, "use calibrate"),
         ({"device": "cuda:1"}, BuildMismatchError, "compiled for cpu, and cannot run on cuda:1"),
         ({"verify": True}, WeightsFileError, "has no checksum"),
-        ({"policy": "most"}, PenstockError, "policy is 'most'"),
+        ({"placement": "most"}, PenstockError, "placement is 'most'"),
+        ({"policy": "lru"}, PenstockError, "no policy= any more: use placement="),
         ({"nothing": 1}, TypeError, "nothing"),
         ({"weights": []}, PenstockError, "weights is an empty list"),
         ({"delegate_budgets": {"backward": 1}}, BudgetError, "no delegate 'backward'; it has forward"),
@@ -154,8 +155,8 @@ def test_options_that_are_refused(
         opened(lowered("chain"), "240KiB", **options)
 
 
-@pytest.mark.parametrize("options", [{"policy": "lru"}, {"host_memory": "staged", "host_memory_cap": "64KiB"}])
-def test_the_other_policies_of_the_pt2(lowered: Paths, opened: Opened, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"placement": "lru"}, {"host_memory": "64KiB"}])
+def test_the_other_placements_of_the_pt2(lowered: Paths, opened: Opened, options: dict[str, Any]) -> None:
     expected = play(opened(lowered("chain"), EVERYTHING).run_method, CALLS["chain"])
     module = opened(lowered("chain"), "240KiB", **options)
     assert same(play(module.run_method, CALLS["chain"]), expected)

@@ -17,8 +17,8 @@ from penstock.errors import BelowFloorError
 from penstock.export.method import CompiledMethod
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import floor_bytes
-from penstock.plan.modes import ModePlanner
 from penstock.plan.pages import CUDA_PAGE_BYTES, page_bytes_on, soft_page_bytes
+from penstock.plan.placements import PlacementPlanner
 from penstock.program import Program, read_program
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
@@ -99,7 +99,7 @@ def gathering(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def refused_at_load(path: Path, budget_bytes: int) -> BelowFloorError:
     """Before any code is loaded, so that a stand-in's will do."""
     with pytest.raises(BelowFloorError) as refused:
-        penstock.Module(path, budget_bytes, quiet=True)
+        penstock.Module(path, budget_bytes)
     return refused.value
 
 
@@ -137,24 +137,24 @@ def test_a_table_that_is_gathered_from_is_in_no_floor(gathering: None, tmp_path:
     program = build(PROGRAMS["gathered table"](), tmp_path).program
     (table,) = [weight.nbytes for weight in program.weights if weight.name == "embed.weight"]
     schedules, weights = schedules_and_weights(program)
-    streamed = ModePlanner(schedules, weights, page_bytes=PAGE, mode="streamed").floor_bytes
+    streamed = PlacementPlanner(schedules, weights, page_bytes=PAGE, placement="stream").floor_bytes
     assert program.floor_bytes < table < streamed
 
 
 def test_both_refusals_name_the_modes_that_take_less(gathering: None, tmp_path: Path) -> None:
     programs = PROGRAMS["control flow"]()
     made = build(programs, tmp_path)
-    planner = ModePlanner(*schedules_and_weights(made.program), page_bytes=PAGE, mode="direct")
+    planner = PlacementPlanner(*schedules_and_weights(made.program), page_bytes=PAGE, placement="in-place")
     assert 0 < planner.floor_bytes < made.program.floor_bytes, "what control flow reads stays"
-    wanted = f'That is for mode="auto"; mode="direct" needs {planner.floor_bytes} bytes'
+    wanted = f'That is for placement="auto"; placement="in-place" needs {planner.floor_bytes} bytes'
     loading = str(refused_at_load(made.program_path, 0))
     with pytest.raises(BelowFloorError) as exporting:
         build(programs, tmp_path, weight_offload_budget=0, overwrite=True)
     assert wanted in loading and wanted in str(exporting.value)
-    assert 'mode="split"' not in loading + str(exporting.value), "no weight of it can be split"
-    for options in ({"mode": "streamed"}, {"policy": "lru"}):
+    assert 'placement="split"' not in loading + str(exporting.value), "no weight of it can be split"
+    for options in ({"placement": "stream"}, {"placement": "lru"}):
         with pytest.raises(BelowFloorError) as other:
-            penstock.Module(made.program_path, 0, quiet=True, **options)
+            penstock.Module(made.program_path, 0, **options)
         assert "That is for" not in str(other.value)
 
 
@@ -162,8 +162,8 @@ def test_a_weight_that_can_be_split_is_offered_that_mode(quick: None, tmp_path: 
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
     programs = offloaded(model, (torch.ones(2, 64, dtype=torch.bfloat16),))
     made = build(programs, tmp_path, split_linear=True)
-    planner = ModePlanner(*schedules_and_weights(made.program), page_bytes=PAGE, mode="split")
-    wanted = f'mode="direct" needs 0 bytes and mode="split" needs {planner.floor_bytes} bytes'
+    planner = PlacementPlanner(*schedules_and_weights(made.program), page_bytes=PAGE, placement="split")
+    wanted = f'placement="in-place" needs 0 bytes and placement="split" needs {planner.floor_bytes} bytes'
     assert planner.floor_bytes < made.program.floor_bytes
     assert wanted in str(refused_at_load(made.program_path, 0))
     with pytest.raises(BelowFloorError, match=wanted):
@@ -180,7 +180,7 @@ def test_a_gpu_has_larger_pages() -> None:
     }
     for device, nbytes in sizes.items():
         page_bytes = page_bytes_on(device, sum(weight.nbytes for weight in weights.values()))
-        assert nbytes == ModePlanner(schedules, weights, page_bytes=page_bytes, mode="auto").floor_bytes
+        assert nbytes == PlacementPlanner(schedules, weights, page_bytes=page_bytes, placement="auto").floor_bytes
         with pytest.raises(BelowFloorError) as refused:
             compile_module._floor(schedules, weights, torch.device(device), nbytes - 1)
         assert refused.value.floor_bytes == nbytes

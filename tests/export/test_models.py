@@ -56,7 +56,7 @@ def test_model(tmp_path: Path, name: str) -> None:
     if name == "t5":
         (table,) = [w for w in result.program.weights if len(w.names) == 4]
         assert set(table.names) == {f"model.{n}.weight" for n in TIED_IN_T5}
-    with penstock.Module(result.program_path, program_floor(result), quiet=True) as at_the_floor:
+    with penstock.Module(result.program_path, program_floor(result)) as at_the_floor:
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(leaves(at_the_floor(*case.args)), kept, strict=True))
     if name == "qwen3_moe_int4":
         assert any(w.dtype == "uint8" for w in result.program.weights)
@@ -72,7 +72,7 @@ def penstock_module(result: penstock.Compiled):  # type: ignore[no-untyped-def]
 
 
 def program_floor(result: penstock.Compiled) -> int:
-    with penstock.Module(result.program_path, "1TiB", quiet=True) as module:
+    with penstock.Module(result.program_path, "1TiB") as module:
         return module.floor_bytes
 
 

@@ -187,7 +187,7 @@ _RATE = _one_of(
     *("9" * 30 + "/s", *_HOSTILE),
 )
 _METHOD = _one_of("prefill", "decode", "forward", "nope", "", *_HOSTILE)
-_MODE = _one_of("auto", "streamed", "direct", "split", "AUTO", "", *_HOSTILE)
+_PLACEMENT = _one_of("auto", "stream", "in-place", "split", "lru", "AUTO", "", *_HOSTILE)
 _FUNCTION = _one_of(
     *(
         f"fuzz_models:{name}"
@@ -227,7 +227,7 @@ _GRAMMAR: Mapping[str, tuple[tuple[Value, ...], Mapping[str, Value | None]]] = {
             "--copy-latency-us": _NUMBER,
             "--step-times": _file(".json", ".pt2"),
             "--compute-bandwidth": _RATE,
-            "--mode": _MODE,
+            "--placement": _PLACEMENT,
             "--method": _METHOD,
             "--curve": _output(".html", ".html", ".gif"),
             "--points": _one_of("2", "3", "1", "501", "nan", "-1", "9" * 30, "", "x"),
@@ -239,8 +239,8 @@ _GRAMMAR: Mapping[str, tuple[tuple[Value, ...], Mapping[str, Value | None]]] = {
             "--budget": _AMOUNT,
             "--inputs": _INPUTS,
             "--method": _METHOD,
-            "--mode": _MODE,
-            "--linear": _one_of("library", "split", "", "x"),
+            "--placement": _PLACEMENT,
+            "--host-memory": _one_of("registered", "64KiB", "1GiB", "staged", "", "x"),
             "--repeat": _NUMBER,
             "--weights": _WEIGHTS,
             "--trace": _output(".json"),

@@ -227,7 +227,7 @@ def _run_compiled(path: Path, weights: Path) -> list[bytes]:
     import penstock
     from tests.runtime.modules import SCRIPTS, play
 
-    with penstock.Module(path, "1TiB", weights=weights, quiet=True) as module:
+    with penstock.Module(path, "1TiB", weights=weights) as module:
         return [_bits(tensor) for outputs in play(module.run_method, SCRIPTS["chain"]) for tensor in outputs]
 
 
@@ -284,7 +284,7 @@ def _run_lowered(path: Path, weights: Path) -> list[Any]:
 
     import penstock.executorch
 
-    with penstock.executorch.Module(path, "1GiB", weights=weights, quiet=True) as module:
+    with penstock.executorch.Module(path, "1GiB", weights=weights) as module:
         result = module(torch.linspace(-1, 1, 3 * 96).reshape(3, 96))
     leaves, spec = torch.utils._pytree.tree_flatten(result)
     return [str(spec), *map(_bits, leaves)]

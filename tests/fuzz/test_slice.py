@@ -83,7 +83,7 @@ def test_damaged_code_is_never_run(
             raw[whole.index(content, info.header_offset) + rng.randrange(len(content))] ^= 1 << rng.randrange(8)
             path.write_bytes(raw)
             with pytest.raises(PackageError, match=f"{info.filename} is damaged: its bytes have the CRC"):
-                penstock.Module(path, "1GiB", weights=chain.with_suffix(".ptd"), quiet=True)
+                penstock.Module(path, "1GiB", weights=chain.with_suffix(".ptd"))
 
 
 def test_code_of_another_program_is_refused_though_every_crc_is_right(
@@ -101,7 +101,7 @@ def test_code_of_another_program_is_refused_though_every_crc_is_right(
         for name in old.namelist():
             new.writestr(name, other.read(foreign) if name.endswith(".so") else old.read(name))
     with pytest.raises(PackageError, match=r"wrapper\.so is not that of the description"):
-        penstock.Module(tmp_path / "model.pt2", "1GiB", weights=chain.with_suffix(".ptd"), quiet=True)
+        penstock.Module(tmp_path / "model.pt2", "1GiB", weights=chain.with_suffix(".ptd"))
 
 
 def test_random_damage_to_a_compiled_program(
@@ -128,7 +128,7 @@ def test_swapped_segments_of_one_shape_do_not_run(chain: Path, tmp_path: Path) -
     assert swapped != head
     weights.write_bytes(swapped + raw[len(head) :])
     with pytest.raises(WeightsFileError, match="something was changed"):
-        penstock.Module(program, "1GiB", quiet=True)
+        penstock.Module(program, "1GiB")
 
 
 def test_a_load_that_fails_leaves_no_file_behind(
@@ -136,17 +136,38 @@ def test_a_load_that_fails_leaves_no_file_behind(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """torch unpacks code under TMPDIR, and where that is full it raises and leaves what it has written."""
+    """Code is unpacked under TMPDIR, by Penstock or by an older torch, and where that is full a half is written."""
     import torch
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("penstock.torch_private.loader._unpacked", {})
 
-    def full(*arguments: object) -> None:
+    def full_for_us(archive: zipfile.ZipFile, folder: Path) -> None:
+        (folder / "half").write_bytes(b"half of the code")
+        raise OSError(28, "no space left on device")
+
+    def full_for_torch(*arguments: object) -> None:
         Path(os.environ["TMPDIR"], "aotinductor_half").write_bytes(b"half of the code")
         raise RuntimeError("Failed to extract file: no space left on device")
 
-    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", full)
+    monkeypatch.setattr(zipfile.ZipFile, "extractall", full_for_us)
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", full_for_torch)
     with pytest.raises(PackageError, match="no space left"):
-        penstock.Module(chain, "1GiB", quiet=True)
+        penstock.Module(chain, "1GiB")
     assert list(tmp_path.iterdir()) == [] and os.environ["TMPDIR"] == str(tmp_path)
+
+
+def test_an_unpacked_program_that_somebody_removed_is_unpacked_again(
+    chain: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Machines that live for long tidy up their temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("penstock.torch_private.loader._unpacked", {})
+    for _ in range(2):
+        with penstock.Module(chain, "1GiB"):
+            pass
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)

@@ -18,10 +18,10 @@ from tests.gpu import programs
 
 def main(path: Path) -> None:
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(path, budget="64GiB", quiet=True) as module:
+    with penstock.Module(path, budget="64GiB") as module:
         wanted = module(x)
-    for policy, cuda_graph in (("planned", False), ("planned", True), ("lru", False)):
-        with penstock.Module(path, budget="64GiB", policy=policy, cuda_graph=cuda_graph, quiet=True) as module:
+    for placement, cuda_graph in (("auto", False), ("auto", True), ("lru", False)):
+        with penstock.Module(path, budget="64GiB", placement=placement, cuda_graph=cuda_graph) as module:
             module.set_budget(module.floor_bytes)
             for _ in range(3):
                 assert torch.equal(module(x), wanted)

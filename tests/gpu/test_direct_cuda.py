@@ -30,23 +30,23 @@ def outputs(module: penstock.Module, runs: int = 5) -> list[torch.Tensor]:
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_tables_and_experts_take_no_device_memory(compiled: dict[str, Path], cuda_graph: bool) -> None:
     path = compiled["routed"]
-    with penstock.Module(path, "64GiB", mode="streamed", quiet=True) as module:
+    with penstock.Module(path, "64GiB", placement="stream") as module:
         wanted = outputs(module)
         streamed_floor = module.floor_bytes
-    with penstock.Module(path, "64GiB", quiet=True) as module:
+    with penstock.Module(path, "64GiB") as module:
         floor, full = module.floor_bytes, module.budget_bytes
         assert not module.plan.direct_weights  # type: ignore[union-attr]
         assert same(outputs(module), wanted)
     # Not by all of the experts: without them other weights that are needed together set it.
     assert floor < streamed_floor
-    with penstock.Module(path, "64GiB", quiet=True, cuda_graph=cuda_graph) as module:
+    with penstock.Module(path, "64GiB", cuda_graph=cuda_graph) as module:
         outputs(module)  # kernels are loaded, and torch has made its streams: tens of MiB that no module takes
     del module
     for part in range(5):
         budget = floor + (full - floor) * part // 4
         torch.cuda.empty_cache()
         before = device_bytes()
-        with penstock.Module(path, budget, quiet=True, cuda_graph=cuda_graph) as module:
+        with penstock.Module(path, budget, cuda_graph=cuda_graph) as module:
             assert module.plan is not None
             # Measured before torch computes anything: what the module itself took.
             assert device_bytes() - before <= budget + 8 * 2**20
@@ -68,9 +68,9 @@ def test_everything_read_in_place(
     """Library products and generated kernels alike read host memory; not a byte is held for weights."""
     path = compiled[name]
     play = outputs if name == "routed" else generate
-    with penstock.Module(path, "64GiB", mode="streamed", quiet=True) as module:
+    with penstock.Module(path, "64GiB", placement="stream") as module:
         wanted = play(module)
-    with penstock.Module(path, 0, mode="direct", quiet=True) as module:
+    with penstock.Module(path, 0, placement="in-place") as module:
         for _ in range(3):
             assert same(play(module), wanted)
         assert module.device_memory() == (0, 0)
@@ -83,7 +83,7 @@ def test_everything_read_in_place(
 def test_indices_on_the_device_are_checked_where_asked(compiled: dict[str, Path]) -> None:
     """They would be read from the device first, so that is an option; without it they are the program's own affair."""
     path = compiled["routed"]
-    with penstock.Module(path, "64GiB", check_indices=True, quiet=True) as module:
+    with penstock.Module(path, "64GiB", check_indices=True) as module:
         wanted = outputs(module)
         for bad in (programs.Routed.VOCABULARY, -programs.Routed.VOCABULARY - 1):
             with pytest.raises(InputError, match=f"is {bad} at"):
@@ -92,7 +92,7 @@ def test_indices_on_the_device_are_checked_where_asked(compiled: dict[str, Path]
 
 
 def test_an_automatic_budget_again(compiled: dict[str, Path]) -> None:
-    with penstock.Module(compiled["routed"], "64GiB", quiet=True) as module:
+    with penstock.Module(compiled["routed"], "64GiB") as module:
         wanted, full = outputs(module), module.budget_bytes
         module.set_budget(module.floor_bytes)
         assert same(outputs(module), wanted)

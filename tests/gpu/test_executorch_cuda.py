@@ -122,7 +122,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.fixture(scope="module")
 def resident(files: tuple[Path, Path]) -> tuple[list[torch.Tensor], int, int]:
     """The outputs of the .pte with every weight resident; its floor, and what everything takes."""
-    with penstock.executorch.Module(files[0], EVERYTHING, quiet=True) as module:
+    with penstock.executorch.Module(files[0], EVERYTHING) as module:
         return afresh(module), module.floor_bytes, module.budget_bytes
 
 
@@ -136,10 +136,10 @@ def test_outputs_are_those_of_the_pt2_at_every_budget(
 ) -> None:
     wanted, floor_bytes, full_bytes = resident
     for budget_bytes in budgets(resident):
-        with penstock.Module(files[1], budget_bytes, quiet=True) as package:
+        with penstock.Module(files[1], budget_bytes) as package:
             assert package.floor_bytes == floor_bytes
             assert same(afresh(package, DEVICE), wanted), budget_bytes
-        with penstock.executorch.Module(files[0], budget_bytes, quiet=True) as module:
+        with penstock.executorch.Module(files[0], budget_bytes) as module:
             assert module.device.type == DEVICE
             for run in range(4):
                 assert same(afresh(module), wanted), (budget_bytes, run)
@@ -153,7 +153,7 @@ def test_outputs_are_those_of_the_pt2_at_every_budget(
             )
             assert (last.bytes_streamed == 0) == (budget_bytes == full_bytes)
     with pytest.raises(errors.BelowFloorError, match=f"needs at least {floor_bytes} bytes"):
-        penstock.executorch.Module(files[0], floor_bytes - 1, quiet=True)
+        penstock.executorch.Module(files[0], floor_bytes - 1)
 
 
 def test_device_memory_as_the_driver_sees_it(
@@ -162,7 +162,7 @@ def test_device_memory_as_the_driver_sees_it(
     wanted, _, full_bytes = resident
     for budget_bytes in budgets(resident):
         before_bytes = device_bytes()
-        module = penstock.executorch.Module(files[0], budget_bytes, quiet=True)
+        module = penstock.executorch.Module(files[0], budget_bytes)
         loaded_bytes = device_bytes() - before_bytes
         assert loaded_bytes <= budget_bytes + SLACK_BYTES
         assert same(afresh(module), wanted)
@@ -177,7 +177,7 @@ def test_device_memory_as_the_driver_sees_it(
 
 def test_twentieth_run(files: tuple[Path, Path], resident: tuple[list[torch.Tensor], int, int]) -> None:
     wanted, floor_bytes, _ = resident
-    with penstock.executorch.Module(files[0], floor_bytes, quiet=True) as module:
+    with penstock.executorch.Module(files[0], floor_bytes) as module:
         for run in range(20):
             assert same(afresh(module), wanted), run
         assert module.stats().runs == 20 * (1 + TOKENS)
@@ -189,7 +189,7 @@ def test_runs_follow_the_current_stream(
     if DEVICE != "cuda":
         pytest.skip("there are no streams")
     wanted, floor_bytes, _ = resident
-    with penstock.executorch.Module(files[0], floor_bytes, quiet=True) as module:
+    with penstock.executorch.Module(files[0], floor_bytes) as module:
         for run in range(6):
             side = torch.cuda.Stream()
             with torch.cuda.stream(side if run % 2 else torch.cuda.current_stream()):
@@ -232,7 +232,7 @@ def test_budget_trace_and_state(
     files: tuple[Path, Path], resident: tuple[list[torch.Tensor], int, int], tmp_path: Path
 ) -> None:
     wanted, floor_bytes, full_bytes = resident
-    with penstock.executorch.Module(files[0], full_bytes, quiet=True) as module:
+    with penstock.executorch.Module(files[0], full_bytes) as module:
         for budget_bytes in (floor_bytes, (floor_bytes + full_bytes) // 2, full_bytes, floor_bytes):
             module.set_budget(budget_bytes)
             assert module.device_memory()[0] <= budget_bytes
@@ -252,9 +252,7 @@ def test_budget_trace_and_state(
 
 def test_staged_weights(files: tuple[Path, Path], resident: tuple[list[torch.Tensor], int, int]) -> None:
     wanted, _, full_bytes = resident
-    with penstock.executorch.Module(
-        files[0], (3 * full_bytes) // 4, host_memory="staged", host_memory_cap="64MiB", quiet=True
-    ) as module:
+    with penstock.executorch.Module(files[0], (3 * full_bytes) // 4, host_memory="64MiB") as module:
         assert module.host_bytes <= 64 << 20
         for _ in range(3):
             assert same(afresh(module), wanted)
@@ -263,7 +261,7 @@ def test_staged_weights(files: tuple[Path, Path], resident: tuple[list[torch.Ten
 def test_a_device_that_is_not_there(files: tuple[Path, Path]) -> None:
     missing = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises((errors.DeviceError, errors.BuildMismatchError), match=missing):
-        penstock.executorch.Module(files[0], EVERYTHING, device=missing, quiet=True)
+        penstock.executorch.Module(files[0], EVERYTHING, device=missing)
 
 
 def test_another_device_s_number(files: tuple[Path, Path], resident: tuple[list[torch.Tensor], int, int]) -> None:
@@ -271,6 +269,6 @@ def test_another_device_s_number(files: tuple[Path, Path], resident: tuple[list[
         pytest.skip("needs two CUDA devices")
     if torch.cuda.get_device_capability(0) != torch.cuda.get_device_capability(1):
         pytest.skip("needs two CUDA devices of one compute capability")
-    with penstock.executorch.Module(files[0], resident[1], device="cuda:1", quiet=True) as module:
+    with penstock.executorch.Module(files[0], resident[1], device="cuda:1") as module:
         assert module.device == torch.device("cuda", 1)
         assert same(afresh(module), resident[0])

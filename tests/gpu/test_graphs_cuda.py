@@ -56,10 +56,10 @@ def test_budgets(
     """Two methods with state, from floor to 100%, on changing streams."""
     monkeypatch.setenv("PENSTOCK_POISON", poison)
     wanted, full = resident
-    floor = floor_of(compiled["decoder"], "planned")
+    floor = floor_of(compiled["decoder"], "auto")
     for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
         budget = floor + int((full - floor) * fraction)
-        with penstock.Module(compiled["decoder"], budget=budget, cuda_graph=True, quiet=True) as module:
+        with penstock.Module(compiled["decoder"], budget=budget, cuda_graph=True) as module:
             for run in range(5):
                 side = torch.cuda.Stream()
                 side.wait_stream(torch.cuda.current_stream())
@@ -76,13 +76,13 @@ def test_slow_kernels_and_slow_copies(compiled: dict[str, Path]) -> None:
     """At the floor, with spin kernels inside the graph and on both streams between launches, many launches ahead."""
     torch.manual_seed(1)
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(compiled["slow_chain"], budget="64GiB", quiet=True) as module:
+    with penstock.Module(compiled["slow_chain"], budget="64GiB") as module:
         wanted = module(x)
         full = module.budget_bytes
-    floor = floor_of(compiled["slow_chain"], "planned")
+    floor = floor_of(compiled["slow_chain"], "auto")
     delays = random.Random(7)
     for budget in (floor, (floor + full) // 2):
-        with penstock.Module(compiled["slow_chain"], budget=budget, cuda_graph=True, quiet=True) as module:
+        with penstock.Module(compiled["slow_chain"], budget=budget, cuda_graph=True) as module:
             copies = torch.cuda.ExternalStream(module._session.copy_stream)
             outputs = [module(x)]
             for _ in range(30):
@@ -103,10 +103,10 @@ def test_anything_in_between_is_seen(compiled: dict[str, Path], tmp_path: Path) 
     Outputs are in memory of their own, and an input that the program writes gets what was written."""
     choose = random.Random(3)
     torch.manual_seed(3)
-    floor = floor_of(compiled["accumulator"], "planned")
+    floor = floor_of(compiled["accumulator"], "auto")
     with (
-        penstock.Module(compiled["accumulator"], budget="64GiB", quiet=True) as resident,
-        penstock.Module(compiled["accumulator"], budget=floor, cuda_graph=True, quiet=True) as module,
+        penstock.Module(compiled["accumulator"], budget="64GiB") as resident,
+        penstock.Module(compiled["accumulator"], budget=floor, cuda_graph=True) as module,
     ):
         full = resident.budget_bytes
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
@@ -140,9 +140,9 @@ def test_anything_in_between_is_seen(compiled: dict[str, Path], tmp_path: Path) 
 
 
 def test_a_failed_replay_leaves_the_next_one_right(compiled: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    floor = floor_of(compiled["slow_chain"], "planned")
+    floor = floor_of(compiled["slow_chain"], "auto")
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True, quiet=True) as module:
+    with penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True) as module:
         first = module(x)
         assert torch.equal(module(x), first)
         with monkeypatch.context() as patch:
@@ -163,19 +163,19 @@ def test_a_failed_replay_leaves_the_next_one_right(compiled: dict[str, Path], mo
 
 def test_a_program_that_cannot_be_captured(compiled: dict[str, Path]) -> None:
     x = torch.randn(4, programs.Brancher.WIDTH, dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(compiled["brancher"], budget="64GiB", quiet=True) as module:
+    with penstock.Module(compiled["brancher"], budget="64GiB") as module:
         wanted = module(x)
-    with penstock.Module(compiled["brancher"], budget="64GiB", cuda_graph=True, quiet=True) as module:
+    with penstock.Module(compiled["brancher"], budget="64GiB", cuda_graph=True) as module:
         for _ in range(2):
             with pytest.raises(errors.CaptureError, match="'forward' ran, but cannot be captured"):
                 module(x)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     # Nothing of it is left: neither on torch's streams and allocator nor on ours.
-    with penstock.Module(compiled["brancher"], budget="64GiB", quiet=True) as module:
+    with penstock.Module(compiled["brancher"], budget="64GiB") as module:
         assert torch.equal(module(x), wanted)
     y = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    floor = floor_of(compiled["slow_chain"], "planned")
-    with penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True, quiet=True) as module:
+    floor = floor_of(compiled["slow_chain"], "auto")
+    with penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True) as module:
         first = module(y)
         assert torch.equal(module(y), first)
         assert module.last_run.replays == 1
@@ -183,8 +183,8 @@ def test_a_program_that_cannot_be_captured(compiled: dict[str, Path]) -> None:
 
 def test_a_call_under_the_caller_s_own_capture_is_refused(compiled: dict[str, Path]) -> None:
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    floor = floor_of(compiled["slow_chain"], "planned")
-    with penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True, quiet=True) as module:
+    floor = floor_of(compiled["slow_chain"], "auto")
+    with penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True) as module:
         first = module(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -198,8 +198,8 @@ def test_a_call_under_the_caller_s_own_capture_is_refused(compiled: dict[str, Pa
 
 def test_calibration_and_graphs(compiled: dict[str, Path]) -> None:
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    floor = floor_of(compiled["slow_chain"], "planned")
-    with penstock.Module(compiled["slow_chain"], budget=floor + (8 << 20), cuda_graph=True, quiet=True) as module:
+    floor = floor_of(compiled["slow_chain"], "auto")
+    with penstock.Module(compiled["slow_chain"], budget=floor + (8 << 20), cuda_graph=True) as module:
         first = module(x)
         with module.calibrate():
             for _ in range(3):
@@ -212,9 +212,9 @@ def test_calibration_and_graphs(compiled: dict[str, Path]) -> None:
 
 def test_old_graphs_are_given_up(compiled: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "REMEMBERED_PASSES", 2)
-    floor = floor_of(compiled["accumulator"], "planned")
+    floor = floor_of(compiled["accumulator"], "auto")
     total = torch.zeros(WIDTH, dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(compiled["accumulator"], budget=floor, cuda_graph=True, quiet=True) as module:
+    with penstock.Module(compiled["accumulator"], budget=floor, cuda_graph=True) as module:
         replays = []
         for rows in (2, 3, 2, 3, 4, 3, 2):
             x = torch.ones(rows, WIDTH, dtype=torch.bfloat16, device="cuda")

@@ -42,7 +42,7 @@ class Subject:
         self._position = torch.full((1,), 20, device="cuda")
 
     def _load(self) -> penstock.Module:
-        return penstock.Module(self._path, budget=self.low, cuda_graph=self._cuda_graph, quiet=True)
+        return penstock.Module(self._path, budget=self.low, cuda_graph=self._cuda_graph)
 
     def run(self) -> None:
         self.module.run_method("decode", self._token, self._position)

@@ -92,11 +92,11 @@ def test_the_same_tokens_as_with_a_plain_cache(
     compiled: dict[int, Path], expected: list[list[int]], near: int, cuda_graph: bool
 ) -> None:
     """With all weights resident and at the floor; again with the same module, which starts a new text."""
-    with penstock.Module(compiled[near], "1GiB", quiet=True) as module:
+    with penstock.Module(compiled[near], "1GiB") as module:
         floor = module.floor_bytes
     model = a_model(near, DEVICE)
     for budget in ("1GiB", floor):
-        with penstock.Module(compiled[near], budget, cuda_graph=cuda_graph, quiet=True) as module:
+        with penstock.Module(compiled[near], budget, cuda_graph=cuda_graph) as module:
             for _ in range(2):
                 assert run_with(module, model) == expected
             assert (module.stats().replays > 0) == cuda_graph
@@ -108,7 +108,7 @@ def test_the_far_side_lies_in_host_memory(compiled: dict[int, Path], near: int) 
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    with penstock.Module(compiled[near], "1GiB", quiet=True) as module:
+    with penstock.Module(compiled[near], "1GiB") as module:
         program = module.program
         assert [state.name for state in program.states if state.host] == HOST_STATES
         far_bytes = CFG.layers * (CFG.max_len - near) * POSITION_BYTES
@@ -131,7 +131,7 @@ def test_the_far_side_lies_in_host_memory(compiled: dict[int, Path], near: int) 
 
 def test_state_is_read_written_and_reset_where_it_lies(compiled: dict[int, Path], expected: list[list[int]]) -> None:
     model = a_model(4, DEVICE)
-    with penstock.Module(compiled[4], "1GiB", quiet=True) as module:
+    with penstock.Module(compiled[4], "1GiB") as module:
         assert not any(module.read_state(name).any() for name in HOST_STATES)
         assert run_with(module, model) == expected
         kept = {state.name: module.read_state(state.name) for state in module.program.states}
@@ -153,7 +153,7 @@ def test_state_is_read_written_and_reset_where_it_lies(compiled: dict[int, Path]
             module.write_state(name, value.to(DEVICE) if name.endswith("0") else value)
         assert torch.equal(module.run_method("decode", *step), wanted)
     # Another load starts anew.
-    with penstock.Module(compiled[4], "1GiB", quiet=True) as module:
+    with penstock.Module(compiled[4], "1GiB") as module:
         assert not any(module.read_state(name).any() for name in HOST_STATES)
         assert run_with(module, model) == expected
 
@@ -163,7 +163,7 @@ def test_registrations_end_with_the_module(compiled: dict[int, Path]) -> None:
     gc.collect()
     held = len(mapped_tensor._held)
     for _ in range(5):
-        module = penstock.Module(compiled[0], "1GiB", quiet=True)
+        module = penstock.Module(compiled[0], "1GiB")
         assert len(mapped_tensor._held) == held + CFG.layers
         module.close()
         del module

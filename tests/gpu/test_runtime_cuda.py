@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 FRACTIONS = (0.0, 0.2, 0.5, 0.8, 1.0)
-MODES = (("planned", "registered"), ("planned", "staged"), ("lru", "registered"))
+WAYS = (("auto", "registered"), ("auto", "1GiB"), ("lru", "registered"))
 
 
 @pytest.fixture(scope="session")
@@ -71,22 +71,22 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @pytest.fixture(scope="session")
 def resident(compiled: dict[str, Path]) -> tuple[list[torch.Tensor], int]:
     """The outputs with every weight resident, and what that takes."""
-    with penstock.Module(compiled["decoder"], budget="64GiB", quiet=True) as module:
+    with penstock.Module(compiled["decoder"], budget="64GiB") as module:
         return generate(module), module.budget_bytes
 
 
-def floor_of(path: Path, policy: str, host_memory: str = "registered") -> int:
+def floor_of(path: Path, placement: str, host_memory: str = "registered") -> int:
     with pytest.raises(errors.BelowFloorError) as caught:
-        penstock.Module(path, budget=0, policy=policy, host_memory=host_memory)
+        penstock.Module(path, budget=0, placement=placement, host_memory=host_memory)
     return caught.value.floor_bytes
 
 
 @pytest.mark.parametrize("poison", ["0", "1"])
-@pytest.mark.parametrize(("policy", "host_memory"), MODES)
+@pytest.mark.parametrize(("placement", "host_memory"), WAYS)
 def test_budgets(
     compiled: dict[str, Path],
     resident: tuple[list[torch.Tensor], int],
-    policy: str,
+    placement: str,
     host_memory: str,
     poison: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -94,14 +94,14 @@ def test_budgets(
     """Bit-identical from floor to 100%, on changing streams, with what the driver lends never above the budget."""
     monkeypatch.setenv("PENSTOCK_POISON", poison)
     wanted, full = resident
-    floor = floor_of(compiled["decoder"], policy, host_memory)
+    floor = floor_of(compiled["decoder"], placement, host_memory)
     with pytest.raises(errors.BelowFloorError):
-        penstock.Module(compiled["decoder"], budget=floor - 1, policy=policy, host_memory=host_memory)
+        penstock.Module(compiled["decoder"], budget=floor - 1, placement=placement, host_memory=host_memory)
     streamed, costs = [], []
     for fraction in FRACTIONS:
         budget = floor + int((full - floor) * fraction)
         with penstock.Module(
-            compiled["decoder"], budget=budget, policy=policy, host_memory=host_memory, quiet=True
+            compiled["decoder"], budget=budget, placement=placement, host_memory=host_memory
         ) as module:
             for run in range(4):
                 side = torch.cuda.Stream()
@@ -125,25 +125,25 @@ def test_budgets(
             else:
                 assert module.last_run.pool_calls > 0
     assert streamed[0] > 0
-    if policy == "planned":
+    if placement == "auto":
         assert costs == sorted(costs, reverse=True)
         assert streamed[-1] == 0
 
 
-@pytest.mark.parametrize(("policy", "host_memory"), MODES)
+@pytest.mark.parametrize(("placement", "host_memory"), WAYS)
 def test_device_memory_as_the_driver_sees_it(
-    compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int], policy: str, host_memory: str
+    compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int], placement: str, host_memory: str
 ) -> None:
     wanted, _ = resident
-    floor = floor_of(compiled["decoder"], policy, host_memory)
+    floor = floor_of(compiled["decoder"], placement, host_memory)
     slack = 4 << 20  # events, streams and pinned buffers are bookkeeping of the driver, in steps of 2 MiB
     for budget in (floor, floor + (40 << 20)):
-        with penstock.Module(compiled["decoder"], budget="64GiB", quiet=True) as module:
+        with penstock.Module(compiled["decoder"], budget="64GiB") as module:
             generate(module)  # kernels are loaded and the allocator has what it needs
         del module
         torch.cuda.empty_cache()
         before = device_bytes()
-        module = penstock.Module(compiled["decoder"], budget=budget, policy=policy, host_memory=host_memory, quiet=True)
+        module = penstock.Module(compiled["decoder"], budget=budget, placement=placement, host_memory=host_memory)
         state = module.state_bytes
         assert device_bytes() - before <= budget + state + slack + (2 << 20)
         assert same(generate(module), wanted)
@@ -155,19 +155,19 @@ def test_device_memory_as_the_driver_sees_it(
         assert abs(device_bytes() - before) <= slack + (32 << 20)
 
 
-@pytest.mark.parametrize(("policy", "host_memory"), MODES)
-def test_slow_kernels_and_slow_copies(compiled: dict[str, Path], policy: str, host_memory: str) -> None:
+@pytest.mark.parametrize(("placement", "host_memory"), WAYS)
+def test_slow_kernels_and_slow_copies(compiled: dict[str, Path], placement: str, host_memory: str) -> None:
     """At the floor, with spin kernels inside the program and on both streams between runs, many runs ahead."""
     torch.manual_seed(1)
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(compiled["slow_chain"], budget="64GiB", quiet=True) as module:
+    with penstock.Module(compiled["slow_chain"], budget="64GiB") as module:
         wanted = module(x)
         full = module.budget_bytes
-    floor = floor_of(compiled["slow_chain"], policy)
+    floor = floor_of(compiled["slow_chain"], placement)
     delays = random.Random(7)
     for budget in (floor, (floor + full) // 2):
         with penstock.Module(
-            compiled["slow_chain"], budget=budget, policy=policy, host_memory=host_memory, quiet=True
+            compiled["slow_chain"], budget=budget, placement=placement, host_memory=host_memory
         ) as module:
             copies = torch.cuda.ExternalStream(module._session.copy_stream)
             outputs = []
@@ -188,7 +188,7 @@ def test_slow_kernels_and_slow_copies(compiled: dict[str, Path], policy: str, ho
 
 def test_hundredth_run(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
     wanted, _ = resident
-    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "planned"), quiet=True) as module:
+    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "auto")) as module:
         for run in range(100):
             outputs = generate(module)
             if run in (0, 1, 50, 99):
@@ -203,7 +203,7 @@ def test_state_is_ordered_across_streams(compiled: dict[str, Path], resident: tu
     prompt = (torch.arange(8, device="cuda")[None] * 7 % programs.DECODER.vocab).clone()
     positions = torch.arange(8, device="cuda")
     torch.cuda.synchronize()
-    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "planned"), quiet=True) as module:
+    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "auto")) as module:
         for _ in range(3):
             generate(module)
             with torch.cuda.stream(first):
@@ -217,8 +217,8 @@ def test_state_is_ordered_across_streams(compiled: dict[str, Path], resident: tu
 
 def test_set_budget(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
     wanted, full = resident
-    floor = floor_of(compiled["decoder"], "planned")
-    with penstock.Module(compiled["decoder"], budget=floor, quiet=True) as module:
+    floor = floor_of(compiled["decoder"], "auto")
+    with penstock.Module(compiled["decoder"], budget=floor) as module:
         for budget in (full, floor + (20 << 20), floor, full // 2 + floor // 2):
             before = module.budget_bytes
             module.set_budget(budget)
@@ -234,10 +234,8 @@ def test_the_first_runs_are_measured_and_planned_again(
     compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]
 ) -> None:
     wanted, full = resident
-    floor = floor_of(compiled["decoder"], "planned")
-    with penstock.Module(
-        compiled["decoder"], budget=(floor + full) // 2, calibration="first-runs", quiet=True
-    ) as module:
+    floor = floor_of(compiled["decoder"], "auto")
+    with penstock.Module(compiled["decoder"], budget=(floor + full) // 2, calibration="first-runs") as module:
         assert module.calibration is None
         for _ in range(FIRST_RUNS):
             assert same(generate(module), wanted)
@@ -249,16 +247,16 @@ def test_the_first_runs_are_measured_and_planned_again(
 
 def test_automatic_budget(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
     wanted, full = resident
-    with penstock.Module(compiled["decoder"], budget="auto", quiet=True) as module:
+    with penstock.Module(compiled["decoder"], budget="auto") as module:
         assert module.budget_bytes == full  # everything fits this GPU
         assert same(generate(module), wanted)
 
 
 def test_capture_is_refused(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
     wanted, _ = resident
-    floor = floor_of(compiled["slow_chain"], "planned")
+    floor = floor_of(compiled["slow_chain"], "auto")
     x = torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda")
-    with penstock.Module(compiled["slow_chain"], budget=floor, quiet=True) as module:
+    with penstock.Module(compiled["slow_chain"], budget=floor) as module:
         first = module(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -274,7 +272,7 @@ def test_capture_is_refused(compiled: dict[str, Path], resident: tuple[list[torc
 
 def test_activations_out_of_memory(compiled: dict[str, Path], resident: tuple[list[torch.Tensor], int]) -> None:
     wanted, _ = resident
-    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "planned"), quiet=True) as module:
+    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "auto")) as module:
         generate(module)
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
@@ -296,7 +294,7 @@ def test_activations_out_of_memory(compiled: dict[str, Path], resident: tuple[li
 
 
 def test_trace(compiled: dict[str, Path], tmp_path: Path) -> None:
-    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "planned"), quiet=True) as module:
+    with penstock.Module(compiled["decoder"], budget=floor_of(compiled["decoder"], "auto")) as module:
         generate(module)
         assert module.plan is not None
         plan = module.plan.method("decode")
@@ -323,7 +321,7 @@ import torch, penstock
 from penstock import errors
 from tests.gpu import programs
 x = torch.zeros(4, {programs.SlowChain.SIZES[0]}, dtype=torch.bfloat16, device="cuda")
-module = penstock.Module({str(compiled["slow_chain"])!r}, budget="64GiB", quiet=True)
+module = penstock.Module({str(compiled["slow_chain"])!r}, budget="64GiB")
 module.set_budget(module.floor_bytes)
 module(x)
 torch.zeros(4, device="cuda")[torch.full((4,), 10 ** 6, device="cuda")]  # a device-side assertion

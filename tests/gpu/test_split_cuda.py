@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.direct import availability
 from penstock.direct.launch_shape import Limits
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
-from penstock.runtime import linear_choice
 from tests.gpu.test_runtime_cuda import device_bytes, same
 
 pytestmark = [
@@ -79,13 +79,13 @@ def outputs(module: penstock.Module) -> list[torch.Tensor]:
 
 
 def opened(path: Path, budget: int | str, **options: Any) -> penstock.Module:
-    return penstock.Module(path, budget, quiet=True, **options)
+    return penstock.Module(path, budget, **options)
 
 
 @pytest.fixture(scope="module")
 def resident(program: Path) -> list[torch.Tensor]:
     """Every weight in device memory, every linear by the kernel."""
-    with opened(program, "64GiB", mode="streamed", linear="split") as module:
+    with opened(program, "64GiB", placement="stream") as module:
         assert module.plan is not None and not module.plan.direct_weights and not module.plan.split_weights
         return outputs(module)
 
@@ -103,7 +103,7 @@ def test_it_is_the_eager_models_result(resident: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_bits_are_the_same_at_every_budget(program: Path, resident: list[torch.Tensor], cuda_graph: bool) -> None:
-    with opened(program, "64GiB", mode="split", linear="split", cuda_graph=cuda_graph) as module:
+    with opened(program, "64GiB", placement="split", cuda_graph=cuda_graph) as module:
         floor, full = module.floor_bytes, module.full_bytes
         assert same(outputs(module), resident)
     assert floor < full / 2
@@ -111,7 +111,7 @@ def test_bits_are_the_same_at_every_budget(program: Path, resident: list[torch.T
     for part in range(5):
         budget = floor + (full - floor) * part // 4
         before = device_bytes()
-        with opened(program, budget, mode="split", linear="split", cuda_graph=cuda_graph) as module:
+        with opened(program, budget, placement="split", cuda_graph=cuda_graph) as module:
             assert module.plan is not None
             split |= set(module.plan.split_weights)
             # Measured before torch computes anything: what the module itself took.
@@ -124,12 +124,12 @@ def test_bits_are_the_same_at_every_budget(program: Path, resident: list[torch.T
                 assert module.stats().replays == 2 * len(TOKENS)
     assert {"up.weight", "down.weight"} <= split
     with pytest.raises(BelowFloorError, match=f"needs at least {floor} bytes"):
-        opened(program, floor - 1, mode="split", linear="split")
+        opened(program, floor - 1, placement="split")
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_budgets_change_under_way(program: Path, resident: list[torch.Tensor], cuda_graph: bool) -> None:
-    with opened(program, "64GiB", mode="split", linear="split", cuda_graph=cuda_graph) as module:
+    with opened(program, "64GiB", placement="split", cuda_graph=cuda_graph) as module:
         floor, full = module.floor_bytes, module.full_bytes
         for part in (2, 0, 3, 1, 4, 2):
             module.set_budget(floor + (full - floor) * part // 4)
@@ -138,9 +138,9 @@ def test_budgets_change_under_way(program: Path, resident: list[torch.Tensor], c
             assert module.device_memory()[0] <= module.budget_bytes
 
 
-@pytest.mark.parametrize("mode", ["auto", "streamed", "direct"])
-def test_other_modes_give_the_same_bits(program: Path, resident: list[torch.Tensor], mode: str) -> None:
-    with opened(program, "64GiB", mode=mode, linear="split") as module:
+@pytest.mark.parametrize("placement", ["auto", "stream", "in-place"])
+def test_other_placements_give_the_same_bits(program: Path, resident: list[torch.Tensor], placement: str) -> None:
+    with opened(program, "64GiB", placement=placement) as module:
         floor, full = module.floor_bytes, module.full_bytes
         for part in range(3):
             module.set_budget(floor + (full - floor) * part // 3)
@@ -149,7 +149,7 @@ def test_other_modes_give_the_same_bits(program: Path, resident: list[torch.Tens
 
 
 def test_another_stream(program: Path, resident: list[torch.Tensor]) -> None:
-    with opened(program, "64GiB", mode="split", linear="split") as module:
+    with opened(program, "64GiB", placement="split") as module:
         module.set_budget((module.floor_bytes + module.full_bytes) // 2)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -161,7 +161,7 @@ def test_another_stream(program: Path, resident: list[torch.Tensor]) -> None:
 
 def test_views_are_copied_first(program: Path, resident: list[torch.Tensor]) -> None:
     """Rows that begin at an odd element, and rows that lie across each other."""
-    with opened(program, "64GiB", mode="split", linear="split") as module:
+    with opened(program, "64GiB", placement="split") as module:
         module.set_budget((module.floor_bytes + module.full_bytes) // 2)
         for x, wanted in zip(inputs(), resident, strict=True):
             odd = torch.zeros(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x)
@@ -169,38 +169,22 @@ def test_views_are_copied_first(program: Path, resident: list[torch.Tensor]) -> 
                 assert torch.equal(module(view), wanted)
 
 
-def test_the_library_multiplies_with_what_is_whole(program: Path) -> None:
-    with opened(program, "64GiB", mode="streamed") as module:
-        library = outputs(module)
-    assert_close(library)
-    with opened(program, "64GiB", mode="split") as module:
-        assert same(outputs(module), library)
-        floor, full = module.floor_bytes, module.full_bytes
-        for part in range(4):
-            module.set_budget(floor + (full - floor) * part // 4)
-            found = outputs(module)
-            assert_close(found)
-            assert same(outputs(module), found)
-        module.set_budget(full)
-        assert same(outputs(module), library)
-
-
 @pytest.mark.parametrize("limits", [Limits(host_ctas=1, host_inflight_bytes=32 << 10), "measured"])
 def test_limits_change_no_bit(program: Path, resident: list[torch.Tensor], limits: Limits | str) -> None:
-    with opened(program, "64GiB", mode="split", linear="split", split_limits=limits) as module:
+    with opened(program, "64GiB", placement="split", split_limits=limits) as module:
         module.set_budget((module.floor_bytes + module.full_bytes) // 2)
         assert same(outputs(module), resident)
         assert ("measured for split weights" in module.summary) == (limits == "measured")
 
 
 def test_refusals(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for options in ({"host_memory": "staged"}, {"policy": "lru"}):
-        with pytest.raises(PenstockError, match='mode="split" reads weights where they lie'):
-            opened(program, "64GiB", mode="split", **options)
-    monkeypatch.setattr(linear_choice, "_capability", lambda device: (8, 0))
-    for asked in ({"mode": "split"}, {"linear": "split"}):
-        with pytest.raises(DeviceError, match=r"compute capability 8\.0, and the kernel .* needs 9\.0 or newer"):
-            opened(program, "64GiB", **asked)
+    with pytest.raises(PenstockError, match='placement="split" does not go with a cap on host memory'):
+        opened(program, "64GiB", placement="split", host_memory="1GiB")
+    with pytest.raises(PenstockError, match='placement="lru" does not go with a program compiled with split_linear'):
+        opened(program, "64GiB", placement="lru")
+    monkeypatch.setattr(availability, "_capability", lambda device: (8, 0))
+    with pytest.raises(DeviceError, match=r"compute capability 8\.0, and the kernel .* needs 9\.0 or newer"):
+        opened(program, "64GiB", placement="split")
     with opened(program, "64GiB") as module:
         assert "no weight is split: this GPU has compute capability 8.0" in module.summary
         assert_close(outputs(module))

@@ -47,7 +47,7 @@ def test_they_give_the_same_program(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tensors = {**weights.state_dict(), **dict(weights.named_buffers())}
     penstock.export.compile.write_weights(each, tensors, tmp_path / "each.ptd")
     ids = torch.tensor([[5, 9, 14]])
-    with penstock.Module(tmp_path / "each.pt2", each.floor_bytes, quiet=True) as module, torch.no_grad():
+    with penstock.Module(tmp_path / "each.pt2", each.floor_bytes) as module, torch.no_grad():
         mask = torch.ones(1, METHODS.slots, dtype=torch.int64)
         got = module.run_method("prefill", ids, torch.zeros(1, dtype=torch.int64), mask)
         assert torch.allclose(got[:, 0], weights(ids).logits[:, -1], atol=1e-4)

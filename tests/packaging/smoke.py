@@ -68,9 +68,9 @@ def check_program(folder: Path) -> None:
     x = torch.randn(3, 64)
     ep = penstock.apply_weight_offload(torch.export.export(model, (x,)))
     penstock.compile(ep, folder / "model.pt2", device="cpu")
-    with penstock.Module(folder / "model.pt2", budget="1GiB", quiet=True) as module:
+    with penstock.Module(folder / "model.pt2", budget="1GiB") as module:
         floor_bytes, resident = module.floor_bytes, module(x)
-    with penstock.Module(folder / "model.pt2", budget=floor_bytes, quiet=True) as module:
+    with penstock.Module(folder / "model.pt2", budget=floor_bytes) as module:
         assert torch.equal(module(x), resident) and module.last_run.bytes_streamed > 0
     torch.testing.assert_close(resident, model(x))
     refused_bytes = None

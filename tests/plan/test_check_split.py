@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import DIRECT, Piece, Plan, Range
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -24,7 +24,7 @@ HEAD = 512 * ROW
 @pytest.fixture
 def plan() -> Plan:
     """Heads beside a ring."""
-    choice = ModePlanner([SCHEDULE], WEIGHTS, page_bytes=PAGE, mode="split")._split_from(1)
+    choice = PlacementPlanner([SCHEDULE], WEIGHTS, page_bytes=PAGE, placement="split")._split_from(1)
     made = choice.divided(choice.floor_bytes + 30 * PAGE, choice.floor_bytes, None, {})
     check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=choice.floor_bytes + 30 * PAGE)
     assert made.split_weights == ("x", "y") and made.ring_bytes and made.methods[0].placements[0].head_bytes == HEAD

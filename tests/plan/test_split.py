@@ -15,7 +15,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.heads import HEAD_GRAIN_ROWS, Spare, _Sheet, host_curves, share_out
 from penstock.plan.link import Link
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import DIRECT, SPLIT_ROWS, Plan
 from penstock.plan.simulator import simulate
 from penstock.schedule import Schedule
@@ -36,8 +36,8 @@ def linear(schedule: Schedule, names: Collection[str]) -> Schedule:
     return replace(schedule, accesses=tuple(accesses))
 
 
-def planner(schedules: Sequence[Schedule], weights: dict[str, Weight], mode: str = "split") -> ModePlanner:
-    return ModePlanner(schedules, weights, page_bytes=PAGE, mode=mode)
+def planner(schedules: Sequence[Schedule], weights: dict[str, Weight], placement: str = "split") -> PlacementPlanner:
+    return PlacementPlanner(schedules, weights, page_bytes=PAGE, placement=placement)
 
 
 def kinds(plan: Plan, method: int = 0) -> list[str]:
@@ -70,7 +70,7 @@ def test_linear_weights_leave_the_floor_and_the_rest_streams() -> None:
     split = planner([schedule], weights)
     alone = planner([chain(*"abcdef")], weights)
     assert split.floor_bytes == alone.floor_bytes == 3 * 1024
-    assert planner([schedule], weights, "streamed").floor_bytes > 16_000
+    assert planner([schedule], weights, "stream").floor_bytes > 16_000
     plan = split.plan(split.floor_bytes)
     check_plan(plan, [schedule], weights, budget_bytes=split.floor_bytes)
     assert kinds(plan)[0] == "direct" and "ring" in kinds(plan)
@@ -201,8 +201,8 @@ def test_pinned_weights_are_never_split() -> None:
 def test_where_there_is_no_kernel_the_mode_is_refused() -> None:
     weights = matrices(x=1000)
     schedule = linear(chain("x"), weights)
-    with pytest.raises(ValueError, match="mode is 'split', which needs a kernel that reads one weight on both sides"):
-        ModePlanner([schedule], weights, page_bytes=PAGE, mode="split", can_split=False)
+    with pytest.raises(ValueError, match="placement is 'split', which needs a kernel that reads a weight"):
+        PlacementPlanner([schedule], weights, page_bytes=PAGE, placement="split", can_split=False)
 
 
 def test_a_program_without_linear_weights_plans_as_without_times() -> None:
@@ -356,18 +356,18 @@ def programs(draw: st.DrawFn) -> tuple[list[Schedule], dict[str, Weight]]:
     program=programs(),
     page=st.sampled_from([16, 256, 512, 1024]),
     parts=st.lists(st.integers(0, 20), min_size=1, max_size=3),
-    mode=st.sampled_from(["split", "auto"]),
+    placement=st.sampled_from(["split", "auto"]),
     timed=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_plan_is_safe_and_within_its_budget(
-    program: tuple[list[Schedule], dict[str, Weight]], page: int, parts: list[int], mode: str, timed: bool
+    program: tuple[list[Schedule], dict[str, Weight]], page: int, parts: list[int], placement: str, timed: bool
 ) -> None:
     schedules, weights = program
-    made = ModePlanner(schedules, weights, page_bytes=page, mode=mode)
+    made = PlacementPlanner(schedules, weights, page_bytes=page, placement=placement)
     floor, full = made.floor_bytes, made.full_bytes
     accesses = [one for schedule in schedules for one in schedule.accesses if weights[one.weight].nbytes]
-    if mode == "split" and all(one.linear or one.gathered or one.pinned for one in accesses):
+    if placement == "split" and all(one.linear or one.gathered or one.pinned for one in accesses):
         assert (floor == 0) == (not any(one.pinned for one in accesses))
     calibration = None
     if timed:
@@ -380,11 +380,11 @@ def test_every_plan_is_safe_and_within_its_budget(
         check_plan(plan, schedules, weights, budget_bytes=budget)
         for schedule, method in zip(schedules, plan.methods, strict=True):
             for access, placed in zip(schedule.accesses, method.placements, strict=True):
-                if mode == "split" and access.linear and not access.pinned:
+                if placement == "split" and access.linear and not access.pinned:
                     assert placed.stay is None, "what can be split is not copied"
                 elif placed.is_direct:
-                    assert access.gathered or (mode == "auto" and timed)
-                assert not placed.is_split or mode == "split" or timed
+                    assert access.gathered or (placement == "auto" and timed)
+                assert not placed.is_split or placement == "split" or timed
         if budget >= full:
             assert not plan.direct_weights and not plan.split_weights
             assert not any(method.copies for method in plan.methods)

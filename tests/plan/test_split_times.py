@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from penstock.plan.check import check_plan
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.plan.test_floor import llama_3_8b
-from tests.plan.test_modes import DIRECT_BYTES_PER_S, LARGE_PAGE, planner, seconds_by_mode, times
+from tests.plan.test_placements import DIRECT_BYTES_PER_S, LARGE_PAGE, planner, seconds_by_placement, times
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +29,23 @@ def llama() -> tuple[Schedule, dict[str, Weight]]:
     return replace(schedule, accesses=accesses), weights
 
 
-def test_near_the_floor_of_streaming_auto_beats_every_pure_mode(llama: tuple[Schedule, dict[str, Weight]]) -> None:
+def test_near_the_floor_of_streaming_auto_beats_every_pure_placement(llama: tuple[Schedule, dict[str, Weight]]) -> None:
     schedule, weights = llama
     calibration = times(schedule, weights, DIRECT_BYTES_PER_S)
-    floor = planner([schedule], weights, "streamed", LARGE_PAGE).floor_bytes
-    seconds = seconds_by_mode(schedule, weights, calibration, floor)
-    for mode in ("streamed", "direct", "split"):
-        assert seconds["auto"] < 0.95 * seconds[mode], mode
+    floor = planner([schedule], weights, "stream", LARGE_PAGE).floor_bytes
+    seconds = seconds_by_placement(schedule, weights, calibration, floor)
+    for placement in ("stream", "in-place", "split"):
+        assert seconds["auto"] < 0.95 * seconds[placement], placement
 
 
-def test_at_no_budget_is_auto_slower_than_a_pure_mode(llama: tuple[Schedule, dict[str, Weight]]) -> None:
+def test_at_no_budget_is_auto_slower_than_a_pure_placement(llama: tuple[Schedule, dict[str, Weight]]) -> None:
     schedule, weights = llama
     calibration = times(schedule, weights, DIRECT_BYTES_PER_S)
     for budget in (8_000_000_000, 14_000_000_000):
-        seconds = seconds_by_mode(schedule, weights, calibration, budget)
+        seconds = seconds_by_placement(schedule, weights, calibration, budget)
         assert seconds["auto"] <= 1.02 * min(seconds.values())
         # Heads hide behind the link what whole weights are read for after it.
-        assert seconds["split"] < seconds["direct"]
+        assert seconds["split"] < seconds["in-place"]
 
 
 def test_auto_splits_where_it_can_and_it_pays(llama: tuple[Schedule, dict[str, Weight]]) -> None:
@@ -55,7 +55,7 @@ def test_auto_splits_where_it_can_and_it_pays(llama: tuple[Schedule, dict[str, W
     calibration = replace(usual, link=replace(usual.link, bytes_per_s=DIRECT_BYTES_PER_S))
     budget = 8_000_000_000
     can = planner([schedule], weights, "auto", LARGE_PAGE)
-    cannot = ModePlanner([schedule], weights, page_bytes=LARGE_PAGE, mode="auto", can_split=False)
+    cannot = PlacementPlanner([schedule], weights, page_bytes=LARGE_PAGE, placement="auto", can_split=False)
     split, other = can.plan(budget, calibration), cannot.plan(budget, calibration)
     check_plan(split, [schedule], weights, budget_bytes=budget)
     assert split.split_weights and not other.split_weights

@@ -24,10 +24,10 @@ SCRIPT = [prefill(), *(decode(11 * k, PROMPT + k) for k in range(3))]
 
 def a_module(path: Path, part: float, **options: Any) -> penstock.Module:
     """`part` of the way from the floor to everything, and no whole number of pages: the peak is less."""
-    with penstock.Module(path, "1TiB", quiet=True, **options) as module:
+    with penstock.Module(path, "1TiB", **options) as module:
         floor_bytes, full_bytes = module.floor_bytes, module.budget_bytes
     budget_bytes = floor_bytes + int((full_bytes - floor_bytes) * part) | 1
-    return penstock.Module(path, budget_bytes, quiet=True, **options)
+    return penstock.Module(path, budget_bytes, **options)
 
 
 def a_point(module: penstock.Module, **changes: Any) -> MeasuredPoint:
@@ -132,7 +132,7 @@ def test_split_weights_are_called_so(tmp_path: Path) -> None:
     found = []
     # At the floor the others stream; above it there are heads.
     for part in (0.0, 0.7):
-        with a_module(path, part, mode="split") as module:
+        with a_module(path, part, placement="split") as module:
             module(*args)
             with module.trace(tmp_path / "trace.json"):
                 module(*args)
@@ -154,7 +154,7 @@ def test_split_weights_are_called_so(tmp_path: Path) -> None:
 
 
 def test_under_lru_nothing_is_said_of_a_plan(decoder: Path, tmp_path: Path) -> None:
-    with a_module(decoder, 0.5, policy="lru") as module:
+    with a_module(decoder, 0.5, placement="lru") as module:
         data = collected(module, tmp_path / "trace.json")
     assert (data.summary.resident_bytes, data.summary.ring_bytes, data.curve) == (None, None, ())
     assert {weight.kind for weight in data.weights} == {"on demand"}

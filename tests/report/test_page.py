@@ -151,7 +151,7 @@ def test_what_went_wrong_is_said_in_words(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_not_made_up(tmp_path: Path) -> None:
-    """Under policy="lru", in a graph, without copies: no plan, no stall, no link, no curve, nothing compared."""
+    """Under placement="lru", in a graph, without copies: no plan, no stall, no link, no curve, nothing compared."""
     unknown = dataclasses.replace(
         a_report().summary,
         resident_bytes=None,

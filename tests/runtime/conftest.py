@@ -56,7 +56,7 @@ def resident_bits(program_path: Callable[[str], Path]) -> Callable[[str], list[l
 
     def of(name: str) -> list[list[Tensor]]:
         if name not in known:
-            with penstock.Module(program_path(name), EVERYTHING, quiet=True) as module:
+            with penstock.Module(program_path(name), EVERYTHING) as module:
                 known[name] = play(module.run_method, SCRIPTS[name])
                 assert module.stats().bytes_streamed == 0
         return known[name]

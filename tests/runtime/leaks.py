@@ -27,7 +27,7 @@ def penstock_loads(folder: Path) -> Callable[[], None]:
     budget = floor_of(path)
 
     def load() -> None:
-        with penstock.Module(path, budget, quiet=True) as module:
+        with penstock.Module(path, budget) as module:
             module(X)
 
     return load

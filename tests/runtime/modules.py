@@ -31,8 +31,8 @@ STAGING_CAP_BYTES = 16 * PAGE
 # How a module can be set up. What a run must give is the same for all.
 SETUPS: dict[str, dict[str, Any]] = {
     "registered": {},
-    "staged": {"host_memory": "staged", "host_memory_cap": STAGING_CAP_BYTES},
-    "lru": {"policy": "lru"},
+    "staged": {"host_memory": STAGING_CAP_BYTES},
+    "lru": {"placement": "lru"},
 }
 
 # No weight but the norms' is smaller than a page, and most do not end on one.
@@ -331,7 +331,7 @@ def floor_of(path: Path, **options: Any) -> int:
 
 
 def at_the_floor(path: Path, **options: Any) -> penstock.Module:
-    return penstock.Module(path, floor_of(path, **options), quiet=True, **options)
+    return penstock.Module(path, floor_of(path, **options), **options)
 
 
 def budgets(module: penstock.Module, steps: int = 4) -> list[int]:

@@ -85,18 +85,19 @@ def test_what_cannot_be_calibrated_by() -> None:
         calibration_of([copy(1, 0, 1000, 0, 100), step(1, 0, 0, 10)], [SCHEDULE], PLAN)
     link = Link(1e9)
     with pytest.raises(PenstockError, match="has 3 steps for method 'forward'; the program has 2"):
-        check_calibration(Calibration(link, {"forward": (1.0, 1.0, 1.0)}), [SCHEDULE], "planned")
+        check_calibration(Calibration(link, {"forward": (1.0, 1.0, 1.0)}), [SCHEDULE])
     with pytest.raises(PenstockError, match="'other'; the program has no such method"):
-        check_calibration(Calibration(link, {"other": (1.0,)}), [SCHEDULE], "planned")
+        check_calibration(Calibration(link, {"other": (1.0,)}), [SCHEDULE])
     with pytest.raises(PenstockError, match="no method"):
-        check_calibration(Calibration(link, {}), [SCHEDULE], "planned")
+        check_calibration(Calibration(link, {}), [SCHEDULE])
 
 
 def test_a_module_plans_again_from_its_own_runs(
-    decoder: Path, resident_bits: Callable[[str], list[list[Tensor]]], capfd: pytest.CaptureFixture[str]
+    decoder: Path, resident_bits: Callable[[str], list[list[Tensor]]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with penstock.Module(decoder, "1GiB", quiet=True) as module:
+    with penstock.Module(decoder, "1GiB") as module:
         budget = (module.floor_bytes + module.budget_bytes) // 2
+    caplog.set_level("INFO", "penstock")
     with penstock.Module(decoder, budget) as module:
         assert module.calibration is None
         with module.calibrate():
@@ -106,22 +107,22 @@ def test_a_module_plans_again_from_its_own_runs(
         counts = {method.name: len(method.schedule.steps) for method in module.program.methods}
         assert {name: len(times) for name, times in calibration.step_s.items()} == counts
         assert all(time >= 0 for times in calibration.step_s.values() for time in times)
-        assert "planned for a link of" in capfd.readouterr().err
+        assert "planned for a link of" in caplog.text
         # What was planned from times is a plan like any other: right results, and what moves is what it says.
         assert module.device_memory()[1] <= budget
         module.reset_state()
         assert same(play(Watched(module), SCRIPTS["decoder"]), resident_bits("decoder"))
         plan = module.plan
-    with penstock.Module(decoder, budget, calibration=calibration, quiet=True) as again:
+    with penstock.Module(decoder, budget, calibration=calibration) as again:
         assert again.plan == plan and again.calibration == calibration
         assert same(play(Watched(again), SCRIPTS["decoder"]), resident_bits("decoder"))
 
 
 def test_what_is_newer_ends_a_calibration(decoder: Path, tmp_path: Path) -> None:
     """Leaving it says so, and nothing is planned from what it saw."""
-    with penstock.Module(decoder, "1GiB", quiet=True) as module:
+    with penstock.Module(decoder, "1GiB") as module:
         budget = (module.floor_bytes + module.budget_bytes) // 2
-    with penstock.Module(decoder, budget, quiet=True) as module:
+    with penstock.Module(decoder, budget) as module:
         newer: dict[str, Callable[[], object]] = {
             r"set_budget\(\)": lambda: module.set_budget(budget),
             "the trace to": lambda: module.trace(tmp_path / "trace.json"),
@@ -140,14 +141,14 @@ def test_what_is_newer_ends_a_calibration(decoder: Path, tmp_path: Path) -> None
 
 
 def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
-    with penstock.Module(chain, "1GiB", policy="lru", quiet=True) as module:
-        with pytest.raises(PenstockError, match='policy="lru" makes none'), module.calibrate():
+    with penstock.Module(chain, "1GiB", placement="lru") as module:
+        with pytest.raises(PenstockError, match='placement="lru" makes none'), module.calibrate():
             pass
     steps = len(penstock.read_program(chain).method("forward").schedule.steps)
     calibration = Calibration(Link(1e9), {"forward": (1e-3,) * steps})
-    with pytest.raises(PenstockError, match="policy='lru' makes none"):
-        penstock.Module(chain, "1GiB", policy="lru", calibration=calibration, quiet=True)
-    with penstock.Module(chain, "1GiB", quiet=True) as module:
+    with pytest.raises(PenstockError, match='placement="lru" does not go with calibration='):
+        penstock.Module(chain, "1GiB", placement="lru", calibration=calibration)
+    with penstock.Module(chain, "1GiB") as module:
         before = module.plan
         with pytest.raises(PenstockError, match="nothing was copied"), module.calibrate():
             play(module.run_method, SCRIPTS["chain"])
@@ -156,14 +157,14 @@ def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
 
 
 def test_the_first_runs_are_measured_and_planned_by(
-    decoder: Path, resident_bits: Callable[[str], list[list[Tensor]]], capfd: pytest.CaptureFixture[str]
+    decoder: Path, resident_bits: Callable[[str], list[list[Tensor]]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with penstock.Module(decoder, "1GiB", quiet=True) as module:
+    with penstock.Module(decoder, "1GiB") as module:
         budget = (module.floor_bytes + module.budget_bytes) // 2
     with penstock.Module(decoder, budget, calibration="first-runs") as module:
         first = module.plan
         assert module.calibration is None
-        capfd.readouterr()
+        caplog.set_level("INFO", "penstock")
         for _ in range(FIRST_RUNS):
             assert module.calibration is None
             module.reset_state()
@@ -171,18 +172,19 @@ def test_the_first_runs_are_measured_and_planned_by(
             if module.calibration is not None:
                 break
         assert module.calibration is not None
-        said = capfd.readouterr().err
+        said = caplog.text
+        caplog.clear()
         assert "the first runs showed a link of" in said and "planned for a link of" in said
         assert ("with another plan" in said) == (module.plan != first)
         for _ in range(2):
             module.reset_state()
             assert same(play(Watched(module), SCRIPTS["decoder"]), resident_bits("decoder"))
-        assert capfd.readouterr().err == ""
+        assert caplog.text == ""
 
 
 def test_first_runs_make_way(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a trace, for calibrate(), and for another budget, under which they begin anew; and when there is no gain."""
-    with penstock.Module(decoder, "1GiB", calibration="first-runs", quiet=True) as module:
+    with penstock.Module(decoder, "1GiB", calibration="first-runs") as module:
         budget = (module.floor_bytes + module.budget_bytes) // 2
         for _ in range(2):  # everything is resident: there is nothing to measure
             module.reset_state()
@@ -194,23 +196,23 @@ def test_first_runs_make_way(decoder: Path, tmp_path: Path, monkeypatch: pytest.
             module.reset_state()
             play(module.run_method, SCRIPTS["decoder"])
 
-    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
         module.set_budget(budget + PAGE)
         run()
         assert module.calibration is not None
-    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
         with module.trace(tmp_path / "trace.json"):
             run()
         run()
         assert module.calibration is None
-    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
         with module.calibrate():
             run()
         given = module.calibration
         run()
         assert module.calibration is given is not None
     monkeypatch.setattr(arranger_file, "WORTHWHILE_GAIN", 1.0)
-    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
         before = module.plan
         run()
         assert module.calibration is not None and module.plan is before
@@ -218,9 +220,9 @@ def test_first_runs_make_way(decoder: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_what_calibration_may_be(chain: Path) -> None:
     with pytest.raises(PenstockError, match="calibration is 'soon'; it must be a Calibration, \"first-runs\" or None"):
-        penstock.Module(chain, "1GiB", calibration="soon", quiet=True)  # type: ignore[arg-type]
-    with pytest.raises(PenstockError, match="policy='lru' makes none"):
-        penstock.Module(chain, "1GiB", policy="lru", calibration="first-runs", quiet=True)
+        penstock.Module(chain, "1GiB", calibration="soon")  # type: ignore[arg-type]
+    with pytest.raises(PenstockError, match='placement="lru" does not go with calibration='):
+        penstock.Module(chain, "1GiB", placement="lru", calibration="first-runs")
 
 
 def test_the_link_is_measured_by_piece_size(tmp_path: Path) -> None:

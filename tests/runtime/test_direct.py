@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import BelowFloorError, DriverCallError, PenstockError, RuntimeFailure
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
 from penstock.runtime.records import plan_numbers
 from tests.harness import bits, compiled, offloaded
@@ -32,24 +32,24 @@ def model(tmp_path: Path) -> Model:
     return write_model(tmp_path / "weights", schedules, sizes)
 
 
-def plan_of(model: Model, budget_bytes: int | None = None, mode: str = "auto") -> Plan:
-    planner = ModePlanner(model.schedules, model.weights, page_bytes=PAGE, mode=mode)
+def plan_of(model: Model, budget_bytes: int | None = None, placement: str = "auto") -> Plan:
+    planner = PlacementPlanner(model.schedules, model.weights, page_bytes=PAGE, placement=placement)
     return planner.plan(planner.floor_bytes if budget_bytes is None else budget_bytes)
 
 
 # ---- the session
 
 
-@pytest.mark.parametrize("mode", ["auto", "direct"])
-def test_kernels_read_the_file_itself_and_every_byte_is_right(model: Model, mode: str) -> None:
+@pytest.mark.parametrize("placement", ["auto", "in-place"])
+def test_kernels_read_the_file_itself_and_every_byte_is_right(model: Model, placement: str) -> None:
     with Rig(model, kernel_ns=MS // 4) as rig:
-        plan = rig.install_plan(plan_of(model, mode=mode))
+        plan = rig.install_plan(plan_of(model, placement=placement))
         assert rig.session.memory()[1] == plan.device_bytes
         stream = rig.stream()
         for run in range(6):
             rig.run(run // 2 % 2, stream)
         direct = [placed.is_direct for placed in plan.methods[0].placements]
-        assert direct == [True, True, *[mode == "direct"] * 7]
+        assert direct == [True, True, *[placement == "in-place"] * 7]
         rig.begin()
         address = rig.acquire(0)
         assert ctypes.string_at(address, 5 * PAGE + 100) == model.content["table"]
@@ -76,7 +76,7 @@ def test_staged_memory_has_nothing_to_read_in_place(model: Model) -> None:
         with pytest.raises(PenstockError, match="needs registered host memory"):
             rig.install_plan(plan_of(model))
         assert rig.session.memory()[0] == 0
-        rig.install_plan(plan_of(model, mode="streamed"))
+        rig.install_plan(plan_of(model, placement="stream"))
         rig.run()
 
 
@@ -154,7 +154,7 @@ def results(module: penstock.Module) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def resident(routed: Path) -> list[Tensor]:
-    with penstock.Module(routed, "1TiB", mode="streamed", quiet=True) as module:
+    with penstock.Module(routed, "1TiB", placement="stream") as module:
         assert not any(method.copies for method in module.plan.methods)  # type: ignore[union-attr]
         return results(module)
 
@@ -167,19 +167,19 @@ def test_tables_and_experts_are_read_in_place_and_the_floor_is_that_of_the_rest(
     routed: Path, resident: list[Tensor]
 ) -> None:
     with (
-        penstock.Module(routed, "1TiB", mode="streamed", quiet=True) as streamed,
-        penstock.Module(routed, "1TiB", quiet=True) as auto,
+        penstock.Module(routed, "1TiB", placement="stream") as streamed,
+        penstock.Module(routed, "1TiB") as auto,
     ):
         experts_bytes = EXPERTS * WIDTH * WIDTH * 4
         table_bytes = VOCABULARY * WIDTH * 4
-        # The table still streams for the projection; in the other mode beside the experts.
+        # The table still streams for the projection; in the other placement beside the experts.
         assert table_bytes <= auto.floor_bytes < table_bytes + experts_bytes / 4
         assert streamed.floor_bytes >= table_bytes + experts_bytes
         assert not auto.plan.direct_weights and same(results(auto), resident)  # type: ignore[union-attr]
         floor = auto.floor_bytes
     # A byte count without rounding to pages.
     assert penstock.read_program(routed).floor_bytes <= floor
-    with penstock.Module(routed, floor, quiet=True) as module:
+    with penstock.Module(routed, floor) as module:
         assert module.plan is not None
         assert {"table.weight", "experts.0", "experts.1", "experts.2"} == set(module.plan.direct_weights)
         assert "read in place" in module.summary
@@ -188,11 +188,11 @@ def test_tables_and_experts_are_read_in_place_and_the_floor_is_that_of_the_rest(
         # Of the experts, nothing is copied; of the table, all that its projection needs.
         assert module.last_run.bytes_streamed < module.weight_bytes - 3 * experts_bytes
     with pytest.raises(BelowFloorError, match=f"needs at least {floor} bytes"):
-        penstock.Module(routed, floor - 1, quiet=True)
+        penstock.Module(routed, floor - 1)
 
 
 def test_a_budget_of_zero_will_do_where_everything_is_read_in_place(routed: Path, resident: list[Tensor]) -> None:
-    with penstock.Module(routed, 0, mode="direct", quiet=True) as module:
+    with penstock.Module(routed, 0, placement="in-place") as module:
         assert module.floor_bytes == module.budget_bytes == 0
         assert same(results(module), resident)
         assert module.device_memory() == (0, 0)
@@ -203,8 +203,8 @@ def test_a_budget_of_zero_will_do_where_everything_is_read_in_place(routed: Path
 
 
 def test_at_every_budget_the_results_are_the_same(routed: Path, resident: list[Tensor]) -> None:
-    for mode in ("auto", "direct"):
-        with penstock.Module(routed, "1TiB", mode=mode, quiet=True) as module:
+    for placement in ("auto", "in-place"):
+        with penstock.Module(routed, "1TiB", placement=placement) as module:
             floor, full = module.floor_bytes, module.budget_bytes
             for part in range(6):
                 module.set_budget(floor + (full - floor) * part // 5)
@@ -213,26 +213,26 @@ def test_at_every_budget_the_results_are_the_same(routed: Path, resident: list[T
 
 
 def test_where_nothing_can_be_read_in_place_it_streams_or_says_so(routed: Path, resident: list[Tensor]) -> None:
-    staged_memory = {"host_memory": "staged", "host_memory_cap": 16 * PAGE}
-    for options, obstacle in ((staged_memory, "staged"), ({"policy": "lru"}, "lru")):
-        with penstock.Module(routed, "400KiB", quiet=True, **options) as module:  # type: ignore[arg-type]
+    capped: dict[str, Any] = {"host_memory": 16 * PAGE}
+    for options in (capped, {"placement": "lru"}):
+        with penstock.Module(routed, "400KiB", **options) as module:
             assert same(results(module), resident) and module.last_run.bytes_streamed > 0
-        with pytest.raises(PenstockError, match=f'mode="direct" reads weights where they lie .*{obstacle}'):
-            penstock.Module(routed, "400KiB", mode="direct", quiet=True, **options)  # type: ignore[arg-type]
-    with pytest.raises(PenstockError, match="mode is 'fast'"):
-        penstock.Module(routed, "400KiB", mode="fast", quiet=True)
+    with pytest.raises(PenstockError, match='placement="in-place" does not go with a cap on host memory'):
+        penstock.Module(routed, "400KiB", placement="in-place", **capped)
+    with pytest.raises(PenstockError, match="placement is 'fast'"):
+        penstock.Module(routed, "400KiB", placement="fast")
 
 
 def test_reads_in_place_are_timed_and_the_faster_way_is_planned(routed: Path, resident: list[Tensor]) -> None:
-    with penstock.Module(routed, "136KiB", quiet=True) as module:
+    with penstock.Module(routed, "136KiB") as module:
         with (
             pytest.raises(PenstockError, match=r"compares with what calibrate\(\) measures: use that first"),
-            module.calibrate_direct(),
+            module.calibrate(in_place=True),
         ):
             pass
         with module.calibrate():
             results(module)
-        with module.calibrate_direct():
+        with module.calibrate(in_place=True):
             assert module.device_memory()[0] == 0 and same(results(module), resident)
         calibration = module.calibration
         assert calibration is not None
@@ -241,7 +241,7 @@ def test_reads_in_place_are_timed_and_the_faster_way_is_planned(routed: Path, re
         assert same(results(module), resident)
         assert module.device_memory()[0] <= 136 * 1024
         chosen = module.plan
-        with pytest.raises(ZeroDivisionError), module.calibrate_direct():
+        with pytest.raises(ZeroDivisionError), module.calibrate(in_place=True):
             _ = 1 // 0
         # What was planned before is back, and what was known is still known.
         assert module.plan is chosen and module.calibration is calibration
@@ -250,7 +250,7 @@ def test_reads_in_place_are_timed_and_the_faster_way_is_planned(routed: Path, re
     (method,) = calibration.direct_step_s
     for seconds, in_place in ((0.0, True), (10.0, False)):
         given = replace(calibration, direct_step_s={method: (seconds,) * steps})
-        with penstock.Module(routed, "136KiB", calibration=given, quiet=True) as module:
+        with penstock.Module(routed, "136KiB", calibration=given) as module:
             assert module.plan is not None
             dense = {f"dense.{layer}.weight" for layer in range(3)}
             assert (len(dense & set(module.plan.direct_weights)) > 0) == in_place
@@ -261,7 +261,7 @@ def test_a_timing_whose_end_fails_does_not_leave_everything_in_place(
     routed: Path, resident: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record is gone and its spans could not be had: the plan before it must be back all the same."""
-    with penstock.Module(routed, "136KiB", quiet=True) as module:
+    with penstock.Module(routed, "136KiB") as module:
         with module.calibrate():
             results(module)
         chosen = module.plan
@@ -270,7 +270,7 @@ def test_a_timing_whose_end_fails_does_not_leave_everything_in_place(
             monkeypatch.undo()
             raise DriverCallError("synchronize_event failed")
 
-        with pytest.raises(DriverCallError), module.calibrate_direct():
+        with pytest.raises(DriverCallError), module.calibrate(in_place=True):
             results(module)
             monkeypatch.setattr(module._session, "stop_trace", fail)
         assert module.plan is chosen and module.device_memory()[0] > 0
@@ -278,11 +278,14 @@ def test_a_timing_whose_end_fails_does_not_leave_everything_in_place(
 
 
 def test_nothing_is_timed_in_place_where_nothing_is_read_there(routed: Path) -> None:
-    with penstock.Module(routed, "400KiB", mode="streamed", quiet=True) as module:
+    with penstock.Module(routed, "400KiB", placement="stream") as module:
         with module.calibrate():
             module(TOKENS)
         plan = module.plan
-        with pytest.raises(PenstockError, match="this module plans as mode='streamed'"), module.calibrate_direct():
+        with (
+            pytest.raises(PenstockError, match="this module plans as placement='stream'"),
+            module.calibrate(in_place=True),
+        ):
             pass
         assert module.plan is plan
 
@@ -290,18 +293,18 @@ def test_nothing_is_timed_in_place_where_nothing_is_read_there(routed: Path) -> 
 def test_every_method_has_to_be_timed(decoder: Path) -> None:
     """A prefill that nobody timed would be read in place with the decoding step, at whatever that costs."""
     (prefill, prompt), (decode, token) = SCRIPTS["decoder"][0], SCRIPTS["decoder"][1]
-    with penstock.Module(decoder, quiet=True, budget="240KiB") as module:
+    with penstock.Module(decoder, budget="240KiB") as module:
         with module.calibrate():
             module.run_method(prefill, *prompt)
             module.run_method(decode, *token)
         plan, known = module.plan, module.calibration
         assert known is not None
         with (
-            pytest.raises(PenstockError, match=r"calibrate_direct\(\) did not time prefill: run every method"),
-            module.calibrate_direct(),
+            pytest.raises(PenstockError, match=r"calibrate\(in_place=True\) did not time prefill: run every method"),
+            module.calibrate(in_place=True),
         ):
             module.run_method(decode, *token)
         assert module.plan is plan and module.calibration is known
     half = replace(known, direct_step_s={"decode": known.step_s["decode"]})
-    with pytest.raises(PenstockError, match=r"calibrate_direct\(\) did not time prefill"):
-        penstock.Module(decoder, "240KiB", calibration=half, quiet=True)
+    with pytest.raises(PenstockError, match=r"calibrate\(in_place=True\) did not time prefill"):
+        penstock.Module(decoder, "240KiB", calibration=half)

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-import penstock
-from penstock.errors import CaptureError
 from penstock.runtime.captured_pass import _Kept
-from penstock.runtime.graphs import check_capturable
-
-
-def test_a_module_on_the_cpu_has_no_graphs(chain: Path) -> None:
-    with pytest.raises(CaptureError, match="needs a CUDA device, and this module is on cpu"):
-        penstock.Module(chain, "1GiB", cuda_graph=True, quiet=True)
-
-
-def test_what_cannot_be_captured_is_said_at_load() -> None:
-    gpu = torch.device("cuda", 0)
-    check_capturable(gpu, "planned", "registered")
-    with pytest.raises(CaptureError, match="under policy='lru' it is decided while running"):
-        check_capturable(gpu, "lru", "registered")
-    with pytest.raises(CaptureError, match="with host_memory='staged' the host fills buffers"):
-        check_capturable(gpu, "planned", "staged")
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_a_refused_chunk_gives_back_those_before_it(path: Path, chunk: int) -> N
             f"({len(CONTENT)} bytes)",
             f"chunk {chunk} of 3, bytes {start} to {end}",
             "register_host failed",
-            'host_memory="staged"',
+            'host_memory="1GiB"',
             "ulimit -l",
         ):
             assert words in str(caught.value)

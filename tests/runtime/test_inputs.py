@@ -550,7 +550,7 @@ CHILD = """
 import sys, torch, penstock
 from penstock.errors import InputError
 
-module = penstock.Module(sys.argv[1], quiet=True)
+module = penstock.Module(sys.argv[1])
 good = {"read": torch.arange(16)[None], "step": torch.tensor([[5]], dtype=torch.int32)}
 places = {"read": torch.arange(16), "step": torch.tensor([31])}
 first = {name: module.run_method(name, {"tokens": good[name]}, places[name]) for name in good}

@@ -46,13 +46,13 @@ class Subject:
         self._trace = folder / "trace.json"
         self._script = SCRIPTS["gate"]
         self._expected = expected
-        with penstock.Module(path, "1GiB", quiet=True) as module:
+        with penstock.Module(path, "1GiB") as module:
             self.low = (module.floor_bytes + module.budget_bytes) // 2
             self.high = (self.low + module.budget_bytes) // 2
         self.module = self.load()
 
     def load(self) -> penstock.Module:
-        return penstock.Module(self.path, self.low, quiet=True)
+        return penstock.Module(self.path, self.low)
 
     def operations(self) -> dict[str, Callable[[], object]]:
         return {
@@ -88,7 +88,7 @@ class Subject:
     def calibrate_direct(self) -> None:
         if self.module.calibration is None:
             self.calibrate()
-        with self.module.calibrate_direct():
+        with self.module.calibrate(in_place=True):
             self.run()
             self.run()
 
@@ -195,7 +195,7 @@ def _interrupt_at_every_line(subject: Subject, kept: KeptDrivers, name: str, wan
     assert interrupted > 20
     gc.collect()
     assert (descriptors(), threads()) == before
-    with penstock.Module(subject.path, subject.low, quiet=True) as module:
+    with penstock.Module(subject.path, subject.low) as module:
         assert same(play(module.run_method, SCRIPTS["gate"]), subject._expected)
 
 

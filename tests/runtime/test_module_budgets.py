@@ -39,7 +39,7 @@ GIB = 2**30
 
 def loaded_with(path: Path, *arguments: Any, **options: Any) -> tuple[int, str]:
     """The budget that holds, and where it came from by the summary; after a run that was held to it."""
-    with penstock.Module(path, *arguments, quiet=True, **options) as module:
+    with penstock.Module(path, *arguments, **options) as module:
         run = Watched(module)
         method, inputs = SCRIPTS["chain" if "forward" in module.methods else "decoder"][0]
         run(method, *inputs)
@@ -59,7 +59,7 @@ def test_forms_of_a_budget(decoder: Path) -> None:
         assert loaded_with(decoder, given) == (middle, "given at load")
     assert loaded_with(decoder, "240KiB") == (240 * 1024, "given at load")
     assert loaded_with(decoder, budget="240KiB") == (240 * 1024, "given at load")
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         full = module.budget_bytes
     for large in (8 * GIB, "8GiB", "8589934592", str(2**62), "9.5 TiB"):
         assert loaded_with(decoder, large) == (full, "given at load")
@@ -86,7 +86,7 @@ def test_forms_of_a_budget(decoder: Path) -> None:
 def test_what_is_no_budget_is_refused_by_name(given: Any, message: str, decoder: Path, kept: KeptDrivers) -> None:
     with pytest.raises(BudgetError, match=message):
         penstock.Module(decoder, given)
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         before = module.budget_bytes
         with pytest.raises(BudgetError, match=message):
             module.set_budget(given)
@@ -144,7 +144,7 @@ def test_a_baked_budget_can_be_overruled_by_an_automatic_one(chain: Path, kept: 
 def test_the_automatic_budget_is_what_is_free_less_what_a_run_needs(
     decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         program, full = module.program, module.budget_bytes
     floor = floor_of(decoder)
     activations = max(method.activation_bound_bytes or 0 for method in program.methods)
@@ -190,14 +190,22 @@ def test_an_automatic_change_counts_what_the_module_itself_holds(
 # ---- what is said
 
 
-def test_one_line_at_load_and_one_per_change(decoder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def said(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in log.records if record.name == "penstock"]
+
+
+def test_one_line_at_load_and_one_per_change(
+    decoder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     floor = floor_of(decoder)
+    caplog.set_level("INFO", "penstock")
     with penstock.Module(decoder, floor) as module:
-        out, err = capsys.readouterr()
-        assert out == "" and err == module.summary + "\n"
+        ((level, line),) = said(caplog)
+        assert (level, line) == ("INFO", module.summary)
+        caplog.clear()
         assert module.plan is not None
         for part in (
-            "penstock: model.pt2 on cpu: floor ",
+            "model.pt2 on cpu: floor ",
             "(given at load)",
             "resident ",
             "ring ",
@@ -205,21 +213,22 @@ def test_one_line_at_load_and_one_per_change(decoder: Path, capsys: pytest.Captu
             "per run of decode",
             " GB/s",
         ):
-            assert part in err
+            assert part in line
         module.run_method(*_first("decoder"))
-        assert capsys.readouterr() == ("", "")
+        assert not said(caplog)
         module.set_budget(floor + PAGE)
-        assert capsys.readouterr().err == module.summary + "\n"
+        assert said(caplog) == [("INFO", module.summary)]
+        caplog.clear()
         module.set_budget("8GiB")
-        summary, clamp = capsys.readouterr().err.splitlines()
+        (_, summary), (_, clamp) = said(caplog)
         assert summary == module.summary and "no copies" in summary
         assert "8 GiB" in clamp and "(given to set_budget)" in clamp
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", ""), "the logger is all"
 
 
-def test_a_quiet_module_says_nothing(decoder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_prints_nothing_unless_logging_is_set_up(decoder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for setup in SETUPS.values():
-        with penstock.Module(decoder, "8GiB", quiet=True, **setup) as module:
+        with penstock.Module(decoder, "8GiB", **setup) as module:
             module.set_budget(module.floor_bytes)
             module.run_method(*_first("decoder"))
     assert capsys.readouterr() == ("", "")
@@ -230,9 +239,9 @@ def test_a_quiet_module_says_nothing(decoder: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_budget_goes_up_and_down(setup: str, decoder: Path, resident_bits: ResidentBits, kept: KeptDrivers) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(decoder, EVERYTHING, **SETUPS[setup]) as module:
         low, *middle, full = budgets(module)
-    with penstock.Module(decoder, low, quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(decoder, low, **SETUPS[setup]) as module:
         run = Watched(module)
         most = low
         for budget in (low, middle[0], middle[1], low, middle[2], middle[0], full, low):
@@ -251,9 +260,9 @@ def test_a_budget_goes_up_and_down(setup: str, decoder: Path, resident_bits: Res
 @pytest.mark.parametrize("setup", SETUPS)
 def test_state_and_outputs_survive_a_change_of_budget(setup: str, decoder: Path, resident_bits: ResidentBits) -> None:
     """In the middle of a sequence, and with a copy for the next run under way."""
-    with penstock.Module(decoder, EVERYTHING, quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(decoder, EVERYTHING, **SETUPS[setup]) as module:
         asked = budgets(module)
-    with penstock.Module(decoder, asked[0], quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(decoder, asked[0], **SETUPS[setup]) as module:
         run = Watched(module)
         found = []
         for number, call in enumerate(SCRIPTS["decoder"]):
@@ -296,9 +305,9 @@ def test_below_the_floor_a_change_is_refused_and_nothing_changes(
 def test_a_plan_that_cannot_be_installed_leaves_the_old_one(
     setup: str, call: str, kind: type[PenstockError], decoder: Path, resident_bits: ResidentBits, kept: KeptDrivers
 ) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(decoder, EVERYTHING, **SETUPS[setup]) as module:
         _, lower, upper, *_ = budgets(module)
-    with penstock.Module(decoder, lower, quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(decoder, lower, **SETUPS[setup]) as module:
         run = Watched(module)
         play(run, SCRIPTS["decoder"])
         hooks(module).fail_at(2 if call in ("create_block", "map") else 1, call=call)
@@ -316,11 +325,11 @@ def test_a_plan_that_cannot_be_installed_leaves_the_old_one(
 
 
 def test_when_the_old_plan_cannot_be_put_back_the_module_is_closed(decoder: Path, kept: KeptDrivers) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         full = module.budget_bytes
     # Room for the old plan until it is given up, and for no other afterwards.
     kept.capacity_bytes = full
-    module = penstock.Module(decoder, full, quiet=True)
+    module = penstock.Module(decoder, full)
     blocker: list[int] = []
     install = module._session.install
 

@@ -98,23 +98,23 @@ def test_a_page_cannot_be_created(chain: Path, works: Callable[[], None], kept: 
 def test_a_pool_cannot_be_created(call: str, chain: Path, works: Callable[[], None], kept: KeptDrivers) -> None:
     kept.fail_at(1, call)
     with pytest.raises(errors.DeviceMemoryError, match=call):
-        penstock.Module(chain, EVERYTHING, policy="lru")
+        penstock.Module(chain, EVERYTHING, placement="lru")
     works()
 
 
 def test_a_pool_larger_than_the_device(chain: Path, works: Callable[[], None], kept: KeptDrivers) -> None:
     kept.capacity_bytes = PAGE
     with pytest.raises(errors.DeviceMemoryError, match="pool"):
-        penstock.Module(chain, EVERYTHING, policy="lru")
+        penstock.Module(chain, EVERYTHING, placement="lru")
     works()
 
 
-@pytest.mark.parametrize("policy", ["planned", "lru"])
-def test_registration_fails(policy: str, chain: Path, works: Callable[[], None], kept: KeptDrivers) -> None:
+@pytest.mark.parametrize("placement", ["auto", "lru"])
+def test_registration_fails(placement: str, chain: Path, works: Callable[[], None], kept: KeptDrivers) -> None:
     kept.fail_at(1, "register_host")
     with pytest.raises(errors.RegistrationError) as refused:
-        penstock.Module(chain, EVERYTHING, policy=policy)
-    assert "a test asked for this failure" in str(refused.value) and 'host_memory="staged"' in str(refused.value)
+        penstock.Module(chain, EVERYTHING, placement=placement)
+    assert "a test asked for this failure" in str(refused.value) and 'host_memory="1GiB"' in str(refused.value)
     works()
 
 
@@ -144,9 +144,9 @@ def test_the_soft_device_counts_as_host_memory(chain: Path, monkeypatch: pytest.
     monkeypatch.setattr(host_memory_file, "memory_limit_bytes", lambda root: Limit(limit[0], "a test's limit"))
     monkeypatch.setattr(host_memory_file, "_is_memory_file", lambda device, root: False)
     with pytest.raises(errors.HostMemoryError, match=f"{needed} bytes"):
-        penstock.Module(chain, budget, quiet=True)
+        penstock.Module(chain, budget)
     limit[0] = needed
-    with penstock.Module(chain, budget, quiet=True) as module:
+    with penstock.Module(chain, budget) as module:
         Watched(module)("forward", X)
 
 
@@ -181,7 +181,7 @@ def test_the_compiled_code_cannot_be_loaded(
     with monkeypatch.context() as patch:
         patch.setattr(penstock.runtime.entrance, "CompiledMethod", refuse)
         with pytest.raises(errors.PackageError, match="method 'forward' cannot be loaded: no such symbol"):
-            penstock.Module(chain, EVERYTHING, quiet=True)
+            penstock.Module(chain, EVERYTHING)
     works()
 
 
@@ -229,7 +229,7 @@ def test_there_is_no_weights_file(copied: Path, works: Callable[[], None], kept:
 
 
 def test_checksums_are_compared_on_request(copied: Path, works: Callable[[], None], kept: KeptDrivers) -> None:
-    with penstock.Module(copied, verify=True, quiet=True) as module:
+    with penstock.Module(copied, verify=True) as module:
         Watched(module)("forward", X)
     weights = copied.with_suffix(".ptd")
     content = bytearray(weights.read_bytes())
@@ -238,7 +238,7 @@ def test_checksums_are_compared_on_request(copied: Path, works: Callable[[], Non
     weights.write_bytes(content)
     with pytest.raises(errors.ChecksumError, match=r"middle\.3\.weight"):
         penstock.Module(copied, verify=True)
-    with penstock.Module(copied, quiet=True) as module:
+    with penstock.Module(copied) as module:
         Watched(module)("forward", X)
     works()
 
@@ -264,7 +264,7 @@ def test_the_weights_file_changes_after_the_load(
     if harm != "truncated":
         with weights.open("r+b") as file:
             file.truncate(status.st_size)
-        with penstock.Module(copied, quiet=True) as module:
+        with penstock.Module(copied) as module:
             Watched(module)("forward", X)
     works()
 
@@ -295,7 +295,7 @@ def test_another_device(chain: Path, kept: KeptDrivers, works: Callable[[], None
         penstock.Module(chain, device="cuda")
     with pytest.raises(errors.DeviceError, match="'abacus' is no device"):
         penstock.Module(chain, device="abacus")
-    with penstock.Module(chain, device="cpu", quiet=True) as module:
+    with penstock.Module(chain, device="cpu") as module:
         assert module.device == torch.device("cpu")
     works()
 
@@ -303,15 +303,13 @@ def test_another_device(chain: Path, kept: KeptDrivers, works: Callable[[], None
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"policy": "fifo"}, errors.PenstockError, "policy is 'fifo'; it must be one of 'planned', 'lru'"),
-        ({"host_memory": "mapped"}, errors.HostMemoryError, "host_memory is 'mapped'; .* 'registered', 'staged'"),
-        ({"host_memory_cap": "1GiB"}, errors.BudgetError, "host_memory_cap='1GiB' was given with .*registered"),
-        ({"host_memory": "staged", "policy": "lru"}, errors.HostMemoryError, 'host_memory="staged" .* policy="lru"'),
-        ({"host_memory": "staged", "host_memory_cap": 100}, errors.HostMemoryError, "host_memory_cap is 100 bytes"),
-        ({"host_memory": "staged", "host_memory_cap": "-1"}, errors.BudgetError, "host_memory_cap: '-1' is not"),
+        ({"placement": "fifo"}, errors.PenstockError, "placement is 'fifo'; it must be one of 'auto', .* 'lru'"),
+        ({"host_memory": "mapped"}, errors.HostMemoryError, "host_memory is 'mapped'; .*\"registered\", or a cap"),
+        ({"host_memory": 100}, errors.HostMemoryError, "host_memory is 100 bytes; staging needs at least"),
+        ({"host_memory": "-1"}, errors.HostMemoryError, "host_memory is '-1'; .* is not"),
     ],
 )
-def test_options_that_do_not_exist_or_do_not_go_together(
+def test_options_that_do_not_exist(
     options: dict[str, Any], kind: type[Exception], message: str, chain: Path, works: Callable[[], None]
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -435,7 +433,7 @@ def test_a_driver_call_fails_in_a_run(
 def test_a_driver_call_fails_in_a_run_under_lru(
     call: str, chain: Path, resident_bits: ResidentBits, works: Callable[[], None]
 ) -> None:
-    with at_the_floor(chain, policy="lru") as module:
+    with at_the_floor(chain, placement="lru") as module:
         play(module.run_method, SCRIPTS["chain"])
         hooks(module).fail_at(2, call=call)
         with pytest.raises(errors.DriverCallError, match=f"{call} failed: a test asked for this failure"):
@@ -522,7 +520,7 @@ from penstock.errors import ForkedError
 
 path, parent = sys.argv[1], os.getpid()
 x = torch.ones(3, 160)
-modules = [penstock.Module(path, quiet=True, **o) for o in ({}, {"host_memory": "staged"}, {"policy": "lru"})]
+modules = [penstock.Module(path, **o) for o in ({}, {"host_memory": "1MiB"}, {"placement": "lru"})]
 expected = [module(x)["sum"] for module in modules]
 child = os.fork()
 if not child:
@@ -536,7 +534,7 @@ if not child:
                     os._exit(2)
     modules[0].close()
     modules[0].close()
-    with penstock.Module(path, quiet=True) as own:
+    with penstock.Module(path) as own:
         if not torch.equal(own(x)["sum"], expected[0]):
             os._exit(3)
     # The others go when the interpreter does.
@@ -589,7 +587,7 @@ def test_fifty_modules_one_after_another_leave_nothing_behind(setup: str, chain:
     budget = floor_of(chain, **SETUPS[setup])
 
     def cycle() -> None:
-        with penstock.Module(chain, budget, quiet=True, **SETUPS[setup]) as module:
+        with penstock.Module(chain, budget, **SETUPS[setup]) as module:
             module(X)
 
     cycle()

@@ -58,12 +58,12 @@ def test_the_resident_run_is_the_run_with_private_copies_of_every_weight(
 def test_from_the_floor_to_everything(
     name: str, setup: str, program_path: ProgramPath, resident_bits: ResidentBits, kept: KeptDrivers
 ) -> None:
-    with penstock.Module(program_path(name), EVERYTHING, quiet=True, **SETUPS[setup]) as full:
+    with penstock.Module(program_path(name), EVERYTHING, **SETUPS[setup]) as full:
         asked = budgets(full)
     streamed: list[int] = []
     costs: list[int] = []
     for budget in asked:
-        with penstock.Module(program_path(name), budget, quiet=True, **SETUPS[setup]) as module:
+        with penstock.Module(program_path(name), budget, **SETUPS[setup]) as module:
             assert module.budget_bytes == budget
             run = Watched(module)
             assert same(play(run, SCRIPTS[name]), resident_bits(name))
@@ -103,25 +103,25 @@ def test_a_hundred_runs_at_the_floor(
 def test_the_floor_is_exact(name: str, setup: str, program_path: ProgramPath, kept: KeptDrivers) -> None:
     path = program_path(name)
     with pytest.raises(BelowFloorError) as zero:
-        penstock.Module(path, 0, quiet=True, **SETUPS[setup])
+        penstock.Module(path, 0, **SETUPS[setup])
     floor = zero.value.floor_bytes
     assert zero.value.budget_bytes == 0
     if not SETUPS[setup]:
         assert penstock.read_program(path).floor_bytes == floor, "export and load name the same"
     with pytest.raises(BelowFloorError, match=rf"at least {floor} bytes; pass budget={floor} ") as below:
-        penstock.Module(path, floor - 1, quiet=True, **SETUPS[setup])
+        penstock.Module(path, floor - 1, **SETUPS[setup])
     assert (below.value.budget_bytes, below.value.floor_bytes) == (floor - 1, floor)
-    with penstock.Module(path, floor, quiet=True, **SETUPS[setup]) as module:
+    with penstock.Module(path, floor, **SETUPS[setup]) as module:
         assert module.floor_bytes == module.budget_bytes == floor
         with pytest.raises(BelowFloorError, match=f"at least {floor} bytes") as changing:
             module.set_budget(floor - 1)
-        assert ('mode="direct" needs' in str(changing.value)) == (not SETUPS[setup])
+        assert ('placement="in-place" needs' in str(changing.value)) == (not SETUPS[setup])
         Watched(module)(*[SCRIPTS[name][0][0], *SCRIPTS[name][0][1]])
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_decoder_generates_the_same_tokens_at_the_floor(setup: str, decoder: Path) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as resident:
+    with penstock.Module(decoder, EVERYTHING) as resident:
         tokens, logits = generate(resident.run_method, 20)
         assert traffic(resident.stats()).bytes_streamed == 0
     assert len(set(tokens)) > 3
@@ -136,7 +136,7 @@ def test_a_decoder_generates_the_same_tokens_at_the_floor(setup: str, decoder: P
 
 def test_direct_calls_and_methods(chain: Path, decoder: Path, resident_bits: ResidentBits) -> None:
     _, (x,) = SCRIPTS["chain"][0]
-    with penstock.Module(chain, quiet=True) as module:
+    with penstock.Module(chain) as module:
         for result in (module(x), module.forward(x), module.run_method("forward", x)):
             assert same([[bits(leaf) for leaf in leaves(result)]], resident_bits("chain")[:1])
             assert list(result) == ["hidden", "sum"]
@@ -145,14 +145,14 @@ def test_direct_calls_and_methods(chain: Path, decoder: Path, resident_bits: Res
             module.run_method("decode", x)
         assert module.stats().runs == 3
         check_memory(module)
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         assert module.methods == ("prefill", "decode")
         with pytest.raises(PackageError, match="no method 'forward'; name one of prefill, decode"):
             module(x)
 
 
 def test_what_a_module_says_of_itself(decoder: Path) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         assert module.weight_bytes == sum(weight.nbytes for weight in module.program.weights)
         cache = DECODER.kv_heads * DECODER.max_len * DECODER.head_dim * 4
         assert module.state_bytes == 2 * DECODER.layers * cache
@@ -183,7 +183,7 @@ def test_what_a_module_says_of_itself(decoder: Path) -> None:
 def test_inputs_that_do_not_fit_are_refused_with_the_signature(
     call: tuple[object, ...], message: str, chain: Path, resident_bits: ResidentBits
 ) -> None:
-    with penstock.Module(chain, quiet=True) as module:
+    with penstock.Module(chain) as module:
         run = Watched(module)
         with pytest.raises(InputError) as refused:
             module(*call)
@@ -195,7 +195,7 @@ def test_inputs_that_do_not_fit_are_refused_with_the_signature(
 
 
 def test_a_dynamic_size_outside_its_range_is_refused(decoder: Path) -> None:
-    with penstock.Module(decoder, EVERYTHING, quiet=True) as module:
+    with penstock.Module(decoder, EVERYTHING) as module:
         for length in (1, DECODER.max_len + 1):
             method, arguments = prefill(length)
             with pytest.raises(InputError, match=rf"where 2 <= \w+ <= {DECODER.max_len}"):
@@ -205,7 +205,7 @@ def test_a_dynamic_size_outside_its_range_is_refused(decoder: Path) -> None:
 
 def test_an_input_that_requires_grad_is_taken_under_no_grad(chain: Path, resident_bits: ResidentBits) -> None:
     _, (x,) = SCRIPTS["chain"][0]
-    with penstock.Module(chain, quiet=True) as module, torch.no_grad():
+    with penstock.Module(chain) as module, torch.no_grad():
         result = module(x.clone().requires_grad_())
         assert same([[bits(leaf) for leaf in leaves(result)]], resident_bits("chain")[:1])
         assert not result["hidden"].requires_grad
@@ -228,7 +228,7 @@ def test_inputs_that_are_not_contiguous_give_the_same_bits(chain: Path, resident
 
 def test_outputs_are_the_callers_own(gate: Path, chain: Path) -> None:
     x = random_input(2, GATE_WIDTH)
-    with penstock.Module(gate, EVERYTHING, quiet=True) as module:
+    with penstock.Module(gate, EVERYTHING) as module:
         first = module(x)
         kept_bits = bits(first)
         module.reset_state()

@@ -89,7 +89,7 @@ def test_what_is_written_is_what_the_next_run_reads(gate: Path, resident_bits: R
 
 def test_rows_are_put_into_another_order(gate: Path) -> None:
     """Of every state; and what does not fit is refused before anything moves."""
-    with penstock.Module(gate, EVERYTHING, quiet=True) as module:
+    with penstock.Module(gate, EVERYTHING) as module:
         value = torch.arange(GATE_WIDTH, dtype=torch.float32)
         module.write_state("total", value)
         rows = torch.arange(GATE_WIDTH).flip(0)
@@ -111,7 +111,7 @@ def test_rows_are_put_into_another_order(gate: Path) -> None:
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(value: object, message: str, gate: Path) -> None:
-    with penstock.Module(gate, EVERYTHING, quiet=True) as module:
+    with penstock.Module(gate, EVERYTHING) as module:
         with pytest.raises(InputError, match=message):
             module.write_state("total", value)  # type: ignore[arg-type]
         assert torch.equal(module.read_state("total"), FIRST_TOTAL)
@@ -135,7 +135,7 @@ def test_a_reset_puts_stored_first_values_back(setup: str, gate: Path, resident_
 def test_first_values_come_with_the_weights_file(gate: Path, tmp_path: Path) -> None:
     program = PoisonedModule(gate).program
     other = rewrite_weights(program, gate.with_suffix(".ptd"), tmp_path / "other.ptd", value=other_values)
-    with penstock.Module(gate, EVERYTHING, weights=other, quiet=True) as module:
+    with penstock.Module(gate, EVERYTHING, weights=other) as module:
         assert torch.equal(module.read_state("total"), FIRST_TOTAL * -0.5 + 0.01)
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_state_alone(decoder: Path
 
 
 def test_a_refused_run_leaves_state_alone(gate: Path) -> None:
-    with penstock.Module(gate, EVERYTHING, quiet=True) as module:
+    with penstock.Module(gate, EVERYTHING) as module:
         with pytest.raises(InputError):
             module(torch.zeros(3, GATE_WIDTH))
         hooks(module).set_capturing(None, True)

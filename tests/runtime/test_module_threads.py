@@ -136,7 +136,7 @@ def test_modules_in_threads_of_their_own(
 
 
 def test_two_modules_take_turns_in_one_thread(decoder: Path, resident_bits: ResidentBits) -> None:
-    with at_the_floor(decoder) as one, at_the_floor(decoder, policy="lru") as other:
+    with at_the_floor(decoder) as one, at_the_floor(decoder, placement="lru") as other:
         runs = Watched(one), Watched(other)
         found: tuple[list[list[Tensor]], ...] = ([], [])
         for call in SCRIPTS["decoder"]:

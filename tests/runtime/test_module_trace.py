@@ -145,7 +145,7 @@ def _end(event: Event) -> float:
 
 
 def test_under_lru_the_spans_are_what_it_copied(decoder: Path, resident_bits: ResidentBits, tmp_path: Path) -> None:
-    with at_the_floor(decoder, policy="lru") as module:
+    with at_the_floor(decoder, placement="lru") as module:
         lanes, found = traced(module, tmp_path / "trace.json", "decoder")
         assert same(found, resident_bits("decoder"))
         total, program = module.stats(), module.program
@@ -213,14 +213,14 @@ def test_closing_the_module_writes_the_trace(decoder: Path, tmp_path: Path) -> N
 
 
 def test_a_trace_that_cannot_be_written_is_told_and_the_module_still_closes(
-    decoder: Path, tmp_path: Path, kept: Any, capsys: pytest.CaptureFixture[str]
+    decoder: Path, tmp_path: Path, kept: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = at_the_floor(decoder)
     with pytest.raises(OSError, match="nowhere"), module.trace(tmp_path / "nowhere" / "trace.json"):
         play(module.run_method, SCRIPTS["decoder"][:1])
     module.trace(tmp_path / "nowhere" / "trace.json")
     module.close()
-    assert "trace.json" in capsys.readouterr().err
+    assert [(one.levelname, "trace.json" in one.getMessage()) for one in caplog.records] == [("ERROR", True)]
     with pytest.raises(penstock.errors.ClosedError):
         module.stats()
 

@@ -14,7 +14,7 @@ import pytest
 import penstock
 from penstock.errors import PenstockError
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Copy, Plan
 from penstock.runtime.arranger import FIRST_RUNS
 from penstock.runtime.records import Numbers, plan_numbers
@@ -27,14 +27,14 @@ NAMES = [f"w{index}" for index in range(6)]
 @contextmanager
 def a_planner_that_errs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its plans are of one step more than the program has, whatever the mode."""
-    right = ModePlanner.plan
+    right = PlacementPlanner.plan
 
-    def wrong(planner: ModePlanner, *arguments: Any) -> Plan:
+    def wrong(planner: PlacementPlanner, *arguments: Any) -> Plan:
         plan = right(planner, *arguments)
         return replace(plan, methods=tuple(replace(one, step_count=one.step_count + 1) for one in plan.methods))
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModePlanner, "plan", wrong)
+        patch.setattr(PlacementPlanner, "plan", wrong)
         yield
 
 
@@ -46,8 +46,8 @@ def test_every_way_to_a_session_leads_through_the_check(decoder: Path, monkeypat
         play(module.run_method, SCRIPTS["decoder"])
 
     with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
-        penstock.Module(decoder, budget, quiet=True)
-    with penstock.Module(decoder, budget, quiet=True) as module:
+        penstock.Module(decoder, budget)
+    with penstock.Module(decoder, budget) as module:
         plan = module.plan
         with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
             module.set_budget(budget + PAGE)
@@ -61,14 +61,18 @@ def test_every_way_to_a_session_leads_through_the_check(decoder: Path, monkeypat
             run()
         plan = module.plan
         with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
-            with module.calibrate_direct():
+            with module.calibrate(in_place=True):
                 pytest.fail("everything is in place though no plan says so")
-        with ExitStack() as stack, pytest.raises(PlanError, match="steps; the plan says"), module.calibrate_direct():
+        with (
+            ExitStack() as stack,
+            pytest.raises(PlanError, match="steps; the plan says"),
+            module.calibrate(in_place=True),
+        ):
             run()
             stack.enter_context(a_planner_that_errs(monkeypatch))
         assert module.plan is plan
         run()
-    with penstock.Module(decoder, budget, calibration="first-runs", quiet=True) as module:
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
         with a_planner_that_errs(monkeypatch), pytest.raises(PlanError, match="steps; the plan says"):
             for _ in range(FIRST_RUNS + 1):
                 run()

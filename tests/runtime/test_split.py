@@ -73,7 +73,7 @@ def test_every_row_is_multiplied_wherever_it_lies(tmp_path: Path, dtype: torch.d
     wanted = (x.double() @ weight.double().T + bias.double()).to(dtype)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     with Rig(model) as rig:
-        rig.session.offer_linear(None, always_kernel=True)
+        rig.session.offer_linear(None)
         for head_rows in [*SPLITS, STREAMED]:
             plan = rig.install_plan(split_plan(model, {"a": head_rows}))
             assert plan.methods[0].placements[0].is_split == (head_rows > 0)
@@ -93,7 +93,7 @@ def test_bits_do_not_depend_on_the_split(tmp_path: Path, dtype: torch.dtype) -> 
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     found = []
     with Rig(model) as rig:
-        rig.session.offer_linear(None, always_kernel=True)
+        rig.session.offer_linear(None)
         for head_rows in SPLITS:
             rig.install_plan(split_plan(model, {"a": head_rows}))
             found += products(rig, [Call(x)])
@@ -118,7 +118,7 @@ def test_sums_are_rounded_once_and_to_nearest_even(tmp_path: Path, dtype: torch.
     x[~every.isfinite(), 1] = 0.0
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     with Rig(model) as rig:
-        rig.session.offer_linear(None, always_kernel=True)
+        rig.session.offer_linear(None)
         rig.install_plan(split_plan(model, {"a": WHOLE}))
         (found,) = products(rig, [Call(x, bias)])
     # A product of two is exact in 32 bits, so the order in which they are rounded is the whole result.
@@ -130,16 +130,17 @@ def test_sums_are_rounded_once_and_to_nearest_even(tmp_path: Path, dtype: torch.
     assert torch.equal(found.nan_to_num(7.0).view(torch.int16), wanted.nan_to_num(7.0).view(torch.int16))
 
 
-def test_whole_weights_are_the_librarys_unless_all_are_to_be_ours(model: Model) -> None:
+def test_whole_weights_are_the_librarys_until_ours_is_offered(model: Model) -> None:
     wanted = [
         torch.nn.functional.linear(call.x, weight, call.bias)
         for call, weight in zip(CALLS, [_tensor(model, name) for name in "aba"], strict=True)
     ]
     with Rig(model) as rig:
-        rig.session.offer_linear(None, always_kernel=True)
+        rig.session.offer_linear(None)
         rig.install_plan(split_plan(model, {"a": WHOLE, "b": WHOLE}))
         ours = products(rig, CALLS)
-        rig.session.offer_linear(None, always_kernel=False)
+    with Rig(model) as rig:
+        rig.install_plan(split_plan(model, {"a": WHOLE, "b": WHOLE}))
         assert same(products(rig, CALLS), wanted)
         rig.install_plan(split_plan(model, {"a": WHOLE, "b": STREAMED}))
         for _ in range(2):
@@ -174,7 +175,7 @@ def test_operands_that_lie_otherwise_are_copied_first(model: Model) -> None:
 
 def test_copies_are_waited_for(model: Model) -> None:
     with Rig(model) as rig:
-        rig.session.offer_linear(None, always_kernel=True)
+        rig.session.offer_linear(None)
         rig.install_plan(split_plan(model, {"a": 48, "b": 16}))
         wanted = products(rig, CALLS)
         with slow_copies(rig.driver, 3_000_000):
@@ -201,7 +202,7 @@ def test_the_policy_lru_multiplies_with_the_library(model: Model) -> None:
         rig.install_lru(model.full_bytes)
         found = products(rig, CALLS)
         with pytest.raises(PenstockError, match="offered to the policy lru, which keeps every weight in one"):
-            rig.session.offer_linear(None, always_kernel=True)
+            rig.session.offer_linear(None)
     wanted = [torch.nn.functional.linear(c.x, w, c.bias) for c, w in zip(CALLS, weights, strict=True)]
     assert same(found, wanted)
 
@@ -273,8 +274,8 @@ def test_floats_of_other_sizes_are_the_librarys_alone(tmp_path: Path) -> None:
     with Rig(model) as rig:
         rig.install_plan(split_plan(model, {"a": WHOLE}))
         assert torch.equal(products(rig, [Call(x)])[0], x @ weight.T)
-        for head_rows, always_kernel in ((16, False), (0, False), (WHOLE, True), (STREAMED, True)):
-            rig.session.offer_linear(None, always_kernel=always_kernel)
+        rig.session.offer_linear(None)
+        for head_rows in (16, 0, WHOLE, STREAMED):
             rig.install_plan(split_plan(model, {"a": head_rows}))
             with pytest.raises(RuntimeError):
                 products(rig, [Call(x)])
@@ -381,7 +382,7 @@ def launch_fails(rig: Rig, call: Call = CALLS[0]) -> None:
 
 
 def prepared(rig: Rig, plan: Plan, preparing: Preparing) -> None:
-    rig.session.offer_linear(preparing, always_kernel=False)
+    rig.session.offer_linear(preparing)
     rig.install_plan(plan)
 
 
@@ -412,15 +413,12 @@ def test_a_recipe_is_asked_for_once_for_each_case(model: Model) -> None:
         case = preparing.cases[2]
         assert (case.head_rows, case.head_address) == (0, 0)
         assert ctypes.string_at(case.tail_address, nbytes) == model.content["a"]
-        rig.session.offer_linear(preparing, always_kernel=False)
+        rig.session.offer_linear(preparing)
         launch_fails(rig)
         refused(rig, "the soft driver launches no kernels")
         assert len(preparing.cases) == 5
-        # What lies whole in device memory is asked for only if all is to be ours.
+        # What lies whole in device memory is ours too.
         rig.install_plan(split_plan(model, {"a": WHOLE, "b": WHOLE}))
-        products(rig, CALLS)
-        assert len(preparing.cases) == 5
-        rig.session.offer_linear(preparing, always_kernel=True)
         launch_fails(rig)
         refused(rig, "the soft driver launches no kernels")
         case = preparing.cases[5]
@@ -519,5 +517,5 @@ def test_plans_change_only_between_runs(model: Model) -> None:
         rig.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
         rig.begin()
         with pytest.raises(PenstockError, match="while a run has not ended"):
-            rig.session.offer_linear(None, always_kernel=True)
+            rig.session.offer_linear(None)
         rig.session.abort()

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.direct import availability
 from penstock.direct.failures import KernelCompileError, KernelDeviceError
-from penstock.direct.launch_shape import Limits
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
-from penstock.plan.modes import MODES
-from penstock.runtime import linear_choice
-from penstock.runtime.linear_choice import choose_linear
+from penstock.placement_names import PLANNED
+from penstock.runtime.options import Asked, judge
 from penstock.runtime.session import Session
 from penstock.verify.module import PoisonedModule
 from tests.harness import bits, compiled, offloaded
@@ -68,6 +67,14 @@ def results(module: penstock.Module) -> list[Tensor]:
     return [bits(module.run_method(method, tokens)) for method, tokens in CALLS]
 
 
+def without_linears(program: penstock.Program) -> penstock.Program:
+    methods = []
+    for method in program.methods:
+        accesses = tuple(replace(access, linear=False) for access in method.schedule.accesses)
+        methods.append(replace(method, schedule=replace(method.schedule, accesses=accesses)))
+    return replace(program, methods=tuple(methods))
+
+
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -78,19 +85,19 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def opened(path: Path, budget: int | str, **options: Any) -> penstock.Module:
-    return penstock.Module(path, budget, quiet=True, **options)
+    return penstock.Module(path, budget, **options)
 
 
 @pytest.fixture(scope="module")
 def resident(program: Path) -> list[Tensor]:
-    with opened(program, "1TiB", mode="streamed", linear="split") as module:
+    with opened(program, "1TiB", placement="stream") as module:
         assert module.plan is not None and not any(method.copies for method in module.plan.methods)
         return results(module)
 
 
 def test_bits_are_the_same_at_every_budget(program: Path, resident: list[Tensor]) -> None:
     splits = set()
-    with opened(program, "1TiB", mode="split", linear="split") as module:
+    with opened(program, "1TiB", placement="split") as module:
         floor, full = module.floor_bytes, module.full_bytes
         # No linear has to fit: what is left are the biases.
         assert floor == PAGE
@@ -104,27 +111,27 @@ def test_bits_are_the_same_at_every_budget(program: Path, resident: list[Tensor]
             assert module.device_memory()[0] <= budget
             assert module.stats().copies == 0
     assert splits >= {"table.weight", "up.0.weight", "up.1.weight", "down.0.weight"}
-    with opened(program, floor, mode="split", linear="split") as module:
+    with opened(program, floor, placement="split") as module:
         assert same(results(module), resident)
         assert module.device_memory() == (floor, floor)
     with pytest.raises(BelowFloorError, match=f"needs at least {floor} bytes"):
-        opened(program, floor - 1, mode="split", linear="split")
+        opened(program, floor - 1, placement="split")
 
 
-def test_bits_are_the_same_in_every_mode(program: Path, resident: list[Tensor]) -> None:
-    for mode in ("auto", "streamed", "direct"):
-        with opened(program, "1TiB", mode=mode, linear="split") as module:
+def test_bits_are_the_same_in_every_placement(program: Path, resident: list[Tensor]) -> None:
+    for placement in ("auto", "stream", "in-place"):
+        with opened(program, "1TiB", placement=placement) as module:
             floor, full = module.floor_bytes, module.full_bytes
             for part in range(4):
                 module.set_budget(floor + (full - floor) * part // 4)
-                assert same(results(module), resident), (mode, part)
-            if mode == "streamed":
+                assert same(results(module), resident), (placement, part)
+            if placement == "stream":
                 assert module.stats().copies
 
 
 def test_the_hundredth_run(program: Path, resident: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_POISON", "1")
-    with opened(program, 10 * PAGE, mode="split", linear="split") as module:
+    with opened(program, 10 * PAGE, placement="split") as module:
         assert module.plan is not None and module.plan.split_weights
         for _ in range(100):
             assert same(results(module), resident)
@@ -132,24 +139,17 @@ def test_the_hundredth_run(program: Path, resident: list[Tensor], monkeypatch: p
         assert peak == module.plan.device_bytes <= 10 * PAGE
 
 
-def test_the_library_multiplies_with_what_is_whole(program: Path, resident: list[Tensor]) -> None:
-    """Its sums have an order of their own: what is split comes close."""
+def test_results_come_close_to_the_eager_model(program: Path, resident: list[Tensor]) -> None:
     model = tied()
-    eager = [model(tokens) for _, tokens in CALLS]
-    with opened(program, "1TiB", mode="split") as module:
-        whole = results(module)
-        for budget in (module.floor_bytes, 12 * PAGE, 40 * PAGE):
-            module.set_budget(budget)
-            for wanted, (method, tokens) in zip(eager, CALLS, strict=True):
-                assert_close(module.run_method(method, tokens), wanted)
-        module.set_budget(module.full_bytes)
-        assert same(results(module), whole)
-    with opened(program, "1TiB", policy="lru") as module:
-        assert same(results(module), whole)
-    with opened(program, 48 * PAGE, mode="streamed", host_memory="staged", host_memory_cap=64 * PAGE) as module:
-        assert same(results(module), whole) and module.stats().copies
-    with opened(program, 48 * PAGE, host_memory="staged", host_memory_cap=64 * PAGE, linear="split") as module:
-        assert same(results(module), resident) and module.stats().copies
+    with opened(program, 12 * PAGE, placement="split") as module:
+        for method, tokens in CALLS:
+            assert_close(module.run_method(method, tokens), model(tokens))
+
+
+def test_bits_are_the_same_under_a_cap_on_host_memory(program: Path, resident: list[Tensor]) -> None:
+    for placement in ("auto", "stream"):
+        with opened(program, 48 * PAGE, placement=placement, host_memory=64 * PAGE) as module:
+            assert same(results(module), resident) and module.stats().copies
 
 
 def test_under_poison_every_linear_reads_what_it_was_lent(program: Path) -> None:
@@ -162,80 +162,49 @@ def test_under_poison_every_linear_reads_what_it_was_lent(program: Path) -> None
 
 def test_a_calibration_may_split(program: Path, resident: list[Tensor]) -> None:
     budget = 40 * PAGE
-    with opened(program, budget, linear="split") as module:
+    with opened(program, budget) as module:
         with module.calibrate():
             results(module)
-        with module.calibrate_direct():
+        with module.calibrate(in_place=True):
             assert module.device_memory()[0] < 2 * PAGE and same(results(module), resident)
         assert same(results(module), resident)
         assert module.device_memory()[0] <= budget
 
 
-def test_what_the_core_is_told(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"placement": "stream"}, {"placement": "split"}, {"host_memory": 64 * PAGE}])
+def test_the_kernel_is_always_offered(program: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """The library may sum in the same order as the core: results alone do not tell who multiplied."""
-    told: list[tuple[object, bool]] = []
-
-    def offer(session: Session, prepare: object, *, always_kernel: bool) -> None:
-        told.append((prepare, always_kernel))
-
-    monkeypatch.setattr(Session, "offer_linear", offer)
-    opened(program, "1TiB", mode="split").close()
-    assert not told
-    opened(program, "1TiB", linear="split").close()
-    assert told == [(None, True)]
+    told: list[object] = []
+    monkeypatch.setattr(Session, "offer_linear", lambda session, prepare: told.append(prepare))
+    opened(program, "1TiB", **options).close()
+    assert told == [None]
 
 
 def test_the_summary_says_what_is_split(program: Path) -> None:
-    with opened(program, 12 * PAGE, mode="split") as module:
+    with opened(program, 12 * PAGE, placement="split") as module:
         assert "of split weights read in place" in module.summary
-        assert "every linear" not in module.summary
         module.set_budget(module.full_bytes)
         assert "split" not in module.summary
-    with opened(program, "1TiB", linear="split") as module:
-        assert "every linear as those of split weights" in module.summary
 
 
-def test_refusals(program: Path) -> None:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"linear": "fast"}, "linear is 'fast'; it must be one of 'library', 'split'"),
-        ({"mode": "split", "policy": "lru"}, 'mode="split" reads weights where they lie .* policy="lru"'),
-        ({"linear": "split", "policy": "lru"}, 'linear="split" is for the weights of a plan'),
-        ({"mode": "split", "host_memory": "staged"}, 'mode="split" reads weights where they lie .*staged'),
-        ({"mode": "split", "split_limits": Limits()}, "split_limits are for the kernel .* on cpu"),
-    ]
-    for options, message in cases:
-        with pytest.raises(PenstockError, match=message):
-            opened(program, "1TiB", **options)
-
-
-def test_a_program_without_such_linears(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_such_linears_is_not_split(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(path: Path, **options: Any) -> penstock.Program:
-        read = penstock.read_program(path)
-        methods = []
-        for method in read.methods:
-            accesses = tuple(replace(access, linear=False) for access in method.schedule.accesses)
-            methods.append(replace(method, schedule=replace(method.schedule, accesses=accesses)))
-        return replace(read, methods=tuple(methods))
+        return without_linears(penstock.read_program(path))
 
     monkeypatch.setattr("penstock.runtime.module.read_offloaded", plain)
-    for option in ("linear", "mode"):
-        with pytest.raises(PenstockError, match=f'{option}="split" needs linears .* compile it with split_linear=True'):
-            opened(program, "1TiB", **{option: "split"})
+    with pytest.raises(PenstockError, match='placement="split" does not go with .* compile it with split_linear=True'):
+        opened(program, "1TiB", placement="split")
     opened(program, "1TiB").close()
 
 
 def test_another_gpu_is_told_by_its_capability(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, gpu = penstock.read_program(program), torch.device("cuda:0")
-    usual: dict[str, Any] = {"policy": "planned", "host_memory": "registered", "limits": None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    for asked in ({"linear": "split", "mode": "auto"}, {"linear": "library", "mode": "split"}):
-        with pytest.raises(
-            DeviceError, match=r'="split" cannot be had on cuda:0: .* capability 8\.9, .* 9\.0 or newer'
-        ):
-            choose_linear(loaded, gpu, **asked, **usual)
-    choice = choose_linear(loaded, gpu, linear="library", mode="auto", **usual)
-    assert not choice.can_split and not choice.offers_kernel
-    (told,) = choice.summary()
+    with pytest.raises(DeviceError, match=r"a GPU without the kernel for it: .* capability 8\.9, .* 9\.0 or newer"):
+        judge(loaded, gpu, Asked(placement="split"))
+    options = judge(loaded, gpu, Asked())
+    assert not options.can_split and not options.offers_kernel
+    (told,) = options.linear.summary()
     assert "no weight is split: this GPU has compute capability 8.9" in told
     opened_on: list[torch.device] = []
 
@@ -243,23 +212,20 @@ def test_another_gpu_is_told_by_its_capability(program: Path, monkeypatch: pytes
         opened_on.append(device)
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr(linear_choice, "open_kernel", open_kernel)
+    monkeypatch.setattr(availability, "open_kernel", open_kernel)
     for capability in ((9, 0), (10, 3), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for linear, mode, host_memory, offered, can_split in (
-            # What lies on the host as a whole is the kernel's in every mode: the library would read it many times.
-            *(("library", mode, "registered", True, True) for mode in MODES),
-            ("split", "streamed", "registered", True, True),
-            ("library", "auto", "staged", False, False),
-            ("split", "auto", "staged", True, False),
+        for asked, can_split in (
+            *((Asked(placement=placement), True) for placement in PLANNED),
+            (Asked(placement="auto", host_memory="1GiB"), False),
         ):
             opened_on.clear()
-            options = {**usual, "host_memory": host_memory}
-            choice = choose_linear(loaded, gpu, linear=linear, mode=mode, **options)
-            assert (choice.offers_kernel, choice.can_split) == (offered, can_split)
+            options = judge(loaded, gpu, asked)
+            assert options.offers_kernel and options.can_split == can_split
             # Where it was never tried it is tried before anything is planned for it; elsewhere it costs nothing.
-            assert opened_on == ([gpu] if capability != (9, 0) and offered else [])
-    assert not choose_linear(loaded, gpu, linear="library", mode="auto", **{**usual, "policy": "lru"}).offers_kernel
+            assert opened_on == ([gpu] if capability != (9, 0) else [])
+    opened_on.clear()
+    assert not judge(without_linears(loaded), gpu, Asked()).offers_kernel and not opened_on
 
 
 @pytest.mark.parametrize("failure", [KernelCompileError("NVRTC knows no sm_103a"), KernelDeviceError("wrong sums")])
@@ -268,16 +234,14 @@ def test_a_gpu_that_fails_the_check_still_runs_the_program(
 ) -> None:
     """By the library, and says why; unless the kernel was asked for."""
     loaded, gpu = penstock.read_program(program), torch.device("cuda:0")
-    usual: dict[str, Any] = {"policy": "planned", "host_memory": "registered", "limits": None}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
 
     def fail(device: torch.device) -> Any:
         raise failure
 
-    monkeypatch.setattr(linear_choice, "open_kernel", fail)
-    choice = choose_linear(loaded, gpu, linear="library", mode="auto", **usual)
-    assert not choice.can_split and not choice.offers_kernel
-    assert choice.summary() == [f"no weight is split: {failure}"]
-    for asked in ({"linear": "split", "mode": "auto"}, {"linear": "library", "mode": "split"}):
-        with pytest.raises(DeviceError, match=f'="split" cannot be had on cuda:0: {failure}'):
-            choose_linear(loaded, gpu, **asked, **usual)
+    monkeypatch.setattr(availability, "open_kernel", fail)
+    options = judge(loaded, gpu, Asked())
+    assert not options.can_split and not options.offers_kernel
+    assert options.linear.summary() == [f"no weight is split: {failure}"]
+    with pytest.raises(DeviceError, match=f"does not go with a GPU without the kernel for it: {failure}"):
+        judge(loaded, gpu, Asked(placement="split"))

@@ -90,12 +90,12 @@ def calibrate(session: Session) -> None:
 
 def calibrate_direct(session: Session) -> None:
     module, subject = session.module, session.subject
-    if module.calibration is None or session.options.get("mode") not in ("auto", "direct"):
+    if module.calibration is None or session.options.get("placement") not in ("auto", "in-place"):
         return
     calls = _one_of_each(session)
 
     def body() -> None:
-        with module.calibrate_direct():
+        with module.calibrate(in_place=True):
             subject.run(calls)
 
     subject.run([])
@@ -262,7 +262,7 @@ def two_modules(session: Session) -> None:
     session.say(f"two modules: {kind.name} {options} {calls} beside {own}")
 
     def body() -> Subject:
-        module = penstock.Module(world.paths[kind.name], "1TiB", quiet=True, **options)
+        module = penstock.Module(world.paths[kind.name], "1TiB", **options)
         module.set_budget(module.floor_bytes)
         subject = Subject(module, world.references[kind.name], None)
         subject.run(calls)

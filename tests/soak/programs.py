@@ -31,8 +31,10 @@ class Kind:
     has_state: bool = False
     # For every load of it, the reference's included.
     options: Mapping[str, Any] = field(default_factory=dict)
-    modes: tuple[str, ...] = ("auto", "streamed")
+    placements: tuple[str, ...] = ("auto", "stream")
     capturable: bool = True
+    # Compiled with split_linear=True, whose kernel wants a plan and weights in place.
+    is_split: bool = False
 
 
 # ---- on the CPU
@@ -107,7 +109,7 @@ def _cpu_kinds() -> tuple[Kind, ...]:
             "chain",
             COMPILERS["chain"],
             tuple(("forward", (random_input(rows, CHAIN_WIDTH, seed=rows),)) for rows in (1, 2, 3, 7, 17)),
-            modes=("auto", "streamed", "direct"),
+            placements=("auto", "stream", "in-place"),
         ),
         Kind(
             "gate",
@@ -120,7 +122,7 @@ def _cpu_kinds() -> tuple[Kind, ...]:
             COMPILERS["decoder"],
             (prefill(2), prefill(8), *(_decode(11 * at, at, "cpu") for at in (2, 3, 8))),
             has_state=True,
-            modes=("auto", "streamed", "direct"),
+            placements=("auto", "stream", "in-place"),
         ),
         Kind(
             "routed",
@@ -131,8 +133,8 @@ def _cpu_kinds() -> tuple[Kind, ...]:
             "halves",
             _compile_halves,
             tuple(("forward", (x,)) for x in halves),
-            options={"linear": "split"},
-            modes=("auto", "split"),
+            placements=("auto", "split"),
+            is_split=True,
         ),
     )
 
@@ -185,18 +187,17 @@ def compile_missing(device: str, folder: Path) -> None:
 def load_options(kind: Kind, device: str, draw: Random) -> dict[str, Any]:
     """How to load it this time."""
     options: dict[str, Any] = dict(kind.options)
-    split = kind.options.get("linear") == "split"
+    split = kind.is_split
     match "planned" if split else draw.choices(("planned", "staged", "lru"), (6, 2, 2))[0]:
         case "staged":
-            options["host_memory"] = "staged"
-            options["host_memory_cap"] = STAGING_CAP_BYTES if device == "cpu" else 64 << 20
+            options["host_memory"] = STAGING_CAP_BYTES if device == "cpu" else 64 << 20
         case "lru":
-            options["policy"] = "lru"
+            options["placement"] = "lru"
         case _:
-            options["mode"] = draw.choice(kind.modes)
+            options["placement"] = draw.choice(kind.placements)
             if device == "cuda" and kind.capturable and draw.random() < 0.5:
                 options["cuda_graph"] = True
-    if "policy" not in options and "mode" not in kind.options and draw.random() < 0.15:
+    if options.get("placement") != "lru" and "placement" not in kind.options and draw.random() < 0.15:
         options["calibration"] = "first-runs"
     return options
 

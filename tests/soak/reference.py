@@ -23,7 +23,7 @@ class Reference:
 
     def __init__(self, kind: Kind, path: Path) -> None:
         self.kind = kind
-        self._module = penstock.Module(path, EVERYTHING, quiet=True, **kind.options)
+        self._module = penstock.Module(path, EVERYTHING, **kind.options)
         self._names = [state.name for state in self._module.program.states]
         self._states: list[list[Tensor]] = []
         self._numbers: dict[bytes, int] = {}

@@ -150,7 +150,7 @@ class Session:
         known = self.world.floors
         key = repr((self.kind.name, sorted(self.options.items())))
         if key not in known:
-            with penstock.Module(self.path, EVERYTHING, quiet=True, **self.options) as module:
+            with penstock.Module(self.path, EVERYTHING, **self.options) as module:
                 known[key] = module.floor_bytes, module.full_bytes
         return known[key]
 
@@ -163,9 +163,7 @@ class Session:
             fault = self._fault_of_load()
             loaded: list[penstock.Module] = []
             # Interrupted behind its end, the module is nobody's, and closes itself.
-            outcome = self.do(
-                f"load at {budget}{fault}", lambda: penstock.Module(self.path, budget, quiet=True, **self.options)
-            )
+            outcome = self.do(f"load at {budget}{fault}", lambda: penstock.Module(self.path, budget, **self.options))
             if outcome.finished:
                 loaded.append(outcome.value)
             outcome.value = None

@@ -54,11 +54,11 @@ def test_what_the_example_prints(printed: tuple[Path, str]) -> None:
 
 def test_the_floor_gives_the_embeddings_of_the_model(printed: tuple[Path, str], tokenizer: Any) -> None:
     path = printed[0]
-    with penstock.Module(path, budget="1GiB", quiet=True) as module:
+    with penstock.Module(path, budget="1GiB") as module:
         floor_bytes = module.floor_bytes
         resident = embeddings.encode(module, tokenizer, SENTENCES)
         assert module.stats().bytes_streamed == 0
-    with penstock.Module(path, budget=floor_bytes, quiet=True) as module:
+    with penstock.Module(path, budget=floor_bytes) as module:
         found = embeddings.encode(module, tokenizer, SENTENCES)
         assert module.stats().runs == 2
         assert 0 < module.device_memory()[1] <= floor_bytes < module.weight_bytes

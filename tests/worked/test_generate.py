@@ -22,7 +22,7 @@ PROMPT = [5, 17, 200, 3, 9]
 
 
 def _tokens(path: Path, budget: int | str, **options: Any) -> tuple[list[int], penstock.runtime.session.Stats]:
-    with penstock.Module(path, budget=budget, quiet=True) as module:
+    with penstock.Module(path, budget=budget) as module:
         made = list(generate(module, PROMPT, tokens=16, **options))
         # Once more with the same module: nothing of the last text is left.
         assert list(generate(module, PROMPT, tokens=16, **options)) == made
@@ -33,7 +33,7 @@ def _tokens(path: Path, budget: int | str, **options: Any) -> tuple[list[int], p
     "options", [{"temperature": 0.0}, {"temperature": 0.9, "top_k": 50, "seed": 3}], ids=["likeliest", "sampled"]
 )
 def test_tokens_at_the_floor_are_those_of_everything_resident(decoder: Path, options: dict[str, Any]) -> None:
-    with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
+    with penstock.Module(decoder, budget="1GiB") as module:
         floor_bytes = module.floor_bytes
     found, streaming = _tokens(decoder, floor_bytes, **options)
     wanted, resident = _tokens(decoder, "1GiB", **options)
@@ -56,7 +56,7 @@ def test_a_stop_token_ends_the_text(decoder: Path) -> None:
 
 
 def test_more_than_the_cache_holds_is_refused(decoder: Path) -> None:
-    with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
+    with penstock.Module(decoder, budget="1GiB") as module:
         fits = DECODER.max_len - len(PROMPT) + 1
         assert len(list(generate(module, PROMPT, tokens=fits, temperature=0))) == fits
         with pytest.raises(ValueError, match=f"5 tokens and {fits + 1} more.*the cache has {DECODER.max_len}"):
@@ -100,7 +100,7 @@ def test_the_default_model_without_compiling_it(
     assert set(given["programs"]) == {"prefill", "decode"}
     assert (given["path"], given["device"]) == (out / "model.pt2", "cpu")
     line = capsys.readouterr().out.splitlines()[0]
-    with penstock.Module(decoder, budget="1GiB", quiet=True) as module:
+    with penstock.Module(decoder, budget="1GiB") as module:
         assert [int(n) for n in line.split()] == list(generate(module, [1, 2, 3, 4], tokens=6, temperature=0))
 
 
@@ -161,7 +161,7 @@ def test_a_compiled_decoder_with_a_cache_on_both_sides(
     assert " ".join(map(str, plain_tokens)) in printed
     near, far = 7 * POSITION_BYTES, (SPLIT.max_len - 7) * POSITION_BYTES
     assert f"KV cache: {format_bytes(near)} on the device's side, {format_bytes(far)} on the host's" in printed
-    with penstock.Module(tmp_path / "model.pt2", budget="1GiB", quiet=True) as module:
+    with penstock.Module(tmp_path / "model.pt2", budget="1GiB") as module:
         assert _greedy(module) == plain_tokens
         assert [state.nbytes for state in module.program.states if not state.host] == [near] and near <= cap
         kept = {name: module.read_state(name) for name in ("cache.device_kv_0", "cache.host_kv_0")}

@@ -20,7 +20,7 @@ EVERYTHING = "1024TiB"
 
 
 def _open(
-    policy: str = "planned", *, calibrated: bool = False, cuda_graph: bool = False
+    placement: str = "auto", *, calibrated: bool = False, cuda_graph: bool = False
 ) -> Callable[[Setting], AbstractContextManager[Opened]]:
     @contextmanager
     def opened(setting: Setting) -> Iterator[Opened]:
@@ -31,10 +31,9 @@ def _open(
             return penstock.Module(
                 setting.program_path,
                 budget=budget,
-                policy=policy,
+                placement=placement,
                 device=setting.device,
                 cuda_graph=cuda_graph,
-                quiet=True,
             )
 
         try:

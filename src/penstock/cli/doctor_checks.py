@@ -178,7 +178,7 @@ class Doctor:
             return Line("GPU", "warn", "none", _WITHOUT_GPU)
         found = ", ".join(f"{gpu['name']} ({short_bytes(gpu['bytes'])})" for gpu in self._gpus)
         if not all(gpu["maps"] for gpu in self._gpus):
-            return Line("GPU", "fail", f"{found}: without virtual memory management", 'use policy="lru"')
+            return Line("GPU", "fail", f"{found}: without virtual memory management", 'use placement="lru"')
         if not self._torch_sees_gpu:
             return Line("GPU", "warn", f"{found}; torch does not see it", "install a torch built for CUDA")
         return Line("GPU", "pass", found)
@@ -206,7 +206,7 @@ class Doctor:
                 file.flush()
                 probe_registration(file.name, 0)
         except RegistrationError as error:
-            return Line(name, "warn", str(error), 'use host_memory="staged"')
+            return Line(name, "warn", str(error), 'use host_memory="1GiB"')
         except OSError as error:
             return Line(name, "fail", f"no file can be written to {self._folder}: {error}", "give another --folder")
         return Line(name, "pass", f"a mapped file in {self._folder} can be registered")
@@ -221,7 +221,7 @@ class Doctor:
             return Line("host memory", "fail", str(error), "mount /proc")
         found = f"{short_bytes(limit.available_bytes)} can be held, by {limit.source}"
         if limit.available_bytes < _LEAST_FREE_BYTES:
-            return Line("host memory", "warn", found, 'free memory, raise the limit, or use host_memory="staged"')
+            return Line("host memory", "warn", found, 'free memory, raise the limit, or use host_memory="1GiB"')
         return Line("host memory", "pass", found)
 
     def locked_memory(self) -> Line:
@@ -230,7 +230,7 @@ class Doctor:
             return Line("locked memory", "pass", "RLIMIT_MEMLOCK is unlimited")
         found = f"RLIMIT_MEMLOCK is {short_bytes(soft)}"
         if self._gpus:
-            remedy = 'if loading is refused with RegistrationError: `ulimit -l unlimited`, or host_memory="staged"'
+            remedy = 'if loading is refused with RegistrationError: `ulimit -l unlimited`, or host_memory="1GiB"'
             return Line("locked memory", "warn", found, remedy)
         return Line("locked memory", "pass", f"{found}; without a GPU nothing is locked")
 

@@ -60,7 +60,7 @@ def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
 def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
     floor = report.floor
     splittable = sum(weight.nbytes for weight in report.weights if weight.linear)
-    in_place = f'{floor.streamed_bytes} bytes with mode="streamed", where nothing is read in place in host memory'
+    in_place = f'{floor.streamed_bytes} bytes with placement="stream", where nothing is read in place in host memory'
     built = ", ".join(f"{name} {version}" for name, version in report.built_with.items())
     facts(
         to,

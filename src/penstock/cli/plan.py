@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import console, emit, json_option, line
+from penstock.cli.renamed import renamed_option
 from penstock.cli.units import FiniteRange, budget_option, bytes_option, rate_option, short_rate
 from penstock.printable import printable
 
@@ -44,13 +45,14 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
     "--compute-bandwidth", help="Estimate each step as reading its weights from device memory at this rate: 3.3TB/s."
 )
 @click.option(
-    "--mode",
-    type=click.Choice(["auto", "streamed", "split"]),
+    "--placement",
+    type=click.Choice(["auto", "stream", "split"]),
     default="auto",
     show_default=True,
     help="As penstock.Module has it: auto reads in place, in host memory, what only rows are read of; split reads "
     "there, too, what the budget does not hold of weights that a program exported with --split-linear multiplies by.",
 )
+@renamed_option("--mode")
 @click.option("--method", help="This method alone. Default: one run of each.")
 @click.option("--curve", type=click.Path(path_type=Path), help="Time and throughput against budget: .png or .html.")
 @click.option("--points", type=click.IntRange(min=2, max=500), default=21, show_default=True, help="Of the curve.")
@@ -63,7 +65,7 @@ def plan(
     copy_latency_us: float | None,
     step_times: Path | None,
     compute_bandwidth: float | None,
-    mode: str,
+    placement: str,
     method: str | None,
     curve: Path | None,
     points: int,
@@ -96,10 +98,10 @@ def plan(
     names = [row.name for row in read.methods]
     if method is not None and method not in names:
         raise click.BadParameter(f"there is no method {method!r}, only {', '.join(names)}", param_hint="--method")
-    if mode == "split" and not any(one.linear for row in read.methods for one in row.schedule.accesses):
+    if placement == "split" and not any(one.linear for row in read.methods for one in row.schedule.accesses):
         raise click.BadParameter(
             f"{program} has no weight that can be split; it needs to be exported with --split-linear",
-            param_hint="--mode",
+            param_hint="--placement",
         )
     link, times, source = _times(subject, link_rate, copy_latency_us, step_times, compute_bandwidth)
     if curve is not None:
@@ -109,7 +111,7 @@ def plan(
     predictor = Predictor(
         subject,
         page_bytes=subject.page_bytes if gpu_memory is None else CUDA_PAGE_BYTES,
-        mode=mode,
+        placement=placement,
         link=link,
         step_s=times,
         step_times=source,
@@ -124,7 +126,7 @@ def plan(
     report = PlanReport(
         path=program,
         device=read.device,
-        mode=mode,
+        placement=placement,
         page_bytes=made.page_bytes,
         weight_bytes=read.weight_bytes,
         floor_bytes=floor_bytes,
@@ -144,7 +146,7 @@ def plan(
         curve=() if curve is None else predictor.curve(points),
         notes=(
             *_notes(read, link, source, [name for name in names if name not in times], gpu),
-            *([_SPLIT_AT_LINK_RATE] if mode == "split" and link is not None else []),
+            *([_SPLIT_AT_LINK_RATE] if placement == "split" and link is not None else []),
         ),
     )
     if curve is not None:

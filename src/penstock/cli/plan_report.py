@@ -74,7 +74,7 @@ class CurveRow:
 class PlanReport:
     path: Path
     device: str
-    mode: str
+    placement: str
     page_bytes: int
     weight_bytes: int
     floor_bytes: int
@@ -105,7 +105,7 @@ class Predictor:
         subject: Subject,
         *,
         page_bytes: int,
-        mode: str,
+        placement: str,
         link: Link | None,
         step_s: Mapping[str, Sequence[float]],
         step_times: StepTimes,
@@ -121,7 +121,7 @@ class Predictor:
             name: tuple(step_s.get(name, (0.0,) * len(schedule.steps))) for name, schedule in self._schedules.items()
         }
         self._timed = [name for name in self._schedules if name in step_s]
-        self.planner = subject.planner(mode, page_bytes)
+        self.planner = subject.planner(placement, page_bytes)
 
     @cached_property
     def _calibration(self) -> Calibration | None:

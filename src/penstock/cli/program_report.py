@@ -81,7 +81,7 @@ class FloorRow:
     computed_bytes: int
     # As the planner places it, in pages: the smallest budget that loading accepts here.
     placed_bytes: int
-    # The same with mode="streamed", where nothing is read in place in host memory.
+    # The same with placement="stream", where nothing is read in place in host memory.
     streamed_bytes: int
     page_bytes: int
     # Held all the time, because control flow reads it.
@@ -221,7 +221,7 @@ def _floor(subject: Subject) -> FloorRow:
         recorded_bytes=subject.program.floor_bytes,
         computed_bytes=found.floor_bytes,
         placed_bytes=subject.planner("auto").floor_bytes,
-        streamed_bytes=subject.planner("streamed").floor_bytes,
+        streamed_bytes=subject.planner("stream").floor_bytes,
         page_bytes=subject.page_bytes,
         pinned_bytes=found.resident_bytes,
         method=found.method,

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.output import emit, facts, json_option, only_json_on_stdout
+from penstock.cli.renamed import renamed_option
 from penstock.cli.units import short_bytes, short_rate, short_time
 from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
 from penstock.errors import InputError, PackageError, RuntimeFailure, WeightsFileError
+from penstock.placement_names import PLACEMENTS
 from penstock.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -62,19 +64,20 @@ class RunReport:
 @click.option("--inputs", type=click.Path(path_type=Path), required=True, help=".pt, .npz or .safetensors.")
 @click.option("--method", help="Default: forward, or the only one.")
 @click.option(
-    "--mode",
-    type=click.Choice(["auto", "streamed", "direct", "split"]),
+    "--placement",
+    type=click.Choice(PLACEMENTS),
     default="auto",
     show_default=True,
     help="How weights that do not fit are reached, as penstock.Module has it.",
 )
 @click.option(
-    "--linear",
-    type=click.Choice(["library", "split"]),
-    default="library",
+    "--host-memory",
+    default="registered",
     show_default=True,
-    help="Who multiplies, where a program was compiled with --split-linear; split: the same bits at every budget.",
+    help="registered: all weights stay in main memory; or a cap like 1GiB on the buffers that they pass through.",
 )
+@renamed_option("--mode")
+@renamed_option("--linear")
 @click.option("--repeat", type=click.IntRange(1, 10**9), default=1, show_default=True, help="Runs, back to back.")
 @click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a trace of all runs for Perfetto.")
@@ -88,8 +91,8 @@ def run(
     budget: str | None,
     inputs: Path,
     method: str | None,
-    mode: str,
-    linear: str,
+    placement: str,
+    host_memory: str,
     repeat: int,
     weights: Path | None,
     trace: Path | None,
@@ -113,11 +116,7 @@ def run(
             raise click.BadParameter(f"{path} must end in {', '.join(SUFFIXES)}", param_hint=name)
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
-    if program.suffix == ".pte" and linear == "split":
-        raise click.BadParameter("a .pte has no linears of ours; give a .pt2", param_hint="--linear")
-    # Only what was asked for: a .pte's module knows fewer options.
-    usual = {"mode": "auto", "linear": "library"}
-    options = {name: value for name, value in (("mode", mode), ("linear", linear)) if value != usual[name]}
+    options = {"placement": placement, "host_memory": host_memory}
     if trace is not None and write_step_times is not None:
         raise click.UsageError("--trace and --write-step-times record the same runs in different ways; give one")
     refuse_unwritable(trace, write_step_times, out)
@@ -202,7 +201,7 @@ def _loaded(path: Path, budget: str | None, weights: Path | None, options: dict[
     if weights is not None:
         open_regular(weights, WeightsFileError).close()
     with recorded_in(path):
-        return penstock.Module(path, budget, weights=weights, quiet=True, **options)
+        return penstock.Module(path, budget, weights=weights, **options)
 
 
 def _arguments(held: Any, signature: Signature | None, inputs: Path, device: torch.device) -> Arguments:

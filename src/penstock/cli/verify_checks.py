@@ -139,20 +139,20 @@ class Verifier:
         if computed != self._program.floor_bytes:
             raise PackageError(f"the program records a floor of {self._program.floor_bytes} bytes; it is {computed}")
         told: list[str] = []
-        for mode in self._modes:
-            planner = subject.planner(mode)
+        for placement in self._placements:
+            planner = subject.planner(placement)
             placed = planner.floor_bytes
             check_plan(planner.plan(placed), subject.schedules, subject.weights, budget_bytes=placed)
-            told.append(f"{placed} ({mode})")
+            told.append(f"{placed} ({placement})")
         return (
             f"{computed} bytes as recorded; in pages of {subject.page_bytes}: {', '.join(told)}, each with a safe plan"
         )
 
     @property
-    def _modes(self) -> tuple[str, ...]:
-        """With mode="auto" what is gathered from is read in place, so copying it is tried as well."""
+    def _placements(self) -> tuple[str, ...]:
+        """With placement="auto" what is gathered from is read in place, so copying it is tried as well."""
         accesses = (access for method in self._program.methods for access in method.schedule.accesses)
-        return ("auto", "streamed") if any(access.gathered for access in accesses) else ("auto",)
+        return ("auto", "stream") if any(access.gathered for access in accesses) else ("auto",)
 
     # -------------------------------------------------------------------------------------------------------- running
 
@@ -189,7 +189,7 @@ class Verifier:
     def _resident(self) -> list[tuple[str, torch.Tensor]]:
         import penstock
 
-        with penstock.Module(self._path, _EVERYTHING, weights=self._weights_path, quiet=True) as module:
+        with penstock.Module(self._path, _EVERYTHING, weights=self._weights_path) as module:
             return self._play(module.run_method, module.device)
 
     def _lifetimes(self) -> str:
@@ -205,28 +205,28 @@ class Verifier:
 
     def _poisoned_run(self) -> str:
         """At the floor, with device bytes overwritten as soon as their last reader is done."""
-        told = [self._poisoned(mode) for mode in self._modes]
+        told = [self._poisoned(placement) for placement in self._placements]
         return f"{len(self._resident)} outputs bit-identical to all resident: {'; '.join(told)}"
 
-    def _poisoned(self, mode: str) -> str:
+    def _poisoned(self, placement: str) -> str:
         import penstock
 
-        wanted, floor = self._resident, self._floor_here(mode)
+        wanted, floor = self._resident, self._floor_here(placement)
         with (
             _poison(),
-            penstock.Module(self._path, floor, weights=self._weights_path, mode=mode, quiet=True) as module,
+            penstock.Module(self._path, floor, weights=self._weights_path, placement=placement) as module,
         ):
             _compare(wanted, self._play(module.run_method, module.device))
             peak, streamed = module.device_memory()[1], module.last_run.bytes_streamed
-        return f"{mode} within {peak} bytes, {streamed} streamed in the last run"
+        return f"{placement} within {peak} bytes, {streamed} streamed in the last run"
 
-    def _floor_here(self, mode: str) -> int:
+    def _floor_here(self, placement: str) -> int:
         """On this device: what the refusal of no budget at all names."""
         import penstock
         from penstock.errors import BelowFloorError
 
         try:
-            penstock.Module(self._path, 0, weights=self._weights_path, mode=mode, quiet=True).close()
+            penstock.Module(self._path, 0, weights=self._weights_path, placement=placement).close()
         except BelowFloorError as refusal:
             return refusal.floor_bytes
         return 0

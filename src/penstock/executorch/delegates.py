@@ -10,33 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import PenstockError
 from penstock.program import Method, Program
 from penstock.runtime.module import Module
 from penstock.runtime.operation_lock import OperationLock
 from penstock.runtime.weights_source import read_weights_index
 from penstock.temporary import TemporaryFolder
 
-_REASONS = {
-    "cuda_graph": "a graph replays a run on the memory it was captured with, and ExecuTorch gives a delegate other "
-    "memory in each call",
-}
-
-
-def refuse_options(path: Path, options: dict[str, Any]) -> None:
-    """What a .pt2 has and a .pte cannot have, by name and with the reason."""
-    for name, reason in _REASONS.items():
-        if options.get(name):
-            raise PenstockError(f"{path}: a .pte is loaded by ExecuTorch, and has no {name}: {reason}")
-    if options.get("calibration") == "first-runs":
-        raise PenstockError(
-            f'{path}: a .pte is loaded by ExecuTorch, and has no calibration="first-runs": it is ExecuTorch that runs '
-            "the delegates, so nobody counts their first runs; use calibrate()"
-        )
-
 
 class Delegates(Module):
     """Some or all delegates of one program, in one session. Not called itself: run_method is ExecuTorch's business."""
+
+    _is_delegate = True
 
     def __init__(
         self,
@@ -48,9 +32,9 @@ class Delegates(Module):
         budget: int | str | None,
         *,
         weights: Path,
-        quiet: bool,
         **options: Any,
     ) -> None:
+        self._shown = shown
         self._names = tuple(names)
         index = read_weights_index(weights)
         self._identity = index.identity
@@ -61,9 +45,8 @@ class Delegates(Module):
         with TemporaryFolder("executorch") as folder:
             package = folder / "delegates.pt2"
             package.write_bytes(code)
-            super().__init__(package, budget, weights=weights, quiet=True, **options)
+            super().__init__(package, budget, weights=weights, **options)
         self.path = shown
-        self._quiet = quiet
         # One for all delegates of a loaded program, held while one of its methods runs.
         self._lock = lock
 
@@ -91,6 +74,10 @@ class Delegates(Module):
             for access in method.schedule.accesses
         )
         return replace(method, schedule=replace(method.schedule, accesses=accesses))
+
+    def _say(self) -> None:
+        if self.path == self._shown:  # else it is being loaded, and says so as a part of its program
+            super()._say()
 
     @property
     def session_handle(self) -> int:

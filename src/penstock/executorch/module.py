@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from penstock.errors import (
     PackageError,
 )
 from penstock.executorch.data_files import data_files
-from penstock.executorch.delegates import Delegates, refuse_options
+from penstock.executorch.delegates import Delegates
 from penstock.executorch.entrance import Entrance
 from penstock.executorch.file_seal import check_seal
 from penstock.executorch.native import NativeModule
@@ -32,17 +32,20 @@ from penstock.executorch.state import StateMemory
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Method, Program
+from penstock.renamed import OPTIONS, refuse_attribute, refuse_options
 from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.session import LinkSample, Stats
 from penstock.runtime.trace import Trace
 
+LOGGER = logging.getLogger("penstock")
+
 
 class Module:
     """Loads `path` (a .pte with delegates of ours) and its data files, and runs it within a budget of device bytes.
 
-    The surface of penstock.Module for a .pt2, and its options: `device`, `policy`, `host_memory`, `host_memory_cap`,
-    `calibration`, `verify`, `progress` and what else there is. What a .pte cannot have is refused by name.
+    The surface of penstock.Module for a .pt2, and its options: `device`, `placement`, `host_memory`, `calibration`,
+    `verify` and what else there is. What a .pte cannot have is refused by name.
 
     weights           one .ptd or several; the one beside the program by default
     delegate_budgets  delegates that are to have a budget and a session of their own, by name; the others share `budget`
@@ -58,7 +61,6 @@ class Module:
         weight_offload_budget_mb: int | None = None,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         delegate_budgets: Mapping[str, int | str] | None = None,
-        quiet: bool = False,
         **options: Any,
     ) -> None:
         self._open = False
@@ -67,9 +69,8 @@ class Module:
         self.path = Path(path)
         try:
             with HeldInterrupts():
-                self._load(budget, weight_offload_budget_mb, weights, delegate_budgets, quiet, options)
-            if not quiet:
-                print(self.summary, file=sys.stderr)
+                self._load(budget, weight_offload_budget_mb, weights, delegate_budgets, options)
+            LOGGER.info("%s", self.summary)
         except BaseException:
             # Also by an interrupt that waited until everything was loaded: nobody gets this module.
             self.close()
@@ -81,18 +82,19 @@ class Module:
         weight_offload_budget_mb: int | None,
         weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
         delegate_budgets: Mapping[str, int | str] | None,
-        quiet: bool,
         options: dict[str, Any],
     ) -> None:
         check_seal(self.path)
-        refuse_options(self.path, options)
+        for name in options:
+            if name in OPTIONS:
+                refuse_options("Module", {name: options[name]})
         if weight_offload_budget_mb is not None:
             options["weight_offload_budget_mb"] = weight_offload_budget_mb
         files = data_files(self.path, weights)
         self._native = NativeModule(str(self.path), [str(index.path) for index in files], None, uuid.uuid4().hex)
         self._sessions = Sessions(self.path, self._native, self._lock)
         try:
-            self._sessions.make(files, budget, dict(delegate_budgets or {}), {**options, "quiet": quiet})
+            self._sessions.make(files, budget, dict(delegate_budgets or {}), options)
             self._load_methods()
         except BaseException:
             self._native.close()
@@ -196,11 +198,11 @@ class Module:
 
     @property
     def plan(self) -> Plan | None:
-        """None under policy="lru", which decides while running."""
+        """None under placement="lru", which decides while running."""
         return self._sharing.plan
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
-        """What would be planned for another budget; nothing changes. None under policy="lru"."""
+        """What would be planned for another budget; nothing changes. None under placement="lru"."""
         return self._sharing.plan_at(budget_bytes)
 
     @property
@@ -240,15 +242,12 @@ class Module:
         self._sharing.set_budget(budget)
 
     @contextmanager
-    def calibrate(self) -> Iterator[None]:
-        """Measures the runs inside it, then plans again for the times that their steps and copies took."""
-        with self._sharing.calibrate():
-            yield
+    def calibrate(self, *, in_place: bool = False) -> Iterator[None]:
+        """Measures the runs inside it, then plans again for the times that their steps and copies took.
 
-    @contextmanager
-    def calibrate_direct(self) -> Iterator[None]:
-        """After calibrate(): measures the runs inside it with every weight read in place, then plans by both."""
-        with self._sharing.calibrate_direct():
+        in_place  after calibrate(): reads every weight in place meanwhile, then plans by both
+        """
+        with self._sharing.calibrate(in_place=in_place):
             yield
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
@@ -300,6 +299,9 @@ class Module:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(self, name)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """copy, deepcopy and pickle come here."""

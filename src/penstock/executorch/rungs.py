@@ -9,7 +9,7 @@ from typing import Any
 from penstock.errors import UnsupportedProgramError
 from penstock.executorch.payload import WEIGHT_SHIFT, Rung
 from penstock.plan.check import check_plan
-from penstock.plan.modes import ModePlanner
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
@@ -63,11 +63,11 @@ def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, pa
     everything = tuple(range(len(schedules)))
     groups = [everything, *((number,) for number in everything if len(everything) > 1)]
 
-    def ladder(methods: tuple[int, ...], mode: str) -> Ladder:
+    def ladder(methods: tuple[int, ...], placement: str) -> Ladder:
         chosen = [schedules[number] for number in methods]
         read = {access.weight for schedule in chosen for access in schedule.accesses}
         named = {weight.name: weight for weight in weights if weight.name in read}
-        planner = ModePlanner(chosen, named, page_bytes=page_bytes, mode=mode)
+        planner = PlacementPlanner(chosen, named, page_bytes=page_bytes, placement=placement)
         between = BETWEEN if methods == everything else BETWEEN_ALONE
 
         def rung(budget_bytes: int) -> tuple[Plan, Rung]:
@@ -80,12 +80,12 @@ def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, pa
 
     places = {weight.name: number << WEIGHT_SHIFT for number, weight in enumerate(weights)}
     ladders = [ladder(methods, "auto") for methods in groups]
-    return ladders + [ladder(found.methods, "streamed") for found in ladders if found.reads_in_place]
+    return ladders + [ladder(found.methods, "stream") for found in ladders if found.reads_in_place]
 
 
 def _ladder(
     methods: tuple[int, ...],
-    planner: ModePlanner,
+    planner: PlacementPlanner,
     rung_at: Callable[[int], tuple[Plan, Rung]],
     page_bytes: int,
     between: int,

@@ -11,6 +11,7 @@ from penstock.executorch.data_files import weights_file
 from penstock.executorch.delegates import Delegates
 from penstock.executorch.native import NativeModule, Payload
 from penstock.runtime.operation_lock import OperationLock
+from penstock.runtime.options import REGISTERED
 from penstock.runtime.session import Stats
 from penstock.weights import WeightsIndex
 
@@ -33,7 +34,7 @@ class Sessions:
         """`options` are those of penstock.Module. If it raises, some sessions may be there: close() all the same."""
         given = budget if budget is not None else options.get("weight_offload_budget_mb")
         self._payload = self._only_payload(given)
-        self._is_staged = options.get("host_memory") == "staged"
+        self._is_capped = options.get("host_memory", REGISTERED) != REGISTERED
         options = {**options, "weights": weights_file(files, self._payload.weight_names)}
         names = self._payload.delegates
         unknown = sorted(own_budgets.keys() - set(names))
@@ -92,7 +93,7 @@ class Sessions:
     def host_bytes(self) -> int:
         each = [delegates.host_bytes for delegates in self.all]
         # A file that is held in memory is there once, however many sessions there are.
-        return sum(each) if self._is_staged else max(each)
+        return sum(each) if self._is_capped else max(each)
 
     def stats(self) -> Stats:
         rows = [vars(delegates.stats()) for delegates in self.all]

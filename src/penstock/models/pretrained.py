@@ -71,8 +71,8 @@ def from_pretrained(
     trust_remote_code  run Python code that comes with the checkpoint
     prefill_tokens     the longest piece of a prompt that is run at once
     inductor_configs   options of torch._inductor.config for compiling
-    quiet              print nothing to standard error
-    options            those of penstock.Module: policy, mode, calibration, cuda_graph, host_memory, ...
+    quiet              print nothing to standard error, where a first start says for minutes what it compiles
+    options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
     say = _silent if quiet else _to_standard_error
     checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
@@ -125,9 +125,10 @@ def from_pretrained(
 
     _read_generation_config(model, checkpoint)
     try:
-        module = Module(program_path, budget, weights=weights_path, device=device, quiet=quiet, **options)
+        module = Module(program_path, budget, weights=weights_path, device=device, **options)
     except BelowFloorError as error:
         raise _below_floor(error, program.state_bytes) from error
+    say(f"penstock: {module.summary}")
     engine = Engine(
         module,
         methods,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # "head+tail": a resident head and a streamed tail. "in place": kernels read it where it lies in host memory. "split":
-# they read a resident head and, in host memory, what follows it. "on demand": under policy="lru" nothing is decided
+# they read a resident head and, in host memory, what follows it. "on demand": under placement="lru" nothing is decided
 # before a run.
 PlacementKind = Literal["resident", "head+tail", "streamed", "in place", "split", "on demand"]
 
@@ -25,7 +25,7 @@ class Summary:
     floor_bytes: int
     budget_bytes: int
     peak_bytes: int
-    # None under policy="lru", which has no plan.
+    # None under placement="lru", which has no plan.
     resident_bytes: int | None
     ring_bytes: int | None
     run_s: float

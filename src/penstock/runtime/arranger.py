@@ -83,7 +83,7 @@ class Arranger:
 
     def start_calibration(self) -> Recording:
         if self.plan is None:
-            raise PenstockError('calibrate() is for a plan, and policy="lru" makes none')
+            raise PenstockError('calibrate() is for a plan, and placement="lru" makes none')
         self._end_recording("another calibrate()")
         return self.recorder.start("calibrate()")
 
@@ -121,14 +121,14 @@ class Arranger:
     def start_direct_calibration(self) -> Recording:
         policy = self._policy
         if self.calibration is None or not isinstance(policy, PlannedPolicy):
-            raise PenstockError("calibrate_direct() compares with what calibrate() measures: use that first")
-        self._end_recording("calibrate_direct()")
+            raise PenstockError("calibrate(in_place=True) compares with what calibrate() measures: use that first")
+        self._end_recording("calibrate(in_place=True)")
         arrangement = policy.arrange_in_place()
         before = self.arrangement
         self._install(arrangement)
         self._before_direct = before
         try:
-            return self.recorder.start("calibrate_direct()")
+            return self.recorder.start("calibrate(in_place=True)")
         except PenstockError:
             self._leave_direct()
             raise

@@ -49,18 +49,12 @@ def step_times(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan)
     }
 
 
-def check_calibration(
-    calibration: Calibration | str | None, schedules: Sequence[Schedule], policy: str
-) -> Calibration | None:
+def check_calibration(calibration: Calibration | str | None, schedules: Sequence[Schedule]) -> Calibration | None:
     """What the first plan is made from; with "first-runs" nothing is known yet.
 
     A calibration that was measured on another program would plan for steps that are not there.
     """
-    if calibration is None:
-        return None
-    if policy != "planned":
-        raise PenstockError(f"a calibration is for a plan, and policy={policy!r} makes none")
-    if calibration == "first-runs":
+    if calibration is None or calibration == "first-runs":
         return None
     if not isinstance(calibration, Calibration):
         raise PenstockError(f'calibration is {calibration!r:.80}; it must be a Calibration, "first-runs" or None')
@@ -81,12 +75,12 @@ def check_direct_times(calibration: Calibration, schedules: Sequence[Schedule]) 
     """A method that was not timed would be planned for all the same, and might take many times as long."""
     if not calibration.direct_step_s:
         return
-    for times, how in ((calibration.step_s, "calibrate()"), (calibration.direct_step_s, "calibrate_direct()")):
+    for times, how in ((calibration.step_s, "calibrate()"), (calibration.direct_step_s, "calibrate(in_place=True)")):
         missing = [schedule.method for schedule in schedules if schedule.method not in times]
         if missing:
             raise PenstockError(
                 f"reads in place change the plan of every method, and {how} did not time {', '.join(missing)}: run "
-                "every method inside both calibrate() and calibrate_direct()"
+                "every method inside both calibrate() and calibrate(in_place=True)"
             )
 
 

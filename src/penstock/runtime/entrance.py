@@ -65,7 +65,7 @@ class Entrance:
         self._shortages = shortages
         try:
             self.compiled = CompiledMethod(path, method.name, -1 if device.index is None else device.index)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise PackageError(
                 f"{path}: the compiled code of method {method.name!r} cannot be loaded: {error}"
             ) from error

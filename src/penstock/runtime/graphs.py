@@ -9,28 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import CaptureError
 from penstock.runtime.captured_pass import CapturedPass, Shapes
 from penstock.runtime.session import Session
 
 # Each holds its inputs and outputs: a decoder's growing context must not fill the memory.
 REMEMBERED_PASSES = 64
-
-
-def check_capturable(device: torch.device, policy: str, host_memory: str) -> None:
-    """What can be said before anything runs; whether the compiled code can be captured shows at its first call."""
-    if device.type != "cuda":
-        raise CaptureError(f"cuda_graph=True needs a CUDA device, and this module is on {device}: leave it out")
-    if policy != "planned":
-        raise CaptureError(
-            f'cuda_graph=True needs policy="planned": under policy={policy!r} it is decided while running which weight '
-            "goes where, and a graph would not decide again"
-        )
-    if host_memory != "registered":
-        raise CaptureError(
-            f'cuda_graph=True needs host_memory="registered": with host_memory={host_memory!r} the host fills buffers '
-            "while it runs, and a graph runs without it"
-        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import ctypes
 import functools
 import os
 import resource
-import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def check_host_memory(needed_bytes: int, purpose: str, root: Path = Path("/")) -
     if needed_bytes > limit.available_bytes:
         raise HostMemoryError(
             f"{needed_bytes} bytes of host memory are needed for {purpose}, and {limit.available_bytes} are available "
-            f'by {limit.source}; use host_memory="staged" with a cap of at most {limit.available_bytes} bytes, '
+            f"by {limit.source}; give host_memory= a cap of at most {limit.available_bytes} bytes, "
             "or raise the limit"
         )
 
@@ -124,12 +123,10 @@ def chunk_ends(
     return tuple(ends)
 
 
-def prefault_with_progress(
-    path: str | os.PathLike[str], *, show: bool | None = None, threads: int | None = None
-) -> int:
+def prefault_with_progress(path: str | os.PathLike[str], *, threads: int | None = None) -> int:
     """Bring a whole file into the page cache; the bytes that were touched.
 
-    A bar is shown when asked for, or when nothing is said and stderr is a terminal.
+    A bar is shown where standard error is a terminal, unless tqdm's own TQDM_DISABLE says otherwise.
     """
     from tqdm import tqdm
 
@@ -140,14 +137,13 @@ def prefault_with_progress(
     try:
         total: int = core.penstock_host_file_bytes(file)
         touched = 0
-        visible = sys.stderr.isatty() if show is None else show
         with tqdm(
             total=total,
             unit="B",
             unit_scale=True,
             unit_divisor=1024,
             desc=f"reading {Path(path).name}",
-            disable=not visible,
+            disable=None,
         ) as bar:
             for offset in range(0, total, _PREFAULT_SLICE_BYTES):
                 done = ctypes.c_int64()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +31,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
+from penstock.renamed import refuse_attribute, refuse_options
 from penstock.runtime.arranger import Arranger
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
@@ -39,17 +40,19 @@ from penstock.runtime.compatibility import check_build, check_weights, read_offl
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
-from penstock.runtime.graphs import Graphs, check_capturable
+from penstock.runtime.graphs import Graphs
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
-from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.operation_lock import Busy, Operation, OperationLock
-from penstock.runtime.policy import POLICIES, Policy, planning_mode
+from penstock.runtime.options import REGISTERED, Asked, judge
+from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import prepare_source, read_weights_index, stored_bytes
 from penstock.weights import verify_checksums
+
+LOGGER = logging.getLogger("penstock")
 
 POISON_VARIABLE = "PENSTOCK_POISON"
 
@@ -62,6 +65,9 @@ class Module:
     penstock.Module is this, and takes a .pte too.
     """
 
+    # Whether ExecuTorch runs the methods: see penstock.executorch.delegates.
+    _is_delegate = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -69,19 +75,15 @@ class Module:
         *,
         weight_offload_budget_mb: int | None = None,
         weights: str | os.PathLike[str] | None = None,
-        policy: str = "planned",
-        mode: str = "auto",
-        linear: str = "library",
-        split_limits: Limits | Literal["measured"] | None = None,
+        placement: str = "auto",
         device: str | torch.device | None = None,
-        host_memory: str = "registered",
-        host_memory_cap: int | str | None = None,
+        host_memory: int | str = REGISTERED,
         calibration: Calibration | Literal["first-runs"] | None = None,
         cuda_graph: bool = False,
+        split_limits: Limits | Literal["measured"] | None = None,
         check_indices: bool = False,
         verify: bool = False,
-        progress: bool | None = None,
-        quiet: bool = False,
+        **before: NoReturn,
     ) -> None:
         self._open = False
         self._lock = OperationLock()
@@ -89,27 +91,11 @@ class Module:
         self._traces: list[Trace] = []
         self._entrances: dict[str, Entrance] = {}
         self.path = Path(path)
-        self._quiet = quiet
-        self._cuda_graph = cuda_graph
+        asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits)
         try:
+            refuse_options("Module", before)
             with HeldInterrupts():
-                self._load(
-                    budget,
-                    weight_offload_budget_mb,
-                    weights,
-                    policy,
-                    mode,
-                    linear,
-                    split_limits,
-                    device,
-                    host_memory,
-                    host_memory_cap,
-                    calibration,
-                    cuda_graph,
-                    verify,
-                    progress,
-                    check_indices,
-                )
+                self._load(budget, weight_offload_budget_mb, weights, device, asked, check_indices, verify)
             self._say()
         except BaseException:
             # Also by an interrupt that waited until everything was loaded: nobody gets this module.
@@ -122,39 +108,18 @@ class Module:
         budget: int | str | None,
         weight_offload_budget_mb: int | None,
         weights: str | os.PathLike[str] | None,
-        policy: str,
-        mode: str,
-        linear: str,
-        split_limits: Limits | Literal["measured"] | None,
         device: str | torch.device | None,
-        host_memory: str,
-        host_memory_cap: int | str | None,
-        calibration: Calibration | Literal["first-runs"] | None,
-        cuda_graph: bool,
-        verify: bool,
-        progress: bool | None,
+        asked: Asked,
         check_indices: bool,
+        verify: bool,
     ) -> None:
         """Between its parts, where it can be given up, an interrupt is delivered: everything is then given back."""
-        if policy not in POLICIES:
-            raise PenstockError(f"policy is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}")
         poison = _poison_asked()
         given = budget if budget is not None else weight_offload_budget_mb
         self.program: Program = read_offloaded(self.path, budget=given)
         self.device = resolve_device(self.program, device)
         check_build(self.program, self.device)
-        if cuda_graph:
-            check_capturable(self.device, policy, host_memory)
-        planned_as = planning_mode(mode, policy, host_memory)
-        self._linear = choose_linear(
-            self.program,
-            self.device,
-            linear=linear,
-            mode=mode,
-            policy=policy,
-            host_memory=host_memory,
-            limits=split_limits,
-        )
+        self._options = options = judge(self.program, self.device, asked, is_delegate=self._is_delegate)
         index = read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
         self._entries = check_weights(self.program, index)
         if verify:
@@ -168,22 +133,20 @@ class Module:
             )
             stack.callback(driver.close)
             offsets = {weight.name: self._entries[weight.name].offset_bytes for weight in self.program.weights}
-            self._policy: Policy = POLICIES[policy](
-                self.program, driver, offsets, planned_as, can_split=self._linear.can_split
+            self._policy: Policy = (LruPolicy if options.is_lru else PlannedPolicy)(
+                self.program, driver, offsets, options.planned_as, can_split=options.can_split
             )
             self._driver = driver
-            with self._policy.naming_lower_modes():
-                self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             schedules = [method.schedule for method in self.program.methods]
-            known = check_calibration(calibration, schedules, policy)
+            known = self._given_times = check_calibration(asked.calibration, schedules)
+            with self._policy.naming_lower_placements():
+                self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             arrangement = self._policy.arrange(self._choice.budget_bytes, known)
             prepared = prepare_source(
                 index,
                 self.device,
-                host_memory=self._policy.host_memory(host_memory),
-                cap=host_memory_cap,
+                cap_bytes=options.host_memory_cap_bytes,
                 extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self.program.host_state_bytes,
-                progress=progress,
             )
             if prepared.pinned is not None:
                 stack.callback(prepared.pinned.release)
@@ -191,24 +154,23 @@ class Module:
             self.host_bytes = prepared.host_bytes
             if core().penstock_load_torch():
                 raise last_exception()
-            limits = measure_limits(self.device) if split_limits == "measured" else split_limits
-            self._split_limits = limits if split_limits == "measured" else None
-            recipes = Recipes(self.device, limits) if self._linear.offers_kernel else None
+            limits = measure_limits(self.device) if asked.split_limits == "measured" else asked.split_limits
+            self._measured_limits = limits if asked.split_limits == "measured" else None
+            recipes = Recipes(self.device, limits) if options.offers_kernel else None
             if recipes is not None:
                 stack.callback(recipes.close)
             self._session = Session(
                 driver,
                 Path(index.path),
                 prepared.source,
-                lru=self._policy.is_lru,
+                lru=options.is_lru,
                 device_index=self.device.index or 0,
                 poison=poison,
             )
             stack.callback(self._session.close)
-            if recipes is not None or self._linear.always_kernel:
-                prepare = None if recipes is None else recipes.prepare
-                self._session.offer_linear(prepare, always_kernel=self._linear.always_kernel)
-            self._graphs = Graphs(self.device) if cuda_graph else None
+            if options.linear.uses_kernel:
+                self._session.offer_linear(None if recipes is None else recipes.prepare)
+            self._graphs = Graphs(self.device) if asked.cuda_graph else None
             # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
             closing = weakref.WeakMethod(self._close)
             self._arranger = Arranger(self._policy, self._session, schedules, self._graphs, closing)
@@ -224,7 +186,7 @@ class Module:
             }
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
             deliver_interrupt()
-            if calibration == "first-runs":
+            if asked.calibration == "first-runs":
                 self._arranger.record_first_runs()
             self._cleanup = stack.pop_all()
             self._open = True
@@ -278,8 +240,12 @@ class Module:
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest budget this module can run with, here and with this policy."""
-        return self._policy.floor_bytes
+        """The smallest budget this module can run with, here and with this placement."""
+        return self._policy.floor_for(self._times)
+
+    @property
+    def _times(self) -> Calibration | None:
+        return self._arranger.calibration if "_arranger" in vars(self) else self._given_times
 
     @property
     def full_bytes(self) -> int:
@@ -293,11 +259,11 @@ class Module:
 
     @property
     def plan(self) -> Plan | None:
-        """None under policy="lru", which decides while running."""
+        """None under placement="lru", which decides while running."""
         return self._arranger.plan
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
-        """What would be planned for another budget; nothing changes. None under policy="lru"."""
+        """What would be planned for another budget; nothing changes. None under placement="lru"."""
         return self._arranger.plan_at(budget_bytes)
 
     @property
@@ -335,11 +301,11 @@ class Module:
         """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
         installed the old one is, and the error is raised."""
         with self._operation():
-            with self._policy.naming_lower_modes():
+            with self._policy.naming_lower_placements():
                 choice = choose_new_budget(
                     budget,
                     automatic=self._automatic_budget,
-                    floor_bytes=self._policy.floor_bytes,
+                    floor_bytes=self._policy.floor_for(self._times),
                     full_bytes=self._policy.full_bytes,
                 )
             self._arranger.change_budget(choice.budget_bytes)
@@ -352,22 +318,21 @@ class Module:
         return self._arranger.calibration
 
     @contextmanager
-    def calibrate(self) -> Iterator[None]:
+    def calibrate(self, *, in_place: bool = False) -> Iterator[None]:
         """Measures the runs inside it, then plans again for the times that their steps and copies took.
 
         A newer calibrate(), trace() or set_budget() ends it; leaving it then raises, and nothing is planned from it.
-        """
-        with self._recorded(self._arranger.start_calibration, self._arranger.plan_by):
-            yield
-        self._say()
 
-    @contextmanager
-    def calibrate_direct(self) -> Iterator[None]:
-        """Measures the runs inside it with every weight read in place, then plans again by both measurements.
-
-        For few rows, where a product reads each weight once. Comes after calibrate() with the same calls.
+        in_place  reads every weight in place meanwhile, and then plans by both measurements. For few rows, where a
+                  product reads each weight once. Comes after calibrate() with the same calls.
         """
-        with self._recorded(self._arranger.start_direct_calibration, self._arranger.plan_by_direct):
+        arranger = self._arranger
+        start, plan = (
+            (arranger.start_direct_calibration, arranger.plan_by_direct)
+            if in_place
+            else (arranger.start_calibration, arranger.plan_by)
+        )
+        with self._recorded(start, plan):
             yield
         self._say()
 
@@ -392,9 +357,8 @@ class Module:
             if not self._arranger.has_first_runs:
                 return  # another thread was first
             outcome = self._arranger.plan_by_first_runs(self.budget_bytes)
-        if not self._quiet:
-            print(f"penstock: {self.path.name}: {outcome}", file=sys.stderr)
-            self._say()
+        LOGGER.info("%s: %s", self.path.name, outcome)
+        self._say()
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of the present value."""
@@ -469,7 +433,7 @@ class Module:
             trace.close(self)
         except (OSError, PenstockError) as error:
             # close() must give everything back whatever the disk says; so this is told, not raised.
-            print(f"penstock: the trace {trace.path} could not be written: {error}", file=sys.stderr)
+            LOGGER.error("the trace %s could not be written: %s", trace.path, error)
 
     def _close(self) -> None:
         if self._open:
@@ -502,6 +466,9 @@ class Module:
             f"a loaded module cannot be copied or pickled: {self.path} holds device memory, a weights file and "
             "compiled code; load it once more, or, in another process, there"
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(self, name)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
@@ -536,7 +503,7 @@ class Module:
             weight_offload_budget_mb=mb,
             baked_bytes=baked_bytes,
             automatic=self._automatic_budget,
-            floor_bytes=self._policy.floor_bytes,
+            floor_bytes=self._policy.floor_for(self._times),
             full_bytes=self._policy.full_bytes,
         )
 
@@ -546,9 +513,9 @@ class Module:
             self.device,
             self._driver.memory,
             held_bytes=self._session.memory()[0] if self._open else None,
-            cuda_graph=self._cuda_graph,
+            cuda_graph=self._options.asked.cuda_graph,
         )
-        return automatic_budget(terms, self._policy.floor_bytes)
+        return automatic_budget(terms, self._policy.floor_for(self._times))
 
     @property
     def summary(self) -> str:
@@ -557,18 +524,18 @@ class Module:
             f"floor {format_bytes(self.floor_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
             *self._arranger.arrangement.summary(),
-            *self._linear.summary(),
-            *([f"measured for split weights: {self._split_limits}"] if self._split_limits is not None else []),
+            *self._options.linear.summary(),
+            *([f"measured for split weights: {self._measured_limits}"] if self._measured_limits is not None else []),
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
-            *(["replayed as CUDA graphs"] if self._cuda_graph else []),
+            *(["replayed as CUDA graphs"] if self._options.asked.cuda_graph else []),
             link_text(self.link),
         ]
-        return f"penstock: {self.path.name} on {self.device}: {', '.join(parts)}"
+        return f"{self.path.name} on {self.device}: {', '.join(parts)}"
 
     def _say(self) -> None:
-        if not self._quiet:
-            lines = [self.summary, *([self._choice.clamp_sentence] if self._choice.clamp_sentence else [])]
-            print("\n".join(lines), file=sys.stderr)
+        LOGGER.info("%s", self.summary)
+        if self._choice.clamp_sentence:
+            LOGGER.info("%s", self._choice.clamp_sentence)
 
 
 def _poison_asked() -> bool:

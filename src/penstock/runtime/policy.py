@@ -5,16 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.budget import format_bytes
-from penstock.errors import BelowFloorError, HostMemoryError, PenstockError
+from penstock.errors import BelowFloorError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
-from penstock.plan.lower_modes import lower_modes, lower_modes_text
-from penstock.plan.modes import MODES, ModePlanner
+from penstock.plan.lower_placements import lower_placements, lower_placements_text
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.driver import Driver
@@ -28,12 +28,16 @@ class Arrangement:
     program: Program
     numbers: Numbers
     plan: Plan | None
+    # Where the budget is less than copying needs: how much that is. Weights are read over the link then.
+    copying_bytes: int | None = None
 
     def summary(self) -> list[str]:
         if self.plan is None:
             return ["policy lru"]
         parts = [f"resident {format_bytes(self.plan.resident_bytes)}", f"ring {format_bytes(self.plan.ring_bytes)}"]
         sizes = {weight.name: weight.nbytes for weight in self.program.weights}
+        if self.copying_bytes is not None:
+            parts.append(f"read over the link because copying needs {format_bytes(self.copying_bytes)}")
         if self.plan.direct_weights:
             parts.append(f"{format_bytes(sum(sizes[name] for name in self.plan.direct_weights))} read in place")
         if self.plan.split_weights:
@@ -58,10 +62,10 @@ class Policy(ABC):
     is_lru: bool
 
     def __init__(
-        self, program: Program, driver: Driver, source_offsets: Mapping[str, int], mode: str, *, can_split: bool
+        self, program: Program, driver: Driver, source_offsets: Mapping[str, int], placement: str, *, can_split: bool
     ) -> None:
         self._program = program
-        self._mode = mode
+        self._placement = placement
         self._can_split = can_split
         self._driver = driver
         self._page_bytes = driver.page_bytes
@@ -69,9 +73,9 @@ class Policy(ABC):
         self._schedules = [method.schedule for method in program.methods]
         self._weights = {weight.name: weight for weight in program.weights}
 
-    @property
     @abstractmethod
-    def floor_bytes(self) -> int: ...
+    def floor_for(self, calibration: Calibration | None) -> int:
+        """The smallest budget, with what was measured."""
 
     @property
     @abstractmethod
@@ -81,19 +85,16 @@ class Policy(ABC):
     @abstractmethod
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement: ...
 
-    def host_memory(self, asked: str) -> str:
-        return asked
-
     @contextmanager
-    def naming_lower_modes(self) -> Iterator[None]:
-        """A budget that is refused inside is told which modes would take less."""
+    def naming_lower_placements(self) -> Iterator[None]:
+        """A budget that is refused inside is told which placements would take less."""
         try:
             yield
         except BelowFloorError as refusal:
-            refusal.args = (f"{refusal}{self._in_other_modes()}",)
+            refusal.args = (f"{refusal}{self._in_other_placements()}",)
             raise
 
-    def _in_other_modes(self) -> str:
+    def _in_other_placements(self) -> str:
         return ""
 
 
@@ -101,25 +102,27 @@ class PlannedPolicy(Policy):
     is_lru = False
 
     @cached_property
-    def _planner(self) -> ModePlanner:
-        return ModePlanner(
+    def _planner(self) -> PlacementPlanner:
+        return PlacementPlanner(
             self._schedules,
             self._weights,
             page_bytes=self._page_bytes,
-            mode=self._mode,
+            placement=self._placement,
             can_split=self._can_split,
         )
 
-    @property
-    def floor_bytes(self) -> int:
-        return self._planner.floor_bytes
+    def floor_for(self, calibration: Calibration | None) -> int:
+        return self._planner.floor_for(calibration)
 
     @property
     def full_bytes(self) -> int:
         return self._planner.full_bytes
 
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
-        return self._proved(self._planner.plan(budget_bytes, calibration), budget_bytes)
+        planner = self._planner
+        is_below = self._placement == "auto" and budget_bytes < planner.copying_bytes
+        plan = planner.plan(budget_bytes, calibration)
+        return replace(self._proved(plan, budget_bytes), copying_bytes=planner.copying_bytes if is_below else None)
 
     def _proved(self, plan: Plan, budget_bytes: int) -> Arrangement:
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""
@@ -129,22 +132,22 @@ class PlannedPolicy(Policy):
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
 
-    def _in_other_modes(self) -> str:
-        # "streamed" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
-        if self._mode != "auto":
+    def _in_other_placements(self) -> str:
+        # "stream" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
+        if self._placement != "auto":
             return ""
-        return lower_modes_text(
-            lower_modes(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
+        return lower_placements_text(
+            lower_placements(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
         )
 
     def arrange_in_place(self) -> Arrangement:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
-        if self._mode != "auto":
+        if self._placement != "auto":
             raise PenstockError(
-                'reads in place are timed to choose between them and copies, which mode="auto" with host_memory='
-                f'"registered" does; this module plans as mode={self._mode!r}'
+                'reads in place are timed to choose between them and copies, which placement="auto" with host_memory='
+                f'"registered" does; this module plans as placement={self._placement!r}'
             )
-        planner = ModePlanner(self._schedules, self._weights, page_bytes=self._page_bytes, mode="direct")
+        planner = PlacementPlanner(self._schedules, self._weights, page_bytes=self._page_bytes, placement="in-place")
         return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
 
 
@@ -169,8 +172,7 @@ class LruPolicy(Policy):
         # The pool rounds every allocation; pages are what it rounds large ones to, and an upper bound for small ones.
         return -(-self._weights[name].nbytes // self._page_bytes) * self._page_bytes
 
-    @property
-    def floor_bytes(self) -> int:
+    def floor_for(self, calibration: Calibration | None) -> int:
         return self._floor_bytes
 
     @cached_property
@@ -183,7 +185,7 @@ class LruPolicy(Policy):
 
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
         if calibration is not None:
-            raise PenstockError('a calibration is for a plan, and policy="lru" makes none')
+            raise PenstockError('a calibration is for a plan, and placement="lru" makes none')
         numbers = lru_numbers(
             self._schedules,
             self._weights,
@@ -193,29 +195,3 @@ class LruPolicy(Policy):
             granularity_bytes=self._page_bytes,
         )
         return Arrangement(self._program, numbers, None)
-
-    def host_memory(self, asked: str) -> str:
-        if asked == "staged":
-            raise HostMemoryError(
-                'host_memory="staged" reads ahead in the order of a plan, and policy="lru" has none: use the two apart'
-            )
-        return asked
-
-
-def planning_mode(mode: str, policy: str, host_memory: str) -> str:
-    """What a mode comes to here. Kernels read weights in place only where all of them are in memory for good."""
-    if mode not in MODES:
-        raise PenstockError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
-    obstacle = (
-        'policy="lru" copies whatever is accessed'
-        if policy == "lru"
-        else 'host_memory="staged" keeps no weight in place'
-        if host_memory == "staged"
-        else None
-    )
-    if mode in ("direct", "split") and obstacle:
-        raise PenstockError(f'mode="{mode}" reads weights where they lie in host memory, and {obstacle}')
-    return "streamed" if obstacle else mode
-
-
-POLICIES: dict[str, type[Policy]] = {"planned": PlannedPolicy, "lru": LruPolicy}

@@ -30,7 +30,7 @@ _HOST_REGISTER_SUPPORTED = 99
 _READ_ONLY_HOST_REGISTER_SUPPORTED = 113
 _REGISTER_READ_ONLY = 0x08
 
-_REMEDY = 'use host_memory="staged", which needs no registration'
+_REMEDY = 'give host_memory= a cap, as in host_memory="1GiB", which needs no registration'
 
 # A process that waits in the kernel outlives even SIGKILL; the parent must not wait for it for ever.
 _KILL_GRACE_S = 5.0

@@ -29,7 +29,7 @@ class Stats:
     # Time for which the compute stream waited for copies. Inside a graph nothing is timed: the total is without
     # replays, and that of one run None if it was one.
     stall_ns: int | None
-    # Under policy="lru": calls of the memory pool, and the host time they took.
+    # Under placement="lru": calls of the memory pool, and the host time they took.
     pool_calls: int
     pool_ns: int
     # Of the runs, those that were launched as a CUDA graph.
@@ -46,7 +46,7 @@ class Span:
     lane: str
     run: int
     method_index: int
-    # The step, or the copy (under policy="lru": the weight).
+    # The step, or the copy (under placement="lru": the weight).
     index: int
     nbytes: int
     begin_ns: int
@@ -155,14 +155,14 @@ class Session:
     def install(self, numbers: Numbers) -> None:
         self._check(self._core.penstock_session_install(self.handle, numbers, len(numbers)))
 
-    def offer_linear(self, prepare: Callable[[int, int], None] | None, *, always_kernel: bool) -> None:
-        """How linears are launched whose weight lies in two places: `prepare` gets the addresses of a LinearCase and of
-        the LinearRecipe to fill (penstock.direct.recipes). None: the calling thread makes them, on the CPU.
+    def offer_linear(self, prepare: Callable[[int, int], None] | None) -> None:
+        """From now on all linears are made in one way, so that a result has the same bits wherever the rows lie.
 
-        `always_kernel`: all other linears too, so that a result has the same bits wherever the rows lie.
+        `prepare` gets the addresses of a LinearCase and of the LinearRecipe to fill (penstock.direct.recipes). None:
+        the calling thread makes them, on the CPU.
         """
         offered = _Preparation(prepare)
-        self._check(self._core.penstock_session_offer_linear(self.handle, offered.pointer, int(always_kernel)))
+        self._check(self._core.penstock_session_offer_linear(self.handle, offered.pointer))
         self._preparation = offered
 
     def uninstall(self) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.budget import parse_bytes
-from penstock.errors import BudgetError, HostMemoryError, WeightsChangedError, WeightsFileError
+from penstock.errors import HostMemoryError, WeightsChangedError, WeightsFileError
 from penstock.regular_file import open_regular
 from penstock.runtime.host_memory import (
     PinnedFile,
@@ -24,9 +23,6 @@ from penstock.runtime.registration_probe import probe_registration
 from penstock.runtime.session import HostSource
 from penstock.weights import Entry, WeightsIndex, read_index
 
-HOST_MEMORY = ("registered", "staged")
-
-_DEFAULT_CAP_BYTES = 1 << 30
 # Large enough for the full speed of a link, small enough that several fit a small cap.
 _BUFFER_BYTES = 16 << 20
 _LEAST_BUFFERS = 4
@@ -47,40 +43,23 @@ def prepare_source(
     index: WeightsIndex,
     device: torch.device,
     *,
-    host_memory: str,
-    cap: int | str | None,
+    cap_bytes: int | None,
     extra_bytes: int,
-    progress: bool | None,
 ) -> PreparedSource:
     """Everything that can be refused before memory is pinned is refused here.
 
+    `cap_bytes`: of the pinned buffers that weights pass through; None: the file is registered as it is mapped.
     `extra_bytes` are what else is held there: of the soft driver, whose device memory is host memory too, and state.
     """
-    if host_memory not in HOST_MEMORY:
-        raise HostMemoryError(f"host_memory is {host_memory!r}; it must be one of {', '.join(map(repr, HOST_MEMORY))}")
-    if host_memory == "staged":
-        return _staged(_DEFAULT_CAP_BYTES if cap is None else _parse_cap(cap), extra_bytes)
-    if cap is not None:
-        raise BudgetError(
-            f'host_memory_cap={cap!r} was given with host_memory="registered", which pins the file as it is: '
-            f'{index.file_bytes} bytes; use host_memory="staged" to hold a cap'
-        )
-    return _registered(index, device, extra_bytes, progress)
+    return _registered(index, device, extra_bytes) if cap_bytes is None else _staged(cap_bytes, extra_bytes)
 
 
-def _parse_cap(cap: int | str) -> int:
-    try:
-        return parse_bytes(cap)
-    except BudgetError as error:
-        raise BudgetError(f"host_memory_cap: {error}") from error
-
-
-def _registered(index: WeightsIndex, device: torch.device, extra_bytes: int, progress: bool | None) -> PreparedSource:
+def _registered(index: WeightsIndex, device: torch.device, extra_bytes: int) -> PreparedSource:
     path = Path(index.path)
     check_host_memory(bytes_to_pin(path) + extra_bytes, f"{path}, all of which is held in memory")
     if device.type == "cuda":
         probe_registration(path, device.index)
-    prefault_with_progress(path, show=progress)
+    prefault_with_progress(path)
     ends = chunk_ends(_extents(index), index.file_bytes)
     return PreparedSource(HostSource(chunk_ends=ends), PinnedFile(path), index.file_bytes)
 
@@ -93,7 +72,7 @@ def _staged(cap_bytes: int, extra_bytes: int) -> PreparedSource:
     buffer_bytes = min(_BUFFER_BYTES, cap_bytes // _LEAST_BUFFERS // _LEAST_BUFFER_BYTES * _LEAST_BUFFER_BYTES)
     if buffer_bytes < _LEAST_BUFFER_BYTES:
         raise HostMemoryError(
-            f"host_memory_cap is {cap_bytes} bytes; staging needs at least {_LEAST_BUFFERS * _LEAST_BUFFER_BYTES}"
+            f"host_memory is {cap_bytes} bytes; staging needs at least {_LEAST_BUFFERS * _LEAST_BUFFER_BYTES}"
         )
     buffers = cap_bytes // buffer_bytes
     check_host_memory(buffers * buffer_bytes + extra_bytes, "the staging buffers")

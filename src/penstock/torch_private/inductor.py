@@ -368,6 +368,8 @@ def _options(device: torch.device, output_folder: str, linear: bool) -> dict[str
         "shape_padding": False,
         # torch 2.11: ints scattered into zeros of floats become an int64 tensor (the routers of DeepSeek-V3 do so).
         "optimize_scatter_upon_const_tensor": False,
+        # A third of a small program's library, for profilers. torch 2.11 has neither these tables nor the option.
+        **{name: False for name in ("aot_inductor.enable_line_tables",) if known_option(name)},
     }
 
 

@@ -1,17 +1,29 @@
-"""Compiled packages, loaded and called."""
+"""Compiled packages, loaded and called.
+
+torch never unloads the library of a package, and each load of an archive unpacks it anew: a process that loads one
+program a thousand times would hold a thousand copies, in memory and on a disk whose files are gone but not free. From
+torch 2.13 on, a package may be a folder. Then a process unpacks each program once, and every load shares its library.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import threading
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import xxhash
 
 from penstock.temporary import TemporaryFolder
 
+LOADS_FOLDERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+# By process, since a folder goes with the one that made it, and by content.
+_unpacked: dict[tuple[int, str], tuple[TemporaryFolder, Path]] = {}
 _one_at_a_time = threading.Lock()
 
 
@@ -30,6 +42,30 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
                 os.environ["TMPDIR"] = before
 
 
+def _unpacked_once(path: Path) -> Path:
+    """The folder with everything that is in the archive, for as long as this process lives."""
+    content = path.read_bytes()
+    key = (os.getpid(), xxhash.xxh3_128_hexdigest(content))
+    with _one_at_a_time:
+        known = _unpacked.get(key)
+        # Whoever tidies up temporary files may have removed it.
+        if known is not None and known[1].is_dir():
+            return known[1]
+        folder = TemporaryFolder("code")
+        try:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                archive.extractall(folder.path)
+            (root,) = folder.path.iterdir()
+        except OSError as error:
+            folder.remove()
+            raise OSError(error.errno, f"{error.strerror}, to unpack it there", str(folder.path)) from error
+        except BaseException:
+            folder.remove()
+            raise
+        _unpacked[key] = folder, root
+        return root
+
+
 class CompiledMethod:
     """One method of a .pt2, with flat inputs and outputs. The native core must be loaded first.
 
@@ -40,6 +76,12 @@ class CompiledMethod:
     def __init__(self, path: Path, method: str, device_index: int = -1) -> None:
         # Single-threaded: no copies of the model inside, no synchronisation of the device at the end of a run.
         run_single_threaded, runners = True, 1
+        if LOADS_FOLDERS:
+            folder = str(_unpacked_once(path))
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(
+                folder, method, run_single_threaded, runners, device_index
+            )
+            return
         # For what torch unpacks to load it, and leaves behind where the disk is full, or where its process is killed.
         self._unpacked = TemporaryFolder("code")
         try:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
-from penstock.plan.modes import ModePlanner
 from penstock.plan.pages import CUDA_PAGE_BYTES, soft_page_bytes
+from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
 from tests.plan.record.frozen_simulator import simulate
 from tests.plan.record.schedules import PROGRAMS, Program
@@ -89,9 +89,9 @@ def streamed_bytes(plan: Plan) -> int:
     return sum(method.warm.bytes_streamed for method in plan.methods)
 
 
-def planner(program: Program, pages: str) -> ModePlanner:
-    return ModePlanner(
-        program.schedules, program.weights, page_bytes=page_bytes(program, pages), mode="auto", can_split=False
+def planner(program: Program, pages: str) -> PlacementPlanner:
+    return PlacementPlanner(
+        program.schedules, program.weights, page_bytes=page_bytes(program, pages), placement="auto", can_split=False
     )
 
 

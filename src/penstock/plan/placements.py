@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from penstock.errors import BelowFloorError
+from penstock.placement_names import PLANNED
+from penstock.plan.below_copying import BelowCopying, below_copying
 from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default, stand_ins, with_direct
@@ -19,11 +21,6 @@ from penstock.plan.split_choice import SplitChoice
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
-# What does not fit is: copied; read in place; read in place but for a head, where a kernel can, otherwise as in auto
-# without times; or read in place where only rows of it are read, or where it was measured to be faster, and copied
-# otherwise.
-MODES = ("auto", "streamed", "direct", "split")
-
 # Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
 # those that make a ring long.
 SIZES_TRIED = 6
@@ -31,8 +28,8 @@ SIZES_TRIED = 6
 DRAFTS_KEPT = 2
 
 
-class ModePlanner:
-    """The plans of one program in one mode at different budgets, with the interface of Planner."""
+class PlacementPlanner:
+    """The plans of one program in one placement at different budgets, with the interface of Planner."""
 
     def __init__(
         self,
@@ -40,23 +37,37 @@ class ModePlanner:
         weights: Mapping[str, Weight],
         *,
         page_bytes: int,
-        mode: str,
+        placement: str,
         can_split: bool = True,
     ) -> None:
         """`can_split`: whether there is a kernel that reads one weight on both sides."""
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
-        if mode == "split" and not can_split:
-            raise ValueError("mode is 'split', which needs a kernel that reads one weight on both sides; there is none")
+        if placement not in PLANNED:
+            raise ValueError(f"placement is {placement!r}; it must be one of {', '.join(map(repr, PLANNED))}")
+        if placement == "split" and not can_split:
+            raise ValueError(
+                "placement is 'split', which needs a kernel that reads a weight on both sides; there is none"
+            )
         self._schedules = tuple(schedules)
         self._weights = weights
         self._page_bytes = page_bytes
-        self._mode = mode
+        self._placement = placement
         self._can_split = can_split
+        # The last that was asked for, and by which times.
+        self._below: tuple[Calibration | None, BelowCopying | None] | None = None
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest budget that `plan` accepts."""
+        """The smallest budget that `plan` accepts, whatever was measured."""
+        return self.floor_for(None)
+
+    def floor_for(self, calibration: Calibration | None) -> int:
+        """The smallest budget that `plan` accepts with these times."""
+        below = self._below_copying(calibration)
+        return self.copying_bytes if below is None else below.floor_bytes
+
+    @property
+    def copying_bytes(self) -> int:
+        """The smallest budget with which everything that does not fit is copied, but for what is only gathered from."""
         return self._lowest.floor_bytes
 
     @property
@@ -65,16 +76,21 @@ class ModePlanner:
         return self._usual.full_bytes
 
     def floor(self) -> FloorPlan:
-        return self._lowest.floor()
+        below = self._below_copying(None)
+        return self._lowest.floor() if below is None else below.floor()
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
         """The plan that takes the least time within the budget, or without a calibration the one that moves the least.
 
         Raises BelowFloorError where no plan is safe and still overlaps.
         """
-        usual = self._usual if budget_bytes >= self._usual.floor_bytes else self._lowest
-        plans = [usual.plan(budget_bytes, calibration)]
-        if self._mode != "auto" or calibration is None or not calibration.direct_step_s:
+        below = self._below_copying(calibration) if budget_bytes < self.copying_bytes else None
+        if below is not None and below.floor_bytes <= budget_bytes:
+            plans = [below.choice.plan(budget_bytes, calibration)]
+        else:
+            usual = self._usual if budget_bytes >= self._usual.floor_bytes else self._lowest
+            plans = [usual.plan(budget_bytes, calibration)]
+        if self._placement != "auto" or calibration is None or not calibration.direct_step_s:
             return plans[0]
         # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
         for schedule in self._schedules:
@@ -88,17 +104,32 @@ class ModePlanner:
         plans += self._split_plans(budget_bytes, calibration)
         return min(plans, key=lambda plan: self.predicted_s(plan, calibration))
 
+    def _below_copying(self, calibration: Calibration | None) -> BelowCopying | None:
+        """For "auto", where copying does not fit: what takes less memory and not much more time, if anything does.
+
+        Our own kernel reads each row once, so splitting is judged with or without times. How often any other kernel
+        reads what it is given nobody knows before it was timed.
+        """
+        if self._placement != "auto":
+            return None
+        timed = calibration if calibration is not None and calibration.direct_step_s else None
+        if self._below is None or self._below[0] != timed:
+            choices = [*self._with_more_split[-1:], *(self._with_more_in_place[-1:] if timed is not None else ())]
+            found = below_copying(self._lowest, choices, self._schedules, self._page_bytes, timed)
+            self._below = timed, found
+        return self._below[1]
+
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return predicted_s(plan, self._schedules, calibration)
 
     @cached_property
     def _usual(self) -> DirectChoice | SplitChoice:
-        return self._split_from(1) if self._mode == "split" else self._choice(self._may_be_direct)
+        return self._split_from(1) if self._placement == "split" else self._choice(self._may_be_direct)
 
     @cached_property
     def _lowest(self) -> DirectChoice | SplitChoice:
         """Fewer weights to place are not always easier to place: in a cycle of few steps copying all may need less."""
-        if self._mode in ("streamed", "direct"):
+        if self._placement in ("stream", "in-place"):
             return self._usual
         streamed = self._choice(lambda access: False)
         return streamed if streamed.floor_bytes < self._usual.floor_bytes else self._usual
@@ -155,11 +186,11 @@ class ModePlanner:
 
     def _may_be_direct(self, access: Access) -> bool:
         nbytes = self._weights[access.weight].nbytes
-        if self._mode == "direct":
+        if self._placement == "in-place":
             return bool(nbytes) and not access.pinned
         # Small weights share pages with others and are never copied: nothing is gained by reading them in place.
         is_worth_it = nbytes >= max(small_copy_bytes(self._page_bytes), 1)
-        return self._mode in ("auto", "split") and is_worth_it and read_directly_by_default(access)
+        return self._placement in ("auto", "split") and is_worth_it and read_directly_by_default(access)
 
     def _choice(self, may_be_direct: IsDirect) -> DirectChoice:
         return DirectChoice(self._schedules, self._weights, self._page_bytes, may_be_direct)

@@ -1,4 +1,4 @@
-"""What is read in place, in every mode and at every budget; and that what comes out is a plan."""
+"""What is read in place, in every placement and at every budget; and that what comes out is a plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BelowFloorError
+from penstock.placement_names import PLANNED
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.link import Link
-from penstock.plan.modes import MODES, DirectChoice, ModePlanner
+from penstock.plan.placements import DirectChoice, PlacementPlanner
 from penstock.plan.plan import DIRECT, Plan
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
@@ -23,8 +24,10 @@ from tests.runtime.rig import chain
 PAGE = 16
 
 
-def planner(schedules: list[Schedule], weights: dict[str, Weight], mode: str = "auto", page: int = PAGE) -> ModePlanner:
-    return ModePlanner(schedules, weights, page_bytes=page, mode=mode)
+def planner(
+    schedules: list[Schedule], weights: dict[str, Weight], placement: str = "auto", page: int = PAGE
+) -> PlacementPlanner:
+    return PlacementPlanner(schedules, weights, page_bytes=page, placement=placement)
 
 
 def direct_positions(plan: Plan, method: int = 0) -> list[int]:
@@ -39,7 +42,7 @@ def test_a_table_that_is_gathered_from_leaves_the_floor_and_takes_no_memory() ->
     auto = planner([schedule], weights)
     without = Planner([chain("none", *"abcdef")], weights_of(none=0, **dict.fromkeys("abcdef", 32)), page_bytes=PAGE)
     assert auto.floor_bytes == without.floor_bytes == 96
-    assert planner([schedule], weights, "streamed").floor_bytes > 1000
+    assert planner([schedule], weights, "stream").floor_bytes > 1000
     plan = auto.plan(96)
     check_plan(plan, [schedule], weights, budget_bytes=96)
     assert direct_positions(plan) == [0] and plan.direct_weights == ("table",)
@@ -97,7 +100,7 @@ def test_with_memory_to_spare_tables_are_held_as_far_as_it_goes() -> None:
 
 def test_where_everything_is_direct_the_floor_is_zero() -> None:
     schedule, weights = chain(*"abc", "a"), weights_of(a=100, b=10, c=1)
-    direct = planner([schedule], weights, "direct")
+    direct = planner([schedule], weights, "in-place")
     assert direct.floor_bytes == 0
     plan = direct.plan(0)
     check_plan(plan, [schedule], weights, budget_bytes=0)
@@ -106,9 +109,9 @@ def test_where_everything_is_direct_the_floor_is_zero() -> None:
     assert only_tables.floor_bytes == 0 and direct_positions(only_tables.plan(0)) == [0, 1]
 
 
-def test_in_direct_mode_the_budget_holds_what_is_read_most() -> None:
+def test_in_place_the_budget_holds_what_is_read_most() -> None:
     schedule, weights = chain("~t", "a", "b", "a"), weights_of(t=16, a=32, b=32)
-    direct = planner([schedule], weights, "direct")
+    direct = planner([schedule], weights, "in-place")
     assert [direct.plan(budget).direct_weights for budget in (0, 31, 32, 48, 64, 79, 80)] == [
         ("t", "a", "b"),
         # a would take two pages of 16.
@@ -131,21 +134,23 @@ def test_small_tables_are_packed_with_the_rest() -> None:
 
 def test_pinned_accesses_are_never_direct() -> None:
     schedule = Schedule("forward", (Access(0, "t", pinned=True, gathered=True),), (Step("k", (0,)),))
-    for mode in MODES:
-        made = planner([schedule], weights_of(t=100), mode)
+    for placement in PLANNED:
+        made = planner([schedule], weights_of(t=100), placement)
         assert made.floor_bytes == 112 and not made.plan(112).direct_weights
         with pytest.raises(BelowFloorError):
             made.plan(111)
 
 
-def test_a_mode_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="mode is 'fast'; it must be one of 'auto', 'streamed', 'direct', 'split'"):
+def test_a_placement_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="placement is 'fast'; it must be one of 'auto', 'stream', 'in-place', 'split'"
+    ):
         planner([chain("a")], weights_of(a=1), "fast")
 
 
 def test_the_checker_refuses_a_pinned_access_that_is_direct() -> None:
     loose, pinned, weights = chain("a", "b"), chain("!a", "b"), weights_of(a=16, b=16)
-    plan = planner([loose], weights, "direct").plan(0)
+    plan = planner([loose], weights, "in-place").plan(0)
     check_plan(plan, [loose], weights, budget_bytes=0)
     with pytest.raises(PlanError, match="'a' is direct, but pinned"):
         check_plan(plan, [pinned], weights, budget_bytes=0)
@@ -173,15 +178,15 @@ def times(schedule: Schedule, weights: dict[str, Weight], direct_bytes_per_s: fl
     return Calibration(LINK, {schedule.method: step_s}, {schedule.method: direct_s})
 
 
-def seconds_by_mode(
+def seconds_by_placement(
     schedule: Schedule, weights: dict[str, Weight], calibration: Calibration, budget: int
 ) -> dict[str, float]:
     found = {}
-    for mode in MODES:
-        made = planner([schedule], weights, mode, LARGE_PAGE)
+    for placement in PLANNED:
+        made = planner([schedule], weights, placement, LARGE_PAGE)
         plan = made.plan(budget, calibration)
         check_plan(plan, [schedule], weights, budget_bytes=budget)
-        found[mode] = made.predicted_s(plan, calibration)
+        found[placement] = made.predicted_s(plan, calibration)
     return found
 
 
@@ -193,25 +198,25 @@ def llama() -> tuple[Schedule, dict[str, Weight]]:
     return replace(schedule, accesses=accesses), weights
 
 
-def test_near_the_floor_of_a_large_vocabulary_auto_beats_every_pure_mode(
+def test_near_the_floor_of_a_large_vocabulary_auto_beats_every_pure_placement(
     llama: tuple[Schedule, dict[str, Weight]],
 ) -> None:
     schedule, weights = llama
     calibration = times(schedule, weights, DIRECT_BYTES_PER_S)
-    floor = planner([schedule], weights, "streamed", LARGE_PAGE).floor_bytes
-    seconds = seconds_by_mode(schedule, weights, calibration, floor)
-    assert seconds["auto"] < 0.95 * seconds["streamed"] and seconds["auto"] < 0.95 * seconds["direct"]
+    floor = planner([schedule], weights, "stream", LARGE_PAGE).floor_bytes
+    seconds = seconds_by_placement(schedule, weights, calibration, floor)
+    assert seconds["auto"] < 0.95 * seconds["stream"] and seconds["auto"] < 0.95 * seconds["in-place"]
 
 
 @pytest.mark.parametrize("direct_bytes_per_s", [DIRECT_BYTES_PER_S, 6.4e9])
-def test_at_no_budget_is_auto_slower_than_a_pure_mode(
+def test_at_no_budget_is_auto_slower_than_a_pure_placement(
     llama: tuple[Schedule, dict[str, Weight]], direct_bytes_per_s: float
 ) -> None:
     """Reads in place that are as fast as copies, and such as a product of 2,048 rows makes."""
     schedule, weights = llama
     calibration = times(schedule, weights, direct_bytes_per_s)
     for budget in (4_000_000_000, 14_000_000_000):
-        seconds = seconds_by_mode(schedule, weights, calibration, budget)
+        seconds = seconds_by_placement(schedule, weights, calibration, budget)
         assert seconds["auto"] <= 1.02 * min(seconds.values())
     if direct_bytes_per_s < DIRECT_BYTES_PER_S:
         plan = planner([schedule], weights, page=LARGE_PAGE).plan(4_000_000_000, calibration)
@@ -220,7 +225,7 @@ def test_at_no_budget_is_auto_slower_than_a_pure_mode(
 
 def test_a_read_in_place_that_was_not_timed_cannot_be_simulated() -> None:
     schedule, weights = chain("a", "b"), weights_of(a=16, b=16)
-    direct = planner([schedule], weights, "direct")
+    direct = planner([schedule], weights, "in-place")
     untimed = Calibration(LINK, {"forward": (1e-3, 1e-3)})
     with pytest.raises(ValueError, match="reads weights in place, and got the times of 0 such steps; it has 2"):
         direct.predicted_s(direct.plan(0), untimed)
@@ -242,7 +247,7 @@ def test_copies_stand_still_while_a_weight_is_read_in_place() -> None:
     schedule, weights = chain(*names), weights_of(**dict.fromkeys(names, nbytes))
     auto = planner([schedule], weights, page=LARGE_PAGE)
     timed = Calibration(Link(55e9), {"forward": (1e-5,) * 12}, {"forward": (1e-3,) * 12})
-    everything = planner([schedule], weights, "direct", LARGE_PAGE).plan(0)
+    everything = planner([schedule], weights, "in-place", LARGE_PAGE).plan(0)
     assert auto.predicted_s(everything, timed) == pytest.approx(12e-3)
     chosen = DirectChoice([schedule], weights, LARGE_PAGE, lambda access: access.weight == "b")
     mixed = chosen.plan(chosen.floor_bytes, None)
@@ -256,7 +261,7 @@ def test_where_copying_all_needs_less_the_floor_is_that_of_copying() -> None:
     """In four steps all stays overlap each other, and a table that is not copied leaves another order to place."""
     schedule = chain("a", "b c", "a", "~d e")
     weights = weights_of(a=0, b=1, c=17, d=1, e=17)
-    auto, streamed = planner([schedule], weights, "auto"), planner([schedule], weights, "streamed")
+    auto, streamed = planner([schedule], weights, "auto"), planner([schedule], weights, "stream")
     without_table = DirectChoice([schedule], weights, PAGE, lambda access: access.gathered)
     assert streamed.floor_bytes < without_table.floor_bytes, "no odd case any more: find another"
     assert auto.floor_bytes == auto.floor().floor_bytes == streamed.floor_bytes
@@ -279,18 +284,20 @@ def programs(draw: st.DrawFn) -> tuple[list[Schedule], dict[str, Weight]]:
     return [chain(*steps, method=f"m{index}") for index, steps in enumerate(methods)], weights
 
 
-@given(program=programs(), mode=st.sampled_from(MODES), parts=st.lists(st.integers(0, 20), min_size=1, max_size=3))
+@given(
+    program=programs(), placement=st.sampled_from(PLANNED), parts=st.lists(st.integers(0, 20), min_size=1, max_size=3)
+)
 @settings(max_examples=150, deadline=None)
 def test_every_plan_is_safe_and_within_its_budget(
-    program: tuple[list[Schedule], dict[str, Weight]], mode: str, parts: list[int]
+    program: tuple[list[Schedule], dict[str, Weight]], placement: str, parts: list[int]
 ) -> None:
     schedules, weights = program
-    made = planner(schedules, weights, mode)
+    made = planner(schedules, weights, placement)
     floor, full = made.floor_bytes, made.full_bytes
     # Tables take no memory that they can do without: never more than where they stream.
-    assert floor <= planner(schedules, weights, "streamed").floor_bytes
+    assert floor <= planner(schedules, weights, "stream").floor_bytes
     pinned = {access.weight for schedule in schedules for access in schedule.accesses if access.pinned}
-    if mode == "direct":
+    if placement == "in-place":
         assert (floor == 0) == (not any(weights[name].nbytes for name in pinned))
     for part in parts:
         budget = floor + max(full - floor, 0) * part // 20
@@ -299,9 +306,9 @@ def test_every_plan_is_safe_and_within_its_budget(
         for schedule, method in zip(schedules, plan.methods, strict=True):
             for access, placed in zip(schedule.accesses, method.placements, strict=True):
                 if placed.is_direct:
-                    assert mode == "direct" or (mode in ("auto", "split") and access.gathered)
+                    assert placement == "in-place" or (placement in ("auto", "split") and access.gathered)
                 elif placed.stay is not None:
-                    assert mode != "direct"
+                    assert placement != "in-place"
         if budget >= full:
             assert not plan.direct_weights and not any(method.copies for method in plan.methods)
     if floor:

@@ -1,10 +1,10 @@
 """The ways of reaching a weight side by side, near the floor of a model with a large vocabulary: copied, read in place,
 on both sides, and whichever suits each.
 
-    python -m bench.modes --out FOLDER [--layers 8] [--above-floor 0,256MiB,1GiB] [--small]
+    python -m bench.placements --out FOLDER [--layers 8] [--above-floor 0,256MiB,1GiB] [--small]
 
 Blocks of Llama-3-8B's shape between an embedding and an output projection of 128,256 words, bf16, one token. A budget
-is the floor of mode="streamed" and so much above it. "auto" was calibrated with copies and with reads in place. The
+is the floor of placement="stream" and so much above it. "auto" was calibrated with copies and with reads in place. The
 program is compiled twice: with the library's products, and with linears that may be split, whose last bits differ.
 Exits with 1 when an output is not that of all weights resident: to the bit for the library's, nearly for the others.
 """
@@ -34,7 +34,7 @@ EVERYTHING = "1024TiB"
 ROUND_S = 0.25
 TOLERANCE = 0.05
 # Mode, and whether the program's linears may be split.
-WAYS = (("streamed", False), ("direct", False), ("auto", False), ("split", True), ("auto", True))
+WAYS = (("stream", False), ("in-place", False), ("auto", False), ("split", True), ("auto", True))
 
 
 class LanguageModel(nn.Module):
@@ -78,7 +78,7 @@ def main() -> int:
     link = max(measure_link(options.device).values())
     ids = torch.full((1, 1), 17, dtype=torch.int64, device=options.device)
     with torch.no_grad():
-        with penstock.Module(library, EVERYTHING, mode="streamed", device=options.device, quiet=True) as module:
+        with penstock.Module(library, EVERYTHING, placement="stream", device=options.device) as module:
             wanted, seconds = module(ids).clone(), _time(module, ids, options.device)
             floor_bytes, weight_bytes = module.floor_bytes, module.weight_bytes
         print(
@@ -86,9 +86,11 @@ def main() -> int:
             flush=True,
         )
         points = [
-            _measure(options.device, split if may_split else library, mode, may_split, floor_bytes + above, ids, wanted)
+            _measure(
+                options.device, split if may_split else library, placement, may_split, floor_bytes + above, ids, wanted
+            )
             for above in options.above_floor
-            for mode, may_split in WAYS
+            for placement, may_split in WAYS
         ]
     _print(points)
     stored = {
@@ -98,22 +100,22 @@ def main() -> int:
         "resident_s": seconds,
         "points": [dataclasses.asdict(p) for p in points],
     }
-    (options.out / "modes.json").write_text(json.dumps(stored, indent=1))
+    (options.out / "placements.json").write_text(json.dumps(stored, indent=1))
     wrong = [p for p in points if p.relative_error > TOLERANCE or not (p.identical or "split" in p.way)]
     return int(bool(wrong))
 
 
 def _measure(
-    device: str, path: Path, mode: str, may_split: bool, budget_bytes: int, ids: Tensor, wanted: Tensor
+    device: str, path: Path, placement: str, may_split: bool, budget_bytes: int, ids: Tensor, wanted: Tensor
 ) -> Point:
-    with penstock.Module(path, budget_bytes, mode=mode, device=device, quiet=True) as module:
-        if mode == "auto":
+    with penstock.Module(path, budget_bytes, placement=placement, device=device) as module:
+        if placement == "auto":
             _calibrate(module, ids)
         seconds = _time(module, ids, device)
         output, plan = module(ids), module.plan
         assert plan is not None
         return Point(
-            way=f"{mode}, with split" if may_split and mode == "auto" else mode,
+            way=f"{placement}, with split" if may_split and placement == "auto" else placement,
             budget_bytes=budget_bytes,
             seconds=seconds,
             bytes_streamed=module.last_run.bytes_streamed,
@@ -131,7 +133,7 @@ def _calibrate(module: penstock.Module, ids: Tensor) -> None:
     with module.calibrate():
         for _ in range(CALIBRATING_RUNS):
             module(ids)
-    with module.calibrate_direct():
+    with module.calibrate(in_place=True):
         for _ in range(CALIBRATING_RUNS):
             module(ids)
 
@@ -144,7 +146,7 @@ def _time(module: penstock.Module, ids: Tensor, device: str) -> float:
 
 
 def _print(points: list[Point]) -> None:
-    print("| budget | mode | time | streamed | read in place | beside the best pure mode | output |")
+    print("| budget | placement | time | streamed | read in place | beside the best pure placement | output |")
     print("|---|---|---|---|---|---|---|")
     for point in points:
         pure = [p.seconds for p in points if p.budget_bytes == point.budget_bytes and not p.way.startswith("auto")]

@@ -1,0 +1,25 @@
+"""Options of the command line that are gone: refused with a sentence that tells the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from penstock.renamed import OPTIONS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SENTENCES = {
+    "--mode": "use --placement: auto, stream (was streamed), in-place (was direct) or split",
+    "--linear": OPTIONS["linear"],
+}
+
+
+def renamed_option(name: str) -> Callable[[F], F]:
+    def refuse(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            raise click.UsageError(f"{name} is no option any more: {_SENTENCES[name]}")
+
+    return click.option(name, hidden=True, expose_value=False, callback=refuse)

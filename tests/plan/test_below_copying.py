@@ -1,0 +1,103 @@
+"""What "auto" does with budgets that copying does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import BelowFloorError
+from penstock.plan.below_copying import WORTHWHILE_TIMES, link_bytes
+from penstock.plan.calibration import Calibration
+from penstock.plan.check import check_plan
+from penstock.plan.link import Link
+from penstock.plan.placements import PlacementPlanner
+from penstock.plan.simulator import predicted_s
+from penstock.schedule import Schedule
+from penstock.weight import Weight
+from tests.plan.test_floor import chain
+
+PAGE = 1000
+
+
+def linears(*rows: int, linear: bool = True) -> tuple[Schedule, dict[str, Weight]]:
+    """A chain of products with weights of 100 bytes a row."""
+    weights = {f"w{n}": Weight(f"w{n}", "bfloat16", (count, 50), (0, 1)) for n, count in enumerate(rows)}
+    schedule = chain(*weights)
+    return replace(schedule, accesses=tuple(replace(one, linear=linear) for one in schedule.accesses)), weights
+
+
+def planner(
+    schedule: Schedule, weights: dict[str, Weight], placement: str = "auto", **options: bool
+) -> PlacementPlanner:
+    return PlacementPlanner([schedule], weights, page_bytes=PAGE, placement=placement, **options)
+
+
+def timed(schedule: Schedule, in_place_s: float) -> Calibration:
+    steps = len(schedule.steps)
+    return Calibration(Link(1e6), {schedule.method: (1e-4,) * steps}, {schedule.method: (in_place_s,) * steps})
+
+
+def test_auto_splits_below_the_floor_of_copying() -> None:
+    schedule, weights = linears(*[160] * 12)
+    auto, copying = planner(schedule, weights), planner(schedule, weights, "stream")
+    assert auto.copying_bytes == copying.floor_bytes > 0
+    assert auto.floor_bytes == planner(schedule, weights, "split").floor_bytes < copying.floor_bytes
+    limit = WORTHWHILE_TIMES * link_bytes(copying.plan(copying.floor_bytes), [schedule])
+    for budget in range(auto.floor_bytes, copying.floor_bytes, PAGE):
+        plan = auto.plan(budget)
+        check_plan(plan, [schedule], weights, budget_bytes=budget)
+        assert plan.split_weights or plan.direct_weights
+        assert link_bytes(plan, [schedule]) <= limit
+    with pytest.raises(BelowFloorError):
+        auto.plan(auto.floor_bytes - 1)
+    # From there on it copies, as before.
+    assert auto.plan(copying.floor_bytes) == copying.plan(copying.floor_bytes)
+
+
+def test_floor_and_the_plan_that_meets_it_agree() -> None:
+    schedule, weights = linears(*[160] * 12)
+    auto = planner(schedule, weights)
+    found = auto.floor()
+    assert found.floor_bytes == auto.floor_bytes and found.plan == auto.plan(auto.floor_bytes)
+    check_plan(found.plan, [schedule], weights, budget_bytes=found.floor_bytes)
+
+
+def test_a_slow_answer_is_none() -> None:
+    """Each weight is read three times in a row: it is copied once, and would cross the link three times."""
+    _, weights = linears(*[160] * 8)
+    schedule = chain(*(name for name in weights for _ in range(3)))
+    schedule = replace(schedule, accesses=tuple(replace(one, linear=True) for one in schedule.accesses))
+    auto, copying = planner(schedule, weights), planner(schedule, weights, "stream")
+    limit = WORTHWHILE_TIMES * link_bytes(copying.plan(copying.floor_bytes), [schedule])
+    split = planner(schedule, weights, "split")
+    assert split.floor_bytes < auto.floor_bytes <= copying.floor_bytes
+    for budget in range(split.floor_bytes, copying.floor_bytes, PAGE):
+        assert (link_bytes(split.plan(budget), [schedule]) <= limit) == (budget >= auto.floor_bytes)
+
+
+def test_without_our_kernel_or_without_times_nothing_is_read_over_the_link() -> None:
+    schedule, weights = linears(*[160] * 12)
+    copying = planner(schedule, weights, "stream").floor_bytes
+    assert planner(schedule, weights, can_split=False).floor_bytes == copying
+    plain, _ = linears(*[160] * 12, linear=False)
+    assert planner(plain, weights).floor_bytes == copying
+    assert planner(schedule, weights, "stream").floor_for(timed(schedule, 1e-4)) == copying
+
+
+@pytest.mark.parametrize(("in_place_s", "is_worth_it"), [(0.016, True), (0.1, False)])
+def test_other_kernels_read_in_place_where_that_was_timed(in_place_s: float, is_worth_it: bool) -> None:
+    schedule, weights = linears(*[160] * 12, linear=False)
+    auto, times = planner(schedule, weights), timed(schedule, in_place_s)
+    copying = auto.copying_bytes
+    assert auto.floor_bytes == copying
+    assert (auto.floor_for(times) < copying) == is_worth_it
+    if not is_worth_it:
+        with pytest.raises(BelowFloorError):
+            auto.plan(copying - PAGE, times)
+        return
+    limit_s = WORTHWHILE_TIMES * predicted_s(auto.plan(copying), [schedule], times)
+    for budget in range(auto.floor_for(times), copying, PAGE):
+        plan = auto.plan(budget, times)
+        check_plan(plan, [schedule], weights, budget_bytes=budget)
+        assert plan.direct_weights and predicted_s(plan, [schedule], times) <= limit_s

@@ -1,0 +1,126 @@
+"""Which options go together: every pair that does not is refused, by the one table that docs/runtime.md shows too."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.direct.launch_shape import Limits
+from penstock.errors import HostMemoryError, PenstockError
+from penstock.placement_names import PLACEMENTS
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link
+from penstock.program import Program
+from penstock.renamed import OPTIONS
+from penstock.runtime.options import REFUSALS, Asked, Options, judge
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TIMES = Calibration(Link(1e9), {"forward": (1.0,)})
+
+
+@pytest.fixture
+def program(chain: Path) -> Program:
+    return penstock.read_program(chain)
+
+
+def with_linears(program: Program) -> Program:
+    def changed(method: Any) -> Any:
+        accesses = tuple(dataclasses.replace(access, linear=True) for access in method.schedule.accesses)
+        return dataclasses.replace(method, schedule=dataclasses.replace(method.schedule, accesses=accesses))
+
+    return dataclasses.replace(program, methods=tuple(changed(method) for method in program.methods))
+
+
+def combinations() -> list[Asked]:
+    rows = itertools.product(
+        PLACEMENTS, ("registered", "1MiB"), (None, "first-runs", TIMES), (False, True), (None, Limits(), "measured")
+    )
+    return [Asked(*row) for row in rows]
+
+
+def refused(program: Program, device: torch.device, asked: Asked, is_delegate: bool) -> str | None:
+    try:
+        judge(program, device, asked, is_delegate=is_delegate)
+    except PenstockError as error:
+        return str(error)
+    return None
+
+
+def test_every_combination_is_judged_as_the_table_says(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out once more, without the table: what must be refused is, and nothing else."""
+    used: set[str] = set()
+    judged = 0
+    for capability in ((9, 0), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        for asked, device, linears, is_delegate in itertools.product(
+            combinations(), (CPU, GPU), (False, True), (False, True)
+        ):
+            told = refused(with_linears(program) if linears else program, device, asked, is_delegate)
+            capped, lru = asked.host_memory != "registered", asked.placement == "lru"
+            kernel = linears and (device is CPU or capability == (9, 0))
+            wrong = (
+                (asked.placement in ("in-place", "split") and capped)
+                or (asked.placement == "split" and not kernel)
+                or (lru and (capped or linears or asked.calibration is not None))
+                or (asked.cuda_graph and (device is CPU or lru or capped or is_delegate))
+                or (asked.split_limits is not None and not (kernel and device is GPU))
+                or (is_delegate and asked.calibration == "first-runs")
+            )
+            assert (told is not None) == wrong, (asked, device, linears, is_delegate, told)
+            judged += 1
+            if told is not None:
+                used |= {f"{row.option} does not go with {row.beside}" for row in REFUSALS if row.beside in told}
+                assert any(told.startswith(f"{row.option} does not go with {row.beside}: ") for row in REFUSALS)
+    assert judged == 2 * 180 * 8
+    assert used == {f"{row.option} does not go with {row.beside}" for row in REFUSALS}, "a row that refuses nothing"
+
+
+def test_the_documented_table_is_the_one_that_judges() -> None:
+    text = Path("docs/runtime.md").read_text()
+    section = text[text.index("## Which options go together") :]
+    section = section[: section.index("\n## ", 1)]
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \| `(\w+)` \|$", section, re.M)
+    assert [(option, beside.replace("`", ""), error) for option, beside, _, error in rows] == [
+        (row.option, row.beside, row.error.__name__) for row in REFUSALS
+    ]
+
+
+def test_what_is_planned_where_no_weight_stays_in_memory(program: Program) -> None:
+    def of(**asked: Any) -> Options:
+        return judge(program, CPU, Asked(**asked))
+
+    assert of().planned_as == "auto" and of(placement="in-place").planned_as == "in-place"
+    assert of(host_memory="1MiB").planned_as == of(placement="lru").planned_as == "stream"
+    assert of(host_memory="1MiB").host_memory_cap_bytes == 1 << 20 and of().host_memory_cap_bytes is None
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_before_are_refused_by_their_new_names(chain: Path, name: str) -> None:
+    with pytest.raises(PenstockError, match=re.escape(f"Module has no {name}= any more: {OPTIONS[name]}")):
+        penstock.Module(chain, **{name: "lru"})  # type: ignore[arg-type]
+
+
+def test_values_of_before_are_refused_by_their_new_names(chain: Path) -> None:
+    for before, now in (("streamed", "stream"), ("direct", "in-place"), ("planned", "auto")):
+        with pytest.raises(PenstockError, match=f"what was placement='{before}' is now \"{now}\""):
+            penstock.Module(chain, placement=before)
+    with pytest.raises(HostMemoryError, match="what was host_memory='staged' is now a cap in bytes"):
+        penstock.Module(chain, host_memory="staged")
+
+
+def test_other_names_are_pythons_to_refuse(chain: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
+        penstock.Module(chain, bugdet=1)  # type: ignore[arg-type]
+    with penstock.Module(chain, "1GiB") as module:
+        with pytest.raises(AttributeError, match=r"no attribute 'calibrate_direct' any more: use calibrate\(in_place"):
+            module.calibrate_direct()
+        with pytest.raises(AttributeError, match="no attribute 'bugdet_bytes'$"):
+            _ = module.bugdet_bytes
+        assert not hasattr(module, "mode")
