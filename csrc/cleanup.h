@@ -20,7 +20,7 @@ void quietly(Action&& action) noexcept {
 // Waits for what uses something, before that is given back. Twice: drivers also report the failure of earlier work
 // here, without having waited. A second failure means that the device is lost, and with it whatever was at work.
 template <typename Wait>
-void settle(Wait&& wait) noexcept {
+void sync_with_retry(Wait&& wait) noexcept {
   try {
     wait();
   } catch (...) {

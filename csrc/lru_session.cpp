@@ -103,7 +103,7 @@ void LruSession::uninstall() noexcept {
   }
   if (pool_) {
     // S4: another pool may follow, and the memory of this one is given back only now.
-    settle([&] { driver_.synchronize_stream(copy_stream_); });
+    sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
     quietly([&] { driver_.destroy_pool(pool_); });
   }
   pool_ = nullptr;
@@ -192,7 +192,7 @@ bool LruSession::place(int64_t weight) {
 
 void LruSession::begin_run(bool) {}
 
-Address LruSession::lend(int64_t position) {
+Address LruSession::acquire(int64_t position) {
   const LruAccessRecord& access = record_.methods[method_].accesses[position];
   const LruWeightRecord& record = record_.weights[access.weight];
   Held& held = held_[access.weight];

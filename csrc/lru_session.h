@@ -26,7 +26,7 @@ class LruSession final : public StreamingSession {
 
  protected:
   void begin_run(bool cold) override;
-  Address lend(int64_t position) override;
+  Address acquire(int64_t position) override;
   void step_ended(int64_t step) override;
   void end_run() override;
   void reset() noexcept override;

@@ -137,17 +137,17 @@ class Method {
       if (bytes[s] != method.stays[s].bytes)
         refuse(what_ + "stay " + text((int64_t)s) + " has " + text(method.stays[s].bytes) + " bytes, its copies have " +
                text(bytes[s]));
-    std::vector<int64_t> entering = method.entering;
-    std::sort(entering.begin(), entering.end());
-    auto twice = std::adjacent_find(entering.begin(), entering.end());
-    if (twice != entering.end()) refuse(what_ + "copy " + text(*twice) + " enters twice");
+    std::vector<int64_t> prologue = method.prologue;
+    std::sort(prologue.begin(), prologue.end());
+    auto twice = std::adjacent_find(prologue.begin(), prologue.end());
+    if (twice != prologue.end()) refuse(what_ + "copy " + text(*twice) + " enters twice");
   }
 
   void check() {
     for (const AccessRecord& access : method_.accesses) check_access(access);
     for (size_t s = 0; s < stays_.size(); ++s)
       if (!stays_[s].is_listed) refuse(what_ + "stay " + text((int64_t)s) + " is read by no access");
-    for (int64_t copy : method_.entering) issue((size_t)copy);
+    for (int64_t copy : method_.prologue) issue((size_t)copy);
     // A cold run leaves the ring as every later one does: each issues the same copies.
     for (int run = 0; run < 2; ++run) {
       size_t next = 0;

@@ -100,7 +100,7 @@ MethodRecord read_method(Reader& in, const PlanRecord& plan) {
     copy.wait_step = in.next(-1, method.step_count);
     copy.piece = read_piece(in, plan);
   }
-  for (size_t i = in.length(); i > 0; --i) method.entering.push_back(in.next(0, (int64_t)method.copies.size()));
+  for (size_t i = in.length(); i > 0; --i) method.prologue.push_back(in.next(0, (int64_t)method.copies.size()));
   return method;
 }
 

@@ -57,7 +57,7 @@ struct MethodRecord {
   // In the order of issue.
   std::vector<CopyRecord> copies;
   // Copies that are in place when a run begins, in the order in which they are needed.
-  std::vector<int64_t> entering;
+  std::vector<int64_t> prologue;
 };
 
 struct PlanRecord {

@@ -24,7 +24,7 @@ void PlannedSession::capture_begins() {
   next_copy_ = 0;
   for (StepState& step : method.steps) step.is_captured = false;
   forget_copies(method);
-  for (int64_t copy : plan_.methods[method_].entering) {
+  for (int64_t copy : plan_.methods[method_].prologue) {
     advance(method, copy);
     method.progress[plan_.methods[method_].copies[copy].stay].before_graph = true;
   }

@@ -72,10 +72,10 @@ void PlannedSession::create_events() {
         method.steps[copy.wait_step].ended = driver_.create_event(false);
       method.cycle.push_back(copy.piece);
     }
-    std::vector<size_t> entering(record.stays.size());
-    for (int64_t c : record.entering) {
-      method.entering.push_back(record.copies[c].piece);
-      entering[record.copies[c].stay]++;
+    std::vector<size_t> prologue(record.stays.size());
+    for (int64_t c : record.prologue) {
+      method.prologue.push_back(record.copies[c].piece);
+      prologue[record.copies[c].stay]++;
     }
     std::vector<int64_t> last_access(record.stays.size(), -1);
     for (size_t a = 0; a < record.accesses.size(); ++a)
@@ -84,7 +84,7 @@ void PlannedSession::create_events() {
       if (record.copies[c].issue_before <= last_access[record.copies[c].stay]) {
         method.graph_copies = c + 1;
         StayState& stay = method.stays[record.copies[c].stay];
-        stay.crosses = entering[record.copies[c].stay] == stay.copies.size();
+        stay.crosses = prologue[record.copies[c].stay] == stay.copies.size();
       }
     for (size_t c = method.graph_copies; c < record.copies.size(); ++c)
       if (record.copies[c].wait_step >= 0) method.steps[record.copies[c].wait_step].seen_outside = true;
@@ -166,14 +166,14 @@ void PlannedSession::begin_run(bool cold) {
   if (!cold) return;
   MethodState& method = methods_[method_];
   forget_copies(method);
-  source_.follow(method.entering, method.cycle);
+  source_.follow(method.prologue, method.cycle);
   // S1: other kernels may still read these pages. Everything that is copied later stands behind this wait.
   if (has_run_) driver_.wait(copy_stream_, run_end_);
   // What was copied ahead when the method last ran is right, and must not make up for a copy that is missing now. Of the
   // others' pages nothing is left: each is poison since its last reader. (And a graph's own copies do not follow this.)
   if (poison_)
-    for (const PieceRecord& piece : method.entering) poison(piece, copy_stream_);
-  for (int64_t copy : plan_.methods[method_].entering) issue(copy);
+    for (const PieceRecord& piece : method.prologue) poison(piece, copy_stream_);
+  for (int64_t copy : plan_.methods[method_].prologue) issue(copy);
 }
 
 void PlannedSession::issue(int64_t index) {
@@ -231,7 +231,7 @@ void PlannedSession::issue_until(int64_t position) {
   while (next_copy_ < end && copies[next_copy_].issue_before <= position) issue((int64_t)next_copy_++);
 }
 
-Address PlannedSession::lend(int64_t position) {
+Address PlannedSession::acquire(int64_t position) {
   issue_until(position);
   const AccessRecord& access = plan_.methods[method_].accesses[position];
   run_.bytes_in_place += access.in_place_bytes();
@@ -288,7 +288,7 @@ void PlannedSession::reset() noexcept {
     for (const MethodRecord& method : plan_.methods)
       for (const CopyRecord& copy : method.copies) poison(copy.piece, copy_stream_);
   });
-  settle([&] { driver_.synchronize_stream(copy_stream_); });
+  sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
 }
 
 void PlannedSession::forget_copies(MethodState& method) noexcept {

@@ -32,7 +32,7 @@ class PlannedSession final : public StreamingSession {
 
  protected:
   void begin_run(bool cold) override;
-  Address lend(int64_t position) override;
+  Address acquire(int64_t position) override;
   void multiply(const LinearRequest& request, TensorHandle* out) override;
   void step_ended(int64_t step) override;
   void end_run() override;
@@ -73,7 +73,7 @@ class PlannedSession final : public StreamingSession {
     std::vector<StayState> stays;
     std::vector<StepState> steps;
     std::vector<Progress> progress;  // by stay
-    std::vector<PieceRecord> entering;
+    std::vector<PieceRecord> prologue;
     std::vector<PieceRecord> cycle;
     // A graph holds the copies up to the last that its own run needs. Those after it are made for the next run: issued
     // one by one behind each launch, they need not have ended when the graph does.

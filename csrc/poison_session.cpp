@@ -57,7 +57,7 @@ class PoisonSession final : public Session {
       return fail("access " + number_text(request.access) + " was fetched after step " + number_text(lent.last_step) +
                   ", its recorded last reader, had ended");
     void* data = nullptr;
-    if (!lend(lent, request.device_index, &data)) return false;
+    if (!acquire(lent, request.device_index, &data)) return false;
     next_access_++;
     std::vector<int64_t> strides(request.rank);
     int64_t step = 1;
@@ -110,7 +110,7 @@ class PoisonSession final : public Session {
   int64_t peak_bytes() const { return peak_bytes_; }
 
  private:
-  bool lend(Lent& lent, int32_t device_index, void** data) {
+  bool acquire(Lent& lent, int32_t device_index, void** data) {
     size_t capacity = lent.bytes ? lent.bytes : 1;
     if (on_cuda_) {
       if (torch_abi().current_cuda_stream(device_index, &stream_)) return fail("torch gave no CUDA stream");

@@ -14,7 +14,7 @@ namespace {
 thread_local std::string soft_error;
 
 template <typename Body>
-int32_t told(Body body) {
+int32_t to_status(Body body) {
   try {
     body();
     return (int32_t)Failure::none;
@@ -69,7 +69,7 @@ const char* penstock_soft_error() { return penstock::soft_error.c_str(); }
 // Null on failure.
 Driver* penstock_soft_create(size_t page_bytes, size_t capacity_bytes, int32_t poison) {
   Driver* driver = nullptr;
-  told([&] { driver = new penstock::SoftDriver(page_bytes, capacity_bytes, poison != 0); });
+  to_status([&] { driver = new penstock::SoftDriver(page_bytes, capacity_bytes, poison != 0); });
   return driver;
 }
 void penstock_soft_destroy(Driver* driver) { delete driver; }
@@ -89,7 +89,7 @@ void penstock_soft_set_delays(Driver* driver, uint64_t seed, uint64_t max_ns) {
 // A late stream does nothing until somebody waits for it, and then only what is waited for, after everything that other
 // streams can do. So what lacks a wait shows, every time.
 int32_t penstock_soft_set_late(Driver* driver, Stream stream, int32_t late) {
-  return told([&] { soft(driver).set_late(stream, late != 0); });
+  return to_status([&] { soft(driver).set_late(stream, late != 0); });
 }
 // Until every stream that is not late has nothing left to do, or waits for one that is.
 void penstock_soft_rest(Driver* driver) { soft(driver).pace().rest.wait(); }
@@ -103,26 +103,26 @@ void penstock_soft_set_capturing(Driver* driver, Stream stream, int32_t capturin
 
 // Graphs. On a GPU these are torch's to call, so they are none of the driver's functions.
 int32_t penstock_soft_begin_capture(Driver* driver, Stream stream) {
-  return told([&] { soft(driver).begin_capture(stream); });
+  return to_status([&] { soft(driver).begin_capture(stream); });
 }
 int32_t penstock_soft_end_capture(Driver* driver, Stream stream, Graph* out) {
-  return told([&] { *out = soft(driver).end_capture(stream); });
+  return to_status([&] { *out = soft(driver).end_capture(stream); });
 }
 int32_t penstock_soft_launch_graph(Driver* driver, Graph graph, Stream stream, int32_t order, uint64_t seed) {
-  return told([&] { soft(driver).launch_graph(graph, stream, (penstock::SoftOrder)order, seed); });
+  return to_status([&] { soft(driver).launch_graph(graph, stream, (penstock::SoftOrder)order, seed); });
 }
 // For launches that say no order, as those of a session.
 void penstock_soft_set_order(Driver* driver, int32_t order, uint64_t seed) {
   soft(driver).set_order((penstock::SoftOrder)order, seed);
 }
 int32_t penstock_soft_destroy_graph(Driver* driver, Graph graph) {
-  return told([&] { soft(driver).destroy_graph(graph); });
+  return to_status([&] { soft(driver).destroy_graph(graph); });
 }
 
 // Test kernels.
 int32_t penstock_soft_launch_hash(Driver* driver, Stream stream, Address address, size_t bytes, uint64_t* out,
                                   uint64_t delay_ns) {
-  return told([&] {
+  return to_status([&] {
     soft(driver).launch(stream, [=] {
       penstock::sleep_ns(delay_ns);
       *out = penstock::hash(reinterpret_cast<const void*>(address), bytes);
@@ -130,122 +130,122 @@ int32_t penstock_soft_launch_hash(Driver* driver, Stream stream, Address address
   });
 }
 int32_t penstock_soft_launch_sleep(Driver* driver, Stream stream, uint64_t delay_ns) {
-  return told([&] { soft(driver).launch(stream, [=] { penstock::sleep_ns(delay_ns); }); });
+  return to_status([&] { soft(driver).launch(stream, [=] { penstock::sleep_ns(delay_ns); }); });
 }
 // Any function, in stream order.
 int32_t penstock_soft_launch(Driver* driver, Stream stream, void (*body)(void*), void* argument) {
-  return told([&] { soft(driver).launch(stream, [=] { body(argument); }); });
+  return to_status([&] { soft(driver).launch(stream, [=] { body(argument); }); });
 }
 
 // The driver's own functions.
 int32_t penstock_soft_memory_info(Driver* driver, size_t* free_bytes, size_t* total_bytes) {
-  return told([&] {
+  return to_status([&] {
     const penstock::MemoryInfo info = driver->memory_info();
     *free_bytes = info.free_bytes;
     *total_bytes = info.total_bytes;
   });
 }
 int32_t penstock_soft_granularity_bytes(Driver* driver, size_t* out) {
-  return told([&] { *out = driver->granularity_bytes(); });
+  return to_status([&] { *out = driver->granularity_bytes(); });
 }
 int32_t penstock_soft_create_block(Driver* driver, size_t bytes, Block* out) {
-  return told([&] { *out = driver->create_block(bytes); });
+  return to_status([&] { *out = driver->create_block(bytes); });
 }
 int32_t penstock_soft_release_block(Driver* driver, Block block) {
-  return told([&] { driver->release_block(block); });
+  return to_status([&] { driver->release_block(block); });
 }
 int32_t penstock_soft_reserve(Driver* driver, size_t bytes, Address* out) {
-  return told([&] { *out = driver->reserve(bytes); });
+  return to_status([&] { *out = driver->reserve(bytes); });
 }
 int32_t penstock_soft_unreserve(Driver* driver, Address address, size_t bytes) {
-  return told([&] { driver->unreserve(address, bytes); });
+  return to_status([&] { driver->unreserve(address, bytes); });
 }
 int32_t penstock_soft_map(Driver* driver, Address address, size_t bytes, Block block) {
-  return told([&] { driver->map(address, bytes, block); });
+  return to_status([&] { driver->map(address, bytes, block); });
 }
 int32_t penstock_soft_allow_access(Driver* driver, Address address, size_t bytes) {
-  return told([&] { driver->allow_access(address, bytes); });
+  return to_status([&] { driver->allow_access(address, bytes); });
 }
 int32_t penstock_soft_unmap(Driver* driver, Address address, size_t bytes) {
-  return told([&] { driver->unmap(address, bytes); });
+  return to_status([&] { driver->unmap(address, bytes); });
 }
 int32_t penstock_soft_create_pool(Driver* driver, size_t max_bytes, Pool* out) {
-  return told([&] { *out = driver->create_pool(max_bytes); });
+  return to_status([&] { *out = driver->create_pool(max_bytes); });
 }
 int32_t penstock_soft_destroy_pool(Driver* driver, Pool pool) {
-  return told([&] { driver->destroy_pool(pool); });
+  return to_status([&] { driver->destroy_pool(pool); });
 }
 int32_t penstock_soft_pool_allocate(Driver* driver, Pool pool, size_t bytes, Stream stream, Address* out) {
-  return told([&] { *out = driver->pool_allocate(pool, bytes, stream); });
+  return to_status([&] { *out = driver->pool_allocate(pool, bytes, stream); });
 }
 int32_t penstock_soft_pool_release(Driver* driver, Pool pool, Address address, Stream stream) {
-  return told([&] { driver->pool_release(pool, address, stream); });
+  return to_status([&] { driver->pool_release(pool, address, stream); });
 }
 int32_t penstock_soft_pool_peak_bytes(Driver* driver, Pool pool, size_t* out) {
-  return told([&] { *out = driver->pool_peak_bytes(pool); });
+  return to_status([&] { *out = driver->pool_peak_bytes(pool); });
 }
 int32_t penstock_soft_create_stream(Driver* driver, Stream* out) {
-  return told([&] { *out = driver->create_stream(); });
+  return to_status([&] { *out = driver->create_stream(); });
 }
 int32_t penstock_soft_destroy_stream(Driver* driver, Stream stream) {
-  return told([&] { driver->destroy_stream(stream); });
+  return to_status([&] { driver->destroy_stream(stream); });
 }
 int32_t penstock_soft_synchronize_stream(Driver* driver, Stream stream) {
-  return told([&] { driver->synchronize_stream(stream); });
+  return to_status([&] { driver->synchronize_stream(stream); });
 }
 int32_t penstock_soft_is_capturing(Driver* driver, Stream stream, int32_t* out) {
-  return told([&] { *out = driver->is_capturing(stream); });
+  return to_status([&] { *out = driver->is_capturing(stream); });
 }
 int32_t penstock_soft_create_event(Driver* driver, int32_t timing, Event* out) {
-  return told([&] { *out = driver->create_event(timing != 0); });
+  return to_status([&] { *out = driver->create_event(timing != 0); });
 }
 int32_t penstock_soft_destroy_event(Driver* driver, Event event) {
-  return told([&] { driver->destroy_event(event); });
+  return to_status([&] { driver->destroy_event(event); });
 }
 int32_t penstock_soft_record(Driver* driver, Event event, Stream stream) {
-  return told([&] { driver->record(event, stream); });
+  return to_status([&] { driver->record(event, stream); });
 }
 int32_t penstock_soft_wait(Driver* driver, Stream stream, Event event) {
-  return told([&] { driver->wait(stream, event); });
+  return to_status([&] { driver->wait(stream, event); });
 }
 int32_t penstock_soft_record_external(Driver* driver, Event event, Stream stream) {
-  return told([&] { driver->record_external(event, stream); });
+  return to_status([&] { driver->record_external(event, stream); });
 }
 int32_t penstock_soft_wait_external(Driver* driver, Stream stream, Event event) {
-  return told([&] { driver->wait_external(stream, event); });
+  return to_status([&] { driver->wait_external(stream, event); });
 }
 int32_t penstock_soft_synchronize_event(Driver* driver, Event event) {
-  return told([&] { driver->synchronize_event(event); });
+  return to_status([&] { driver->synchronize_event(event); });
 }
 int32_t penstock_soft_is_complete(Driver* driver, Event event, int32_t* out) {
-  return told([&] { *out = driver->is_complete(event); });
+  return to_status([&] { *out = driver->is_complete(event); });
 }
 int32_t penstock_soft_elapsed_ns(Driver* driver, Event from, Event to, int64_t* out) {
-  return told([&] { *out = driver->elapsed_ns(from, to); });
+  return to_status([&] { *out = driver->elapsed_ns(from, to); });
 }
 int32_t penstock_soft_copy_to_device(Driver* driver, Address to, const void* from, size_t bytes, Stream stream) {
-  return told([&] { driver->copy_to_device(to, from, bytes, stream); });
+  return to_status([&] { driver->copy_to_device(to, from, bytes, stream); });
 }
 int32_t penstock_soft_copy_to_host(Driver* driver, void* to, Address from, size_t bytes, Stream stream) {
-  return told([&] { driver->copy_to_host(to, from, bytes, stream); });
+  return to_status([&] { driver->copy_to_host(to, from, bytes, stream); });
 }
 int32_t penstock_soft_fill(Driver* driver, Address to, int32_t value, size_t bytes, Stream stream) {
-  return told([&] { driver->fill(to, (unsigned char)value, bytes, stream); });
+  return to_status([&] { driver->fill(to, (unsigned char)value, bytes, stream); });
 }
 int32_t penstock_soft_register_host(Driver* driver, const void* start, size_t bytes) {
-  return told([&] { driver->register_host(start, bytes); });
+  return to_status([&] { driver->register_host(start, bytes); });
 }
 int32_t penstock_soft_unregister_host(Driver* driver, const void* start) {
-  return told([&] { driver->unregister_host(start); });
+  return to_status([&] { driver->unregister_host(start); });
 }
 int32_t penstock_soft_host_address(Driver* driver, const void* start, size_t bytes, Address* out) {
-  return told([&] { *out = driver->host_address(start, bytes); });
+  return to_status([&] { *out = driver->host_address(start, bytes); });
 }
 int32_t penstock_soft_allocate_host(Driver* driver, size_t bytes, void** out) {
-  return told([&] { *out = driver->allocate_host(bytes); });
+  return to_status([&] { *out = driver->allocate_host(bytes); });
 }
 int32_t penstock_soft_free_host(Driver* driver, void* start) {
-  return told([&] { driver->free_host(start); });
+  return to_status([&] { driver->free_host(start); });
 }
 
 }  // extern "C"

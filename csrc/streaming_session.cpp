@@ -91,7 +91,7 @@ bool StreamingSession::acquire(int64_t number, Address* out) {
     return fail("the schedule diverges at position " + text(position_) + ": expected access " +
                 text(shape.numbers[position_]) + ", got access " + text(number));
   try {
-    *out = lend(position_);
+    *out = acquire(position_);
     if (trace_) trace_->step_begins(run_number_, method_, step_, compute_);
   } catch (const CoreError& failure) {
     return fail(failure.what(), failure.failure);
@@ -285,10 +285,10 @@ void StreamingSession::require_idle() const {
 
 void StreamingSession::finish() noexcept {
   // The caller's stream first: the copies that follow its kernels cannot end before it does.
-  if (mode_ == Mode::run || mode_ == Mode::replay) settle([&] { driver_.synchronize_stream(compute_); });
+  if (mode_ == Mode::run || mode_ == Mode::replay) sync_with_retry([&] { driver_.synchronize_stream(compute_); });
   // A run that failed at its start may not have come to wait for the last one.
-  if (has_run_) settle([&] { driver_.synchronize_event(run_end_); });
-  settle([&] { driver_.synchronize_stream(copy_stream_); });
+  if (has_run_) sync_with_retry([&] { driver_.synchronize_event(run_end_); });
+  sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
 }
 
 void StreamingSession::drain() {

@@ -102,7 +102,7 @@ class StreamingSession : public Session {
 
   // `cold`: the last run was of another method, or failed.
   virtual void begin_run(bool cold) = 0;
-  virtual Address lend(int64_t position) = 0;
+  virtual Address acquire(int64_t position) = 0;
   virtual void step_ended(int64_t step) = 0;
   virtual void end_run() = 0;
   // After drain, when a run failed.

@@ -28,16 +28,16 @@ _LIBRARY.define(
     "penstock_linear(Tensor x, Tensor weight, Tensor? bias, int access) -> Tensor",
     tags=(torch.Tag.needs_contiguous_strides,),
 )
-_LIBRARY.define("own(Tensor value) -> Tensor")
-_LIBRARY.define("settle(Tensor value) -> Tensor")
-_LIBRARY.define("keep(Tensor[] lent) -> ()")
+_LIBRARY.define("force_clone(Tensor value) -> Tensor")
+_LIBRARY.define("materialize(Tensor value) -> Tensor")
+_LIBRARY.define("forbid_reinplace(Tensor[] lent) -> ()")
 
 FETCH = torch.ops.penstock.fetch.default
 WEIGHT = torch.ops.penstock.penstock_weight.default
 LINEAR = torch.ops.penstock.penstock_linear.default
-OWN = torch.ops.penstock.own.default
-SETTLE = torch.ops.penstock.settle.default
-KEEP = torch.ops.penstock.keep.default
+FORCE_CLONE = torch.ops.penstock.force_clone.default
+MATERIALIZE = torch.ops.penstock.materialize.default
+FORBID_REINPLACE = torch.ops.penstock.forbid_reinplace.default
 
 
 def _fetch(weight: torch.Tensor, access: int, name: str) -> torch.Tensor:
@@ -71,12 +71,12 @@ for _key in ("Conjugate", "Negative"):
     _LIBRARY.impl("fetch", torch.library.fallthrough_kernel, _key)
 _LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")
 _LIBRARY.impl("penstock_linear", _linear_missing, "CompositeExplicitAutograd")
-_LIBRARY.impl("own", lambda value: value.clone(), "CompositeExplicitAutograd")
-_LIBRARY.impl("settle", lambda value: value.clone(), "CompositeExplicitAutograd")
-_LIBRARY.impl("keep", lambda lent: None, "CompositeExplicitAutograd")
+_LIBRARY.impl("force_clone", lambda value: value.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("materialize", lambda value: value.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("forbid_reinplace", lambda lent: None, "CompositeExplicitAutograd")
 torch.library.register_fake("penstock::fetch", _fetch, lib=_LIBRARY)
 torch.library.register_fake("penstock::penstock_weight", _weight_fake, lib=_LIBRARY)
 torch.library.register_fake("penstock::penstock_linear", _linear_fake, lib=_LIBRARY)
-torch.library.register_fake("penstock::own", lambda value: torch.empty_like(value), lib=_LIBRARY)
-torch.library.register_fake("penstock::settle", lambda value: torch.empty_like(value), lib=_LIBRARY)
-torch.library.register_fake("penstock::keep", lambda lent: None, lib=_LIBRARY)
+torch.library.register_fake("penstock::force_clone", lambda value: torch.empty_like(value), lib=_LIBRARY)
+torch.library.register_fake("penstock::materialize", lambda value: torch.empty_like(value), lib=_LIBRARY)
+torch.library.register_fake("penstock::forbid_reinplace", lambda lent: None, lib=_LIBRARY)

@@ -41,7 +41,7 @@ from tests.executorch.programs import FIRST_CALLS, TWIN_ROWS, TWIN_WIDTH, Narrow
 from tests.runtime.mutant_plays import LEAST_S, PATIENCE, Plays, missed, tell_missed
 from tests.runtime.soft import Failure
 
-# enum class Kind in csrc/refusal.h, and ExecuTorch's numbers of errors.
+# enum class Kind in csrc/load_error.h, and ExecuTorch's numbers of errors.
 PACKAGE, BUDGET, BELOW_FLOOR, OPTION, MISSING_WEIGHT, BUILD, INPUT, CORE, CODE, HOST, DEVICE = (
     *(1, 2, 3, 4, 5),
     *(8, 9, 10, 11, 12, 13),
@@ -474,9 +474,9 @@ def programs_for_something_else(program: Program) -> None:
     """Refused before anything is made; so they need no code."""
     built = program.description["built_with"]
 
-    def tried(changes: Mapping[str, Any], ticket: Mapping[str, Any] | None = None) -> Callable[[], object]:
+    def tried(changes: Mapping[str, Any], delegate_ref: Mapping[str, Any] | None = None) -> Callable[[], object]:
         options = at_floor(program, "else")
-        return lambda: Delegate(program, "wide", options, changes=changes, ticket=ticket, with_code=False)
+        return lambda: Delegate(program, "wide", options, changes=changes, delegate_ref=delegate_ref, with_code=False)
 
     refused(tried({"device": "xpu"}), PACKAGE, said="compiled for 'xpu'")
     major, minor = built["torch"].split(".")[:2]
@@ -486,8 +486,8 @@ def programs_for_something_else(program: Program) -> None:
     for here, cpu in (("AVX2", "AVX512"), ("AVX512", "DEFAULT"), ("DEFAULT", "AVX2")):
         with environment(PROBE_CPU=here):
             refused(tried({"built_with": {**built, "cpu": cpu}}), BUILD, said=f"torch finds {here} on this one")
-    for ticket in ({"number": -1}, {"number": 2}, {"number": 1 << 40}, {"number": 1}, {"method": "middle"}):
-        refused(tried({}, ticket), PACKAGE, said="which its delegate names")
+    for delegate_ref in ({"number": -1}, {"number": 2}, {"number": 1 << 40}, {"number": 1}, {"method": "middle"}):
+        refused(tried({}, delegate_ref), PACKAGE, said="which its delegate names")
     refused(tried({}, {"payload": "penstock.program.nobody"}), PACKAGE, said="holds no penstock.program.nobody")
     refused(lambda: Delegate(program, "wide", with_data=False), MISSING_WEIGHT, said="without any data")
     refused(tried({"page_bytes": 1000}), CORE)

@@ -144,8 +144,8 @@ class Program:
         self.tickets: dict[str, dict[str, Any]] = {}
         at = raw.find(TICKET_MAGIC)
         while at >= 0:
-            ticket = json.loads(raw[at + 48 :][: struct.unpack_from("<Q", raw, at + 24)[0]])
-            self.tickets[ticket["method"]] = ticket
+            delegate_ref = json.loads(raw[at + 48 :][: struct.unpack_from("<Q", raw, at + 24)[0]])
+            self.tickets[delegate_ref["method"]] = delegate_ref
             at = raw.find(TICKET_MAGIC, at + 1)
         self.places = [
             Place(e.name, SCALAR_TYPES[e.dtype], tuple(e.shape), tuple(e.dim_order), e.offset_bytes, e.length_bytes)
@@ -180,7 +180,7 @@ class Data:
             library().probe_data_add(
                 self.handle, name, place.scalar_type, rank, shape, order, place.offset_bytes, place.nbytes
             )
-        (key,) = {ticket["payload"] for ticket in program.tickets.values()}
+        (key,) = {delegate_ref["payload"] for delegate_ref in program.tickets.values()}
         library().probe_data_add_bytes(self.handle, key.encode(), payload, len(payload))
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Data:
 
 
 class Delegate:
-    """One that is loaded; raises Refused. `changes` are made to the description, `ticket` to the ticket."""
+    """One that is loaded; raises Refused. `changes` are made to the description, `delegate_ref` to the delegate_ref."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Delegate:
         options: Mapping[str, Option] | None = None,
         *,
         changes: Mapping[str, Any] | None = None,
-        ticket: Mapping[str, Any] | None = None,
+        delegate_ref: Mapping[str, Any] | None = None,
         file: tuple[Path, Sequence[Place]] | None = None,
         with_data: bool = True,
         with_code: bool = True,
@@ -206,7 +206,7 @@ class Delegate:
         self.program, self.method = program, method
         path, places = file or (program.data_path, program.places)
         data = Data(program, program.payload(changes or {}, with_code), path, places) if with_data else None
-        packed = pack_ticket({**program.tickets[method], **(ticket or {})})
+        packed = pack_ticket({**program.tickets[method], **(delegate_ref or {})})
         given = (_Option * max(1, len(options or {})))()
         for option, (key, value) in zip(given, (options or {}).items(), strict=False):
             option.key = key.encode()
@@ -224,7 +224,7 @@ class Delegate:
         if status:
             assert self.handle is None
             raise Refused(status)
-        assert freed.value, "the ticket was not given back"
+        assert freed.value, "the delegate_ref was not given back"
 
     def values(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         given = [*inputs, *outputs]

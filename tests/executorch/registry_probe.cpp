@@ -12,7 +12,7 @@
 
 #include "core.h"
 #include "program_session.h"
-#include "refusal.h"
+#include "load_error.h"
 
 #ifdef WITH_MUTANTS
 extern "C" int penstock_mutant;
@@ -114,8 +114,8 @@ Payload program(const std::string& name) {
 
 WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {0, 4096}}; }
 
-std::unique_ptr<Seat> seat(const std::string& path, int64_t method, const SessionRequest& request = {}) {
-  return take_seat(program("program"), method, at(path), request, 0);
+std::unique_ptr<SessionRef> session_ref(const std::string& path, int64_t method, const SessionRequest& request = {}) {
+  return take_session_ref(program("program"), method, at(path), request, 0);
 }
 
 // A thread, and a way to see that it can only wait.
@@ -150,13 +150,13 @@ class Worker {
 
 void a_load_holds_up_nobody_else() {
   sessions.stop();
-  std::unique_ptr<Seat> slow, other;
-  Worker loading([&] { slow = seat("held", 0); });
+  std::unique_ptr<SessionRef> slow, other;
+  Worker loading([&] { slow = session_ref("held", 0); });
   sessions.await_stopped(1);
   // Another file, what is lent, and a search: all of them while the load goes on.
-  other = seat("other", 0);
+  other = session_ref("other", 0);
   expect(find_session("") != nullptr, "the session beside the load is not found");
-  expect(!take_lent_seat("nobody", 0), "a seat was lent by nobody");
+  expect(!take_shared_session_ref("nobody", 0), "a session_ref was lent by nobody");
   other.reset();
   expect(!loading.done(), "the load was not held");
   sessions.go_on();
@@ -165,49 +165,49 @@ void a_load_holds_up_nobody_else() {
 void who_shares_a_session_waits_for_its_load() {
   int made = sessions.made;
   sessions.stop();
-  std::unique_ptr<Seat> first, second;
+  std::unique_ptr<SessionRef> first, second;
   {
-    Worker loading([&] { first = seat("held", 0); });
+    Worker loading([&] { first = session_ref("held", 0); });
     sessions.await_stopped(1);
-    Worker joining([&] { second = seat("held", 1); });
+    Worker joining([&] { second = session_ref("held", 1); });
     joining.await_blocked();
-    expect(!joining.done(), "a seat was had in a session that was not loaded");
+    expect(!joining.done(), "a session_ref was had in a session that was not loaded");
     sessions.go_on();
   }
   expect(sessions.made == made + 1 && &first->session() == &second->session(), "two delegates made two sessions");
   expect(first->number() == 0 && second->number() == 1, "delegates are counted wrongly");
   // A place that is taken needs a session of its own; so does a delegate with its own budget.
-  auto again = seat("held", 1);
+  auto again = session_ref("held", 1);
   expect(&again->session() != &first->session(), "one place was given twice");
   SessionRequest request;
   request.own_budgets["two"].bytes = 8192;
-  auto alone = seat("held", 1, request);
+  auto alone = session_ref("held", 1, request);
   expect(alone->number() == 0 && sessions.made == made + 3, "a delegate with a budget of its own shares");
   expect(alone->session().facts().floor_bytes == 2048, "a delegate that is alone has the plans of all");
-  auto beside = seat("held", 0, request);
+  auto beside = session_ref("held", 0, request);
   expect(&beside->session() == &again->session(), "a free place was not used");
   second.reset();
-  auto back = seat("held", 1);
+  auto back = session_ref("held", 1);
   expect(&back->session() == &first->session(), "a place that was given back was not used");
 }
 
 void no_budget_is_taken_twice() {
   expect(sessions.open == 0, "sessions are left");
   sessions.most = 0;
-  auto old = seat("held", 0);
-  auto second = seat("held", 1);
+  auto old = session_ref("held", 0);
+  auto second = session_ref("held", 1);
   second.reset();
   expect(sessions.open == 1, "a session went before its last delegate");
   sessions.stop();
-  std::unique_ptr<Seat> next, other;
+  std::unique_ptr<SessionRef> next, other;
   {
     Worker closing([&] { old.reset(); });
     sessions.await_stopped(1);
     // Giving up is as long as loading: nobody else waits for it, and whoever loads the same does.
-    other = seat("other", 0);
+    other = session_ref("other", 0);
     other.reset();
     sessions.most = 1;
-    Worker loading([&] { next = seat("held", 0); });
+    Worker loading([&] { next = session_ref("held", 0); });
     loading.await_blocked();
     expect(!loading.done() && sessions.open == 1, "a session was made while the one before it was given up");
     sessions.go_on();
@@ -219,9 +219,9 @@ void a_load_that_fails_leaves_nothing() {
   for (const char* path : {"bad", "bad plan"})
     for (int time = 0; time < 2; ++time) {
       try {
-        seat(path, 0);
+        session_ref(path, 0);
         expect(false, "a failure of the core went unnoticed");
-      } catch (const Refusal& refusal) {
+      } catch (const LoadError& refusal) {
         expect(refusal.kind == Kind::core, "the failure is told as another");
       }
     }
@@ -231,17 +231,17 @@ void a_load_that_fails_leaves_nothing() {
 void sessions_are_lent_and_reclaimed() {
   int somebody = 0;
   lend_session("group", &somebody, 3, {1});
-  auto lent = take_lent_seat("group", 1);
+  auto lent = take_shared_session_ref("group", 1);
   expect(lent && lent->session().handle() == &somebody && lent->number() == 0, "another session was lent");
   expect(lent->session().device_index() == 3, "the device is another");
   try {
-    take_lent_seat("group", 0);
-    expect(false, "a seat was lent that there is none of");
-  } catch (const Refusal& refusal) {
+    take_shared_session_ref("group", 0);
+    expect(false, "a session_ref was lent that there is none of");
+  } catch (const LoadError& refusal) {
     expect(refusal.kind == Kind::package, "the refusal is told as another");
   }
   reclaim_sessions("group");
-  expect(!take_lent_seat("group", 1), "what was reclaimed was lent");
+  expect(!take_shared_session_ref("group", 1), "what was reclaimed was lent");
   lent.reset();
   expect(!find_session("group"), "a lent session is found as one of ours");
 }
@@ -252,11 +252,11 @@ const Core& core() {
   static const Core made = fake();
   return made;
 }
-void throw_core_failure() { throw Refusal(Kind::core, core().failure_text(), core().failure()); }
+void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
 const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool) {
   for (const Ladder& ladder : payload.ladders)
     if (ladder.methods == methods) return ladder;
-  throw Refusal(Kind::package, "no ladder");
+  throw LoadError(Kind::package, "no ladder");
 }
 std::vector<int64_t> rebased(const Rung&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
 

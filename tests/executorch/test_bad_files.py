@@ -90,14 +90,14 @@ class Case:
 
 def bad_programs(program: Path, data: Path, folder: Path) -> dict[str, Case]:
     raw = program.read_bytes()
-    ticket, payload = raw.index(b"PNSTKDLG"), raw.index(b"PNSTKPRG")
+    delegate_ref, payload = raw.index(b"PNSTKDLG"), raw.index(b"PNSTKPRG")
     # Over a damaged magic ExecuTorch's Python bindings end the process: they print it as text.
     places: dict[str, tuple[int, str, str | None]] = {
         "root": (0, "", None),
         "magic": (4, "", None),
         "header": (10, "", None),
-        "ticket": (ticket + 60, "hash", "refused"),
-        "ticket-magic": (ticket, "", "refused"),
+        "delegate_ref": (delegate_ref + 60, "hash", "refused"),
+        "delegate_ref-magic": (delegate_ref, "", "refused"),
         "payload-version": (payload + 8, "version", "refused"),
         "description": (payload + 100, "hash", "refused"),
         "code": (len(raw) * 2 // 3, "hash", "refused"),

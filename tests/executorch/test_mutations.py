@@ -28,7 +28,15 @@ __all__ = ["driver"]
 SOURCES = building.sources_folder()
 FILES = ["delegate.cpp", "program_session.cpp", "code.cpp"]
 # The registry, and what asks torch about a GPU.
-ELSEWHERE = {"registry", "busy_with", "~Seat", "take_seat", "lend_session", "reclaim_sessions", "take_lent_seat"}
+ELSEWHERE = {
+    "registry",
+    "busy_with",
+    "~SessionRef",
+    "take_session_ref",
+    "lend_session",
+    "reclaim_sessions",
+    "take_shared_session_ref",
+}
 SKIPPED = {*ELSEWHERE, "find_session", "current_device_index", "current_stream"}
 CALLS = re.compile(
     r"(?<![\w.>:~])(?:check_build|check_delegate|check_gpu|check_input|log_line|compute|(?:bytes|processed)->Free"
@@ -39,13 +47,13 @@ RULES = Rules(CALLS, refusals=True, parts=True)
 NEEDS_GPU = "it needs a torch that has a GPU"
 NEEDS_SIGNAL = "it needs a signal inside of a write"
 TICKET = (
-    "ticket.number < 0 || (size_t)ticket.number >= payload.methods.size() || "
-    "payload.methods[(size_t)ticket.number].name != ticket.method"
+    "delegate_ref.number < 0 || (size_t)delegate_ref.number >= payload.methods.size() || "
+    "payload.methods[(size_t)delegate_ref.number].name != delegate_ref.method"
 )
 STRIDES = "views[i].strides != strides[i] || !parts_->device.is_cpu()"
 INTERRUPTED = "written < 0 && errno == EINTR"
 EQUIVALENT: dict[str, str] = {
-    f"delegate.cpp load: ticket.number < 0 left out of {TICKET}": "as a size it is above every other",
+    f"delegate.cpp load: delegate_ref.number < 0 left out of {TICKET}": "as a size it is above every other",
     "delegate.cpp load: bytes->Free() left out": "the buffer does it itself when it goes, in the same moment",
     "program_session.cpp chunk_ends: if (payload.weights[i].bytes) taken for true": "nothing at byte 0 ends no chunk",
     "program_session.cpp chunk_ends: if (start < whole) taken for true": (

@@ -17,12 +17,12 @@ from tests.runtime.mutants import Mutated
 SKIPPED = {"poison_asked", "chunk_ends", "staging_of", "ProgramSession", "~ProgramSession"}
 EQUIVALENT = {
     "program_session.cpp find_session: if (std::get<3>(key) == group) taken for true": "the plays know of one group",
-    "program_session.cpp ~Seat: if (key_) taken for true": "a session that was lent has no key to look up",
-    "program_session.cpp ~Seat: if (key_) taken for false": "it needs a third one who joins between two others",
-    "program_session.cpp ~Seat: all.changed.wait(hold, [&] { return !all.busy.count(*key_); }) left out": (
+    "program_session.cpp ~SessionRef: if (key_) taken for true": "a session that was lent has no key to look up",
+    "program_session.cpp ~SessionRef: if (key_) taken for false": "it needs a third one who joins between two others",
+    "program_session.cpp ~SessionRef: all.changed.wait(hold, [&] { return !all.busy.count(*key_); }) left out": (
         "it needs a third one who joins between two others"
     ),
-    "program_session.cpp ~Seat: session_.reset() left out (2)": "the member goes a moment later, without the lock",
+    "program_session.cpp ~SessionRef: session_.reset() left out (2)": "the member goes a moment later, unlocked",
 }
 
 
@@ -30,7 +30,7 @@ def built(folder: Path, replaced: dict[str, str] | None = None) -> Path:
     for name, text in (replaced or {}).items():
         (folder / name).write_text(text)
     sources = [folder / "program_session.cpp", folder / "mutants.cpp"] if replaced else []
-    names = ["budget.cpp", "refusal.cpp", *([] if replaced else ["program_session.cpp"])]
+    names = ["budget.cpp", "load_error.cpp", *([] if replaced else ["program_session.cpp"])]
     sources += [sources_folder() / name for name in names]
     program = folder / "registry_probe"
     includes = [f"-I{folder}", f"-I{sources_folder()}", *(["-DWITH_MUTANTS"] if replaced else [])]

@@ -41,7 +41,7 @@ def test_at_the_floor_three_of_six_equal_weights_are_on_the_device_and_all_strea
     by_weight = {copy.piece.weight: copy for copy in method.copies}
     issues = [(by_weight[name].issue_before, by_weight[name].wait_step) for name in "abcdef"]
     assert issues == [(4, 3), (5, 4), (6, 5), (1, 0), (2, 1), (3, 2)]
-    assert [method.copies[index].piece.weight for index in method.entering] == ["a", "b", "c"]
+    assert [method.copies[index].piece.weight for index in method.prologue] == ["a", "b", "c"]
 
 
 def test_on_a_short_cycle_fixed_addresses_cost_more_than_the_load() -> None:

@@ -352,16 +352,16 @@ def test_everything_begins_when_the_last_thing_it_waits_for_has_ended(case: Case
     """Told from the spans alone: in which run a copy was made, and a step was passed, follows from the records."""
     spans: list[Span] = []
     case.timing(link, spans=spans)
-    entering = len(case.plan.entering)
+    prologue = len(case.plan.prologue)
     copied = [span for span in spans if span.lane == "copy"]
     # The copies that a cold run makes first are those that the run before would have made.
-    ends = {("copy", -1 if order < entering else span.run, span.index): span.end_s for order, span in enumerate(copied)}
+    ends = {("copy", -1 if order < prologue else span.run, span.index): span.end_s for order, span in enumerate(copied)}
     ends |= {(span.lane, span.run, span.index): span.end_s for span in spans if span.lane == "compute"}
-    assert [span.index for span in copied[:entering]] == list(case.plan.entering)
+    assert [span.index for span in copied[:prologue]] == list(case.plan.prologue)
     for order, span in enumerate(copied):
         copy = case.plan.copies[span.index]
         waits = [copied[order - 1].end_s if order else 0.0]
-        if order >= entering and copy.wait_step is not None:
+        if order >= prologue and copy.wait_step is not None:
             # A chain: the access at a position is read by the step of the same number.
             run = span.run - (copy.wait_step >= copy.issue_before)
             waits.append(ends.get(("compute", run, copy.wait_step), 0.0))

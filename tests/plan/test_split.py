@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
-from penstock.plan.heads import HEAD_GRAIN_ROWS, Spare, _Sheet, host_curves, share_out
+from penstock.plan.heads import HEAD_GRAIN_ROWS, Spare, SplittableWeight, allocate_prefixes, host_curves
 from penstock.plan.link import Link
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import DIRECT, SPLIT_ROWS, Plan
@@ -225,7 +225,7 @@ def shared(rows: dict[str, int], pages: int, times: dict[str, tuple[float, float
         resident_s, direct_s = zip(*times.values(), strict=True)
         schedule = linear(chain(*times), rows)
         curves = host_curves([schedule], Calibration(Link(1e9), {"forward": resident_s}, {"forward": direct_s}))
-    found = share_out(list(weights.values()), [], curves, Spare(pages, PAGE, 256))
+    found = allocate_prefixes(list(weights.values()), [], curves, Spare(pages, PAGE, 256))
     taken = sum(-(-nbytes // PAGE) for nbytes in found.head_bytes.values())
     held_bytes = sum(-(-weights[name].nbytes // 256) * 256 for name in found.whole)
     assert taken + -(-held_bytes // PAGE) <= pages
@@ -326,13 +326,13 @@ def test_many_weights_are_gone_through_a_few_times(timed: bool, monkeypatch: pyt
     times = {name: (rows[name] * 1e-9, rows[name] * 1e-7) for name in rows} if timed else None
     total_pages = sum(rows.values()) * ROW // PAGE
     made_longer: Counter[int] = Counter()
-    longer = _Sheet.longer
+    longer = SplittableWeight.longer
 
-    def counted(sheet: _Sheet, head_bytes: int) -> int:
+    def counted(weight: SplittableWeight, head_bytes: int) -> int:
         made_longer[pages] += 1
-        return longer(sheet, head_bytes)
+        return longer(weight, head_bytes)
 
-    monkeypatch.setattr(_Sheet, "longer", counted)
+    monkeypatch.setattr(SplittableWeight, "longer", counted)
     for pages in (total_pages // 10, total_pages // 2, total_pages * 9 // 10):
         assert shared(rows, pages, times)
         assert 0 < made_longer[pages] <= 4 * count

@@ -179,7 +179,7 @@ def what_an_earlier_run_left_is_poison(folder: Path) -> None:
     model = _there_and_back(folder)
     with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver) as rig:
         plan = rig.install(model.floor_bytes)
-        parts, ahead = _streamed(model, plan), set(plan.methods[0].entering)
+        parts, ahead = _streamed(model, plan), set(plan.methods[0].prologue)
         assert ahead
         rig.run()
         assert _in_device_memory(parts) == ahead
@@ -189,7 +189,7 @@ def what_an_earlier_run_left_is_poison(folder: Path) -> None:
             assert _in_device_memory(parts) == ahead
             rig.acquire(0)
             rig.done(0)
-            assert _in_device_memory(parts) == ahead - {plan.methods[0].entering[0]}
+            assert _in_device_memory(parts) == ahead - {plan.methods[0].prologue[0]}
             rig.acquire(1)
             # Whatever a run that failed has copied is gone.
             assert rig.session.abort() is None
@@ -200,7 +200,7 @@ def what_an_earlier_run_left_is_poison(folder: Path) -> None:
             rig.begin()
             # The first access waits for its own copy, which stands behind the poison of all.
             rig.acquire(0)
-            assert _in_device_memory(parts) == {plan.methods[0].entering[0]}
+            assert _in_device_memory(parts) == {plan.methods[0].prologue[0]}
             assert rig.session.abort() is None
             rig._owner = None
         rig.run()
@@ -337,7 +337,7 @@ def what_a_method_copies_first_waits_for_the_last_one(folder: Path) -> None:
     )
     plan = Plan(PAGE, (Block(PAGE, ring=True),), (Range(PAGE, (0,)),) * 2, (), methods)
     check_plan(plan, schedules, model.weights)
-    assert [bool(method.entering) for method in methods] == [False, True]
+    assert [bool(method.prologue) for method in methods] == [False, True]
     for poison in (True, False):
         with Rig(model, poison=poison) as rig:
             rig.install_plan(plan)
@@ -522,15 +522,15 @@ def copies_of_a_failed_run_have_ended(folder: Path) -> None:
         rig.session.begin(0, INLINE)
         assert rig.session.abort() is None
         method = plan.methods[0]
-        entering = [method.stays[method.copies[index].stay] for index in method.entering]
-        assert entering
+        prologue = [method.stays[method.copies[index].stay] for index in method.prologue]
+        assert prologue
         # The ring is invalid now, so that the next run copies what it starts from.
         with rig.late_copies():
             rig.begin()
             try:
                 rig.acquire(999)
             except RunFailed:
-                for stay in entering:
+                for stay in prologue:
                     held = _memory(addresses[stay.accesses[0]], model.weights[stay.weight].nbytes)
                     assert held == model.content[stay.weight], f"{stay.weight} was still on its way"
         rig._owner = None
@@ -1013,7 +1013,7 @@ def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
     model = _there_and_back(folder)
     with Rig(model) as rig:
         plan = rig.install(model.floor_bytes)
-        assert plan.methods[0].entering
+        assert plan.methods[0].prologue
         captured, stream = rig.capture(), rig.stream()
         with rig.late_copies():
             rig.run(0, stream, check=False)
@@ -1027,7 +1027,7 @@ def a_graph_waits_for_the_only_copy_made_before_it(folder: Path) -> None:
     with Rig(model) as rig:
         plan = model.plan(model.floor_bytes)
         method = plan.methods[0]
-        first, *others = (method.copies[copy] for copy in method.entering)
+        first, *others = (method.copies[copy] for copy in method.prologue)
         assert others and all(copy.stay > first.stay for copy in others)
         copies = [
             replace(copy, issue_before=method.stays[copy.stay].accesses[0]) if copy in others else copy
@@ -1036,7 +1036,7 @@ def a_graph_waits_for_the_only_copy_made_before_it(folder: Path) -> None:
         copies.sort(key=lambda copy: copy.issue_before)
         alone = replace(method, copies=tuple(copies))
         rig.install_plan(replace(plan, methods=(alone, *plan.methods[1:])))
-        assert [copies[copy].stay for copy in alone.entering] == [first.stay]
+        assert [copies[copy].stay for copy in alone.prologue] == [first.stay]
         captured, stream = rig.capture(), rig.stream()
         with rig.late_copies():
             rig.run(0, stream, check=False)
@@ -1050,7 +1050,7 @@ def graph_copies_follow_those_made_before_it(folder: Path) -> None:
     with Rig(model) as rig:
         plan = model.plan(model.floor_bytes)
         method = plan.methods[0]
-        ahead = method.copies[method.entering[0]]
+        ahead = method.copies[method.prologue[0]]
         position = method.stays[ahead.stay].accesses[0]
         half = ahead.piece.nbytes // 2 // PAGE * PAGE
         second = replace(
@@ -1066,7 +1066,7 @@ def graph_copies_follow_those_made_before_it(folder: Path) -> None:
         copies.sort(key=lambda copy: copy.issue_before)
         halved = replace(method, copies=tuple(copies))
         rig.install_plan(replace(plan, methods=(halved, *plan.methods[1:])))
-        assert any(copies[copy].piece.nbytes == half for copy in halved.entering)
+        assert any(copies[copy].piece.nbytes == half for copy in halved.prologue)
         captured, stream = rig.capture(), rig.stream()
         with rig.late_copies():
             rig.run(0, stream, check=False)
@@ -1125,7 +1125,7 @@ def copies_behind_a_graph_wait_for_its_readers(folder: Path) -> None:
     model = _chain(folder)
     with Rig(model) as rig:
         plan = rig.install(model.floor_bytes)
-        assert plan.methods[0].entering
+        assert plan.methods[0].prologue
         stream = rig.stream(late=True)
         captured = rig.capture()
         rig.run(stream=stream)

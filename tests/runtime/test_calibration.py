@@ -13,9 +13,9 @@ from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
-from penstock.runtime import arranger as arranger_file
-from penstock.runtime.arranger import FIRST_RUNS
+from penstock.runtime import installer as installer_file
 from penstock.runtime.calibration import calibration_of, check_calibration
+from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.session import Span
 from penstock.schedule import Access, Schedule, Step
 from tests.runtime.modules import SCRIPTS, Watched, play, same
@@ -211,7 +211,7 @@ def test_first_runs_make_way(decoder: Path, tmp_path: Path, monkeypatch: pytest.
         given = module.calibration
         run()
         assert module.calibration is given is not None
-    monkeypatch.setattr(arranger_file, "WORTHWHILE_GAIN", 1.0)
+    monkeypatch.setattr(installer_file, "WORTHWHILE_GAIN", 1.0)
     with penstock.Module(decoder, budget, calibration="first-runs") as module:
         before = module.plan
         run()

@@ -13,8 +13,8 @@ PROGRAM = """
 int main() {
   int tried = 0;
   penstock::quietly([&] { tried++; throw std::bad_alloc(); });
-  penstock::settle([&] { tried++; throw std::bad_alloc(); });
-  penstock::settle([&] { tried++; throw penstock::CoreError(penstock::Failure::driver, "once"); });
+  penstock::sync_with_retry([&] { tried++; throw std::bad_alloc(); });
+  penstock::sync_with_retry([&] { tried++; throw penstock::CoreError(penstock::Failure::driver, "once"); });
   return tried;
 }
 """

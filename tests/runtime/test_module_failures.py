@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import penstock
-import penstock.runtime.entrance
 import penstock.runtime.host_memory as host_memory_file
+import penstock.runtime.method_runner
 import penstock.runtime.module as module_file
 from penstock import errors
 from penstock.program import Method, Program, read_program
@@ -179,7 +179,7 @@ def test_the_compiled_code_cannot_be_loaded(
         raise RuntimeError("no such symbol")
 
     with monkeypatch.context() as patch:
-        patch.setattr(penstock.runtime.entrance, "CompiledMethod", refuse)
+        patch.setattr(penstock.runtime.method_runner, "CompiledMethod", refuse)
         with pytest.raises(errors.PackageError, match="method 'forward' cannot be loaded: no such symbol"):
             penstock.Module(chain, EVERYTHING)
     works()
@@ -452,7 +452,7 @@ def test_compiled_code_fails_for_its_own_reasons(
             raise RuntimeError("a kernel gave up")
 
         with monkeypatch.context() as patch:
-            patch.setattr(module._entrances["forward"], "compiled", fail)
+            patch.setattr(module._runners["forward"], "compiled", fail)
             with pytest.raises(errors.RuntimeFailure, match="'forward' failed inside its compiled code: a kernel"):
                 module(X)
         Watched(module)("forward", X)

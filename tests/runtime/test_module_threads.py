@@ -35,14 +35,14 @@ class Gated:
 @contextmanager
 def held_inside(module: penstock.Module) -> Iterator[Callable[[], list[list[Tensor]]]]:
     """A run of the chain in another thread, inside the module; the call lets it go and gives its result."""
-    entrance = module._entrances["forward"]
-    compiled = entrance.compiled
+    runner = module._runners["forward"]
+    compiled = runner.compiled
     gate = Gated(compiled)
-    entrance.compiled = gate
+    runner.compiled = gate
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(play, module.run_method, SCRIPTS["chain"][:1])
         gate.entered.wait()
-        entrance.compiled = compiled
+        runner.compiled = compiled
 
         def finish() -> list[list[Tensor]]:
             gate.let_go.set()

@@ -96,7 +96,7 @@ def test_the_spans_are_the_plans(
         # One span for every copy, by its weight's name; cold, those that enter the run come twice.
         expected = Counter(range(len(planned.copies)))
         if cold:
-            expected += Counter(planned.entering)
+            expected += Counter(planned.prologue)
         assert Counter(event["args"]["index"] for event in copies[number]) == expected
         for event in copies[number]:
             piece = planned.copies[event["args"]["index"]].piece

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Copy, Plan
-from penstock.runtime.arranger import FIRST_RUNS
+from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.records import Numbers, plan_numbers
 from tests.runtime.modules import SCRIPTS, floor_of, play
 from tests.runtime.rig import PAGE, Model, Rig, chain, write_model
@@ -174,15 +174,15 @@ def changed(numbers: Numbers, change: Callable[[list[int]], None]) -> Numbers:
 def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
     plan = model.plan(model.floor_bytes)
     numbers = plan_numbers(plan, model.offsets)
-    entering = plan.methods[0].entering
-    assert len(entering) > 1 and list(numbers)[-len(entering) :] == list(entering)
+    prologue = plan.methods[0].prologue
+    assert len(prologue) > 1 and list(numbers)[-len(prologue) :] == list(prologue)
 
     def twice(values: list[int]) -> None:
         values[-1] = values[-2]
 
     def fewer(values: list[int]) -> None:
         del values[-1]
-        values[-len(entering)] -= 1
+        values[-len(prologue)] -= 1
 
     def huge_blocks(values: list[int]) -> None:
         values[1] = values[2] = 2**62

@@ -95,7 +95,7 @@ def test_the_next_run_s_copies_need_not_end_with_the_graph(made: dict[str, Model
     model = made["chain"]
     with Rig(model) as rig:
         plan = rig.install(model.floor_bytes)
-        assert plan.methods[0].entering
+        assert plan.methods[0].prologue
         stream = rig.stream()
         captured = rig.capture()
         rig.replay(captured, stream)

@@ -143,7 +143,7 @@ def _run(
     import torch
 
     from penstock.cli.call_arguments import named_leaves
-    from penstock.cli.speedometer import speedometer, time_runs
+    from penstock.cli.rate_line import rate_line, time_runs
     from penstock.cli.step_times_file import step_times_text
     from penstock.cli.tensors_file import dump_tensors, load_tensors
 
@@ -154,7 +154,7 @@ def _run(
         name = method or _only_method(module.methods)
         signature = _signature(module, name)
         arguments = _arguments(held, signature, inputs, _tensor_device(module))
-        with torch.no_grad(), _recording(module, trace, write_step_times), speedometer(module, live) as tick:
+        with torch.no_grad(), _recording(module, trace, write_step_times), rate_line(module, live) as tick:
             try:
                 first_run_s, run_s, result = time_runs(module, name, arguments, repeat, tick)
             except RuntimeError as error:  # what compiled code raises

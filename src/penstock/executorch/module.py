@@ -23,9 +23,9 @@ from penstock.errors import (
 )
 from penstock.executorch.data_files import data_files
 from penstock.executorch.delegates import Delegates
-from penstock.executorch.entrance import Entrance
 from penstock.executorch.file_seal import check_seal
 from penstock.executorch.native import NativeModule
+from penstock.executorch.nested_call import NestedCall
 from penstock.executorch.sessions import Sessions
 from penstock.executorch.signatures import OWN_METHODS, SIGNATURES_METHOD, methods_from_json
 from penstock.executorch.state import StateMemory
@@ -113,7 +113,7 @@ class Module:
         # All of them, and before any runs: a refusal belongs to the load, and loading one writes first values of state.
         for name in self.methods:
             self._native.load_method(name)
-        self._entrances = {name: Entrance(signatures[name]) for name in self.methods if name in signatures}
+        self._calls = {name: NestedCall(signatures[name]) for name in self.methods if name in signatures}
         self._state = StateMemory(self._native, self.methods)
 
     # ------------------------------------------------------------------------------------------------------- running
@@ -132,9 +132,9 @@ class Module:
         try:
             with self._operation(wait=False):
                 self._state.require_valid(method)
-                entrance = self._entrances.get(method)
-                if entrance is not None:
-                    return entrance.nested(self._execute(method, entrance.flat(arguments, keywords)))
+                call = self._calls.get(method)
+                if call is not None:
+                    return call.nested(self._execute(method, call.flat(arguments, keywords)))
                 if keywords:
                     raise InputError(f"method {method!r} has no record of its arguments' names; pass them by position")
                 return self._execute(method, arguments)

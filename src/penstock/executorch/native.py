@@ -183,7 +183,7 @@ class NativeModule:
         )
         return found
 
-    def lend(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
+    def share_session(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
         """To methods loaded from now on: delegates, by number, run in this session of the core, which outlives them."""
         numbers = (_i64 * len(delegates))(*delegates)
         self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))

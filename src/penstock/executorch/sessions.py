@@ -69,7 +69,7 @@ class Sessions:
         payload = self._payload
         made = Delegates(self._path, payload.code, names, payload.weight_names, self._lock, budget, **options)
         numbers = [payload.delegates.index(method.name) for method in made.program.methods]
-        self._native.lend(made.session_handle, made.device.index or 0, numbers)
+        self._native.share_session(made.session_handle, made.device.index or 0, numbers)
         return made
 
     @property

@@ -90,7 +90,7 @@ def lend_weights(ep: ExportedProgram) -> None:
     """Put a fetch in front of every use of a weight, in place."""
     graph = ep.graph
     nodes = placeholders(graph)
-    lend(graph, {nodes[spec.arg.name]: spec.target for spec in weight_specs(ep) if spec.target is not None})
+    insert_fetches(graph, {nodes[spec.arg.name]: spec.target for spec in weight_specs(ep) if spec.target is not None})
     # A returned weight is now a fetch of it: the signature names outputs by node.
     for output, output_spec in zip(graph.output_node().args[0], ep.graph_signature.output_specs, strict=True):
         if isinstance(output_spec.arg, TensorArgument) and isinstance(output, Node):
@@ -99,7 +99,7 @@ def lend_weights(ep: ExportedProgram) -> None:
     ep.graph_module.recompile()
 
 
-def lend(graph: Graph, weights: Mapping[Node, str]) -> None:
+def insert_fetches(graph: Graph, weights: Mapping[Node, str]) -> None:
     """Put a fetch in front of every use that has none yet; `weights` maps placeholders to names.
 
     Constants that appear after the pass (a later decomposition may lift some) get theirs when this is called again.

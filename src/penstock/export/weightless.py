@@ -19,9 +19,9 @@ from penstock.export.gathers import is_gathered
 from penstock.export.host_states import check_host_sides
 from penstock.export.index_ranges import index_ranges
 from penstock.export.linears import rewrite_linears
-from penstock.export.offload import WEIGHT_KINDS, access_number, fetches, lend, mutated_targets, placeholders
+from penstock.export.offload import WEIGHT_KINDS, access_number, fetches, insert_fetches, mutated_targets, placeholders
 from penstock.layout import canonical
-from penstock.ops import FETCH, OWN, SETTLE, WEIGHT
+from penstock.ops import FETCH, FORCE_CLONE, MATERIALIZE, WEIGHT
 from penstock.program import ConstantSpec, Signature, TensorSpec
 from penstock.torch_private.graph import (
     fake_mode_of,
@@ -137,7 +137,7 @@ def make_weightless(
                 "nor a constant; pass it as a tensor"
             )
 
-    lend(graph, target_of)  # constants that a decomposition lifted after the pass
+    insert_fetches(graph, target_of)  # constants that a decomposition lifted after the pass
     # What is written while what was read of it lives on (in this method or in another one).
     for node in (*dict(state_nodes).values(), *_mutated_inputs(ep, nodes)):
         _own_carried(graph, node)
@@ -290,7 +290,7 @@ def _own_carried(graph: Graph, source: Node) -> None:
         if position is None or not _contains(consumer.args[position], value):
             continue
         with graph.inserting_before(consumer):
-            copy = graph.call_function(OWN, (value,))
+            copy = graph.call_function(FORCE_CLONE, (value,))
         copy.meta["val"] = value.meta["val"]
         arguments = list(consumer.args)
         arguments[position] = torch.fx.map_arg(arguments[position], _replacing(value, copy))
@@ -304,7 +304,7 @@ def _settle_reads(graph: Graph, lent: Node) -> None:
         consumers = [c for c, _ in _users_through_views(reader) if view_source(c) is None]
         if len(consumers) > 1:
             with graph.inserting_after(reader):
-                settled = graph.call_function(SETTLE, (reader,))
+                settled = graph.call_function(MATERIALIZE, (reader,))
             settled.meta["val"] = reader.meta["val"]
             for user in [user for user in reader.users if user is not settled]:
                 user.replace_input_with(reader, settled)
@@ -361,7 +361,7 @@ def _rewrite_outputs(
             )
     with graph.inserting_before(output):
         # A result that shares memory with state would change with the next run.
-        kept = [graph.call_function(OWN, (value,)) if memory_of(value) in written else value for value in kept]
+        kept = [graph.call_function(FORCE_CLONE, (value,)) if memory_of(value) in written else value for value in kept]
         for target, value in copies:
             if value is not target:
                 graph.call_function(torch.ops.aten.copy_.default, (target, value))

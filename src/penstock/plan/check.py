@@ -217,9 +217,9 @@ class _Run:
         self._copy_counts = [0] * len(method.stays)
         for copy in method.copies:
             self._copy_counts[copy.stay] += 1
-        self._entering_counts = [0] * len(method.stays)
-        for index in method.entering:
-            self._entering_counts[method.copies[index].stay] += 1
+        self._prologue_counts = [0] * len(method.stays)
+        for index in method.prologue:
+            self._prologue_counts[method.copies[index].stay] += 1
         self._last_read: list[list[int]] = [[] for _ in schedule.steps]
         for index, stay in enumerate(method.stays):
             self._last_read[stay.last_step].append(index)
@@ -231,15 +231,15 @@ class _Run:
         self._issued = [0] * len(method.stays)
 
     def act_out(self) -> None:
-        for index in self._method.entering:
+        for index in self._method.prologue:
             self._copy(index, 0, 0)
         for run in (0, 1):
             self._run(run)
-            for stay, (issued, entering) in enumerate(zip(self._issued, self._entering_counts, strict=True)):
+            for stay, (issued, prologue) in enumerate(zip(self._issued, self._prologue_counts, strict=True)):
                 # A graph is captured with what enters in place, and a run may follow any run.
-                if issued != entering:
+                if issued != prologue:
                     raise PlanError(
-                        f"{self._what(stay)}: {entering} of its copies should be made when a run begins, but the run "
+                        f"{self._what(stay)}: {prologue} of its copies should be made when a run begins, but the run "
                         f"before makes {issued}"
                     )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.plan.assembly import assemble
-from penstock.plan.ladder import Ladder
+from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming, streaming_tails
 from penstock.plan.ring import Colouring, colour, lay_coloured, loads, most_pages, peak_load, shrink
@@ -77,10 +77,10 @@ def place(chosen: Streaming, tails: Mapping[str, int], *, enough_pages: int = 0)
     return Placed(chosen, tails, tuple(colour(method, tails, enough_pages=enough_pages) for method in chosen.methods))
 
 
-def lowest(ladder: Ladder) -> Placed:
+def lowest(sets: CandidateSets) -> Placed:
     """The choice that needs the fewest pages when everything that may stream does. Of equals, the cheapest to run."""
     best: Placed | None = None
-    for bound, chosen in ladder.lowest_first():
+    for bound, chosen in sets.lowest_first():
         if best is not None:
             if best.total_pages < bound:
                 break
@@ -94,9 +94,9 @@ def lowest(ladder: Ladder) -> Placed:
     return best
 
 
-def surely_fits(ladder: Ladder, budget_pages: int) -> bool:
+def surely_fits(sets: CandidateSets, budget_pages: int) -> bool:
     """Whether `lowest` fits, as far as the choices that are worked out tell without any colouring."""
-    return any(_surely_fits(chosen, budget_pages) for chosen in ladder.worked_out)
+    return any(_surely_fits(chosen, budget_pages) for chosen in sets.worked_out)
 
 
 def _surely_fits(chosen: Streaming, budget_pages: int) -> bool:
@@ -104,7 +104,7 @@ def _surely_fits(chosen: Streaming, budget_pages: int) -> bool:
     return all(most_pages(method, chosen.whole) <= room_pages for method in chosen.methods)
 
 
-def cheapest(ladder: Ladder, budget_pages: int, below_cost_bytes: int | None) -> Placed | None:
+def cheapest(sets: CandidateSets, budget_pages: int, below_cost_bytes: int | None) -> Placed | None:
     """The cheapest choice that fits, its heads as long as the budget allows; None where none costs less than that."""
 
     def estimate(chosen: Streaming, level: int) -> tuple[int, int, Streaming]:
@@ -116,10 +116,10 @@ def cheapest(ladder: Ladder, budget_pages: int, below_cost_bytes: int | None) ->
         return below_cost_bytes is not None and cost_bytes >= below_cost_bytes
 
     candidates: list[tuple[int, int, Streaming]] = []
-    for least_bytes, rung in ladder.cheapest_first(budget_pages):
+    for least_bytes, candidate in sets.cheapest_first(budget_pages):
         if too_dear(least_bytes):
             break
-        for chosen in rung.variants:
+        for chosen in candidate.variants:
             level = None if too_dear(chosen.least_cost_bytes(budget_pages)) else chosen.lowest_level(budget_pages)
             if level is not None:
                 candidates.append(estimate(chosen, level))

@@ -40,7 +40,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class SplittableWeight:
     """A weight that may be split: rows, one after the other, and its time by the part of it on the host."""
 
     name: str
@@ -119,7 +119,7 @@ def _added(methods: Sequence[Sequence[float]]) -> TimeCurve:
     )
 
 
-def share_out(
+def allocate_prefixes(
     weights: Sequence[Weight], tables: Sequence[Weight], curves: Mapping[str, TimeCurve], spare: Spare
 ) -> Heads:
     """Heads of weights: equal parts of all, or other parts where their times are known and say so.
@@ -127,64 +127,68 @@ def share_out(
     Tables are held whole or not at all, in their order, in what the heads leave.
     """
     unknown = TimeCurve(((0.0, 0.0), (1.0, 1.0)))
-    sheets = [
-        _Sheet(one.name, one.nbytes, one.shape[0], spare.page_bytes, curves.get(one.name, unknown)) for one in weights
+    splittable = [
+        SplittableWeight(one.name, one.nbytes, one.shape[0], spare.page_bytes, curves.get(one.name, unknown))
+        for one in weights
     ]
-    evenly = _shared_out(sheets, tables, spare, by_times=False)
+    evenly = _allocated(splittable, tables, spare, by_times=False)
     if not curves:
         return evenly
     # The best parts, in pages, may be worse than equal ones: a part that would cost nothing is less than a page.
-    return min(evenly, _shared_out(sheets, tables, spare, by_times=True), key=lambda heads: _added_s(sheets, heads))
+    by_times = _allocated(splittable, tables, spare, by_times=True)
+    return min(evenly, by_times, key=lambda heads: _added_s(splittable, heads))
 
 
-def _added_s(sheets: Sequence[_Sheet], heads: Heads) -> float:
+def _added_s(weights: Sequence[SplittableWeight], heads: Heads) -> float:
     whole = frozenset(heads.whole)
-    left_out = ((sheet, 1 - heads.head_bytes.get(sheet.name, 0) / sheet.nbytes) for sheet in sheets)
-    return sum(sheet.curve.seconds(0 if sheet.name in whole else ratio) for sheet, ratio in left_out)
+    left_out = ((weight, 1 - heads.head_bytes.get(weight.name, 0) / weight.nbytes) for weight in weights)
+    return sum(weight.curve.seconds(0 if weight.name in whole else ratio) for weight, ratio in left_out)
 
 
-def _shared_out(sheets: Sequence[_Sheet], tables: Sequence[Weight], spare: Spare, *, by_times: bool) -> Heads:
-    room = _Room(spare)
-    for sheet in sorted((sheet for sheet in sheets if not sheet.may_have_head), key=lambda sheet: sheet.nbytes):
-        room.hold(sheet.name, sheet.nbytes)
-    large = sorted((sheet for sheet in sheets if sheet.may_have_head), key=lambda sheet: -sheet.nbytes)
-    operations = [Operation(sheet.name, sheet.nbytes, sheet.curve) for sheet in large]
-    left_out = max(0.0, 1 - room.left_pages * room.page_bytes / max(sum(sheet.nbytes for sheet in large), 1))
+def _allocated(weights: Sequence[SplittableWeight], tables: Sequence[Weight], spare: Spare, *, by_times: bool) -> Heads:
+    room = FreePages(spare)
+    for weight in sorted((weight for weight in weights if not weight.may_have_head), key=lambda weight: weight.nbytes):
+        room.hold(weight.name, weight.nbytes)
+    large = sorted((weight for weight in weights if weight.may_have_head), key=lambda weight: -weight.nbytes)
+    operations = [Operation(weight.name, weight.nbytes, weight.curve) for weight in large]
+    left_out = max(0.0, 1 - room.left_pages * room.page_bytes / max(sum(weight.nbytes for weight in large), 1))
     found = allocate(operations, left_out) if by_times else uniform(operations, left_out)
     head_bytes: dict[str, int] = {}
-    for sheet, ratio in zip(large, found.ratios, strict=True):
-        if ratio > 0 or not room.hold(sheet.name, sheet.nbytes):
-            pages = int((1 - ratio) * sheet.nbytes) // room.page_bytes
-            head_bytes[sheet.name] = sheet.head_in(min(pages, room.left_pages))
-            room.take(sheet.pages(head_bytes[sheet.name]))
+    for weight, ratio in zip(large, found.ratios, strict=True):
+        if ratio > 0 or not room.hold(weight.name, weight.nbytes):
+            pages = int((1 - ratio) * weight.nbytes) // room.page_bytes
+            head_bytes[weight.name] = weight.head_in(min(pages, room.left_pages))
+            room.take(weight.pages(head_bytes[weight.name]))
     _use_up(large, head_bytes, room, by_times=by_times)
     for table in tables:
         room.hold(table.name, table.nbytes)
     return Heads({name: nbytes for name, nbytes in head_bytes.items() if nbytes}, tuple(room.held))
 
 
-def _use_up(sheets: Sequence[_Sheet], head_bytes: dict[str, int], room: _Room, *, by_times: bool) -> None:
+def _use_up(
+    weights: Sequence[SplittableWeight], head_bytes: dict[str, int], room: FreePages, *, by_times: bool
+) -> None:
     """What rounding has left goes where it saves the most; of equals to each in turn, the largest first."""
 
-    def entry(sheet: _Sheet, turn: int) -> tuple[float, int, int, str]:
-        return -sheet.s_per_byte(head_bytes[sheet.name]) if by_times else 0.0, turn, -sheet.nbytes, sheet.name
+    def entry(weight: SplittableWeight, turn: int) -> tuple[float, int, int, str]:
+        return -weight.s_per_byte(head_bytes[weight.name]) if by_times else 0.0, turn, -weight.nbytes, weight.name
 
-    by_name = {sheet.name: sheet for sheet in sheets}
+    by_name = {weight.name: weight for weight in weights}
     waiting = [entry(by_name[name], 0) for name in head_bytes]
     heapify(waiting)
     while waiting and room.left_pages:
         _, turn, _, name = heappop(waiting)
-        sheet, before = by_name[name], head_bytes[name]
-        after = sheet.longer(before)
-        if after == sheet.nbytes:
-            if room.hold(name, sheet.nbytes, instead_of_pages=sheet.pages(before)):
+        weight, before = by_name[name], head_bytes[name]
+        after = weight.longer(before)
+        if after == weight.nbytes:
+            if room.hold(name, weight.nbytes, instead_of_pages=weight.pages(before)):
                 del head_bytes[name]
-        elif room.take(sheet.pages(after) - sheet.pages(before)):
+        elif room.take(weight.pages(after) - weight.pages(before)):
             head_bytes[name] = after
-            heappush(waiting, entry(sheet, turn + 1))
+            heappush(waiting, entry(weight, turn + 1))
 
 
-class _Room:
+class FreePages:
     """What is left of it."""
 
     def __init__(self, spare: Spare) -> None:

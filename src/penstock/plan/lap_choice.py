@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.plan.assembly import assemble
+from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.demand import COPY_OVERHEAD_BYTES
-from penstock.plan.ladder import Ladder
 from penstock.plan.laps import lay_in_laps, lost_pages
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming, streaming_tails
@@ -65,7 +65,9 @@ class Laps:
         return assemble(demand, held, self.tails, self.chosen.methods, self.laid, self.ring_pages)
 
 
-def best_laps(ladder: Ladder, budget_pages: int, ahead_pages: int, below_cost_bytes: int | None = None) -> Laps | None:
+def best_laps(
+    sets: CandidateSets, budget_pages: int, ahead_pages: int, below_cost_bytes: int | None = None
+) -> Laps | None:
     """The cheapest choice whose stays can take the ring in laps, so many pages longer than it must be; None where none
     can, or none costs less than that. Small weights stream only where nothing else fits."""
 
@@ -78,17 +80,17 @@ def best_laps(ladder: Ladder, budget_pages: int, ahead_pages: int, below_cost_by
             return (limit_bytes - least_bytes) * CONTENT_PART <= limit_bytes
         return least_bytes >= limit_bytes
 
-    demand = ladder.demand
+    demand = sets.demand
     many = demand.access_count > MANY_ACCESSES
     best: Laps | None = None
     for small in (False, True):
-        for least_bytes, rung in ladder.cheapest_first(budget_pages):
+        for least_bytes, candidate in sets.cheapest_first(budget_pages):
             if hopeless(least_bytes):
                 break
-            # To work out a rung takes a while where accesses are many: then only the first is looked at.
-            if many and rung.small is not small:
+            # To work out a candidate takes a while where accesses are many: then only the first is looked at.
+            if many and candidate.small is not small:
                 continue
-            for chosen in [rung.streaming] if many else rung.variants:
+            for chosen in [candidate.streaming] if many else candidate.variants:
                 if hopeless(chosen.least_cost_bytes(budget_pages)):
                     continue
                 for found in (even_laps(chosen, budget_pages, max(1, ahead_pages)), *slots(chosen, budget_pages)):

@@ -237,10 +237,10 @@ class DirectChoice:
         """Of the weights that need no device memory, those that get some: when there is more than the rest can use."""
         demand = self._demand
         room_bytes = budget_bytes // self._page_bytes * self._page_bytes
-        room_bytes -= sum(demand.held_bytes[name] for name in demand.nbytes if name not in self._shelf)
+        room_bytes -= sum(demand.held_bytes[name] for name in demand.nbytes if name not in self._in_place_priority)
         held: list[str] = []
         if room_bytes >= 0:
-            for name in self._shelf:
+            for name in self._in_place_priority:
                 if demand.held_bytes[name] <= room_bytes:
                     room_bytes -= demand.held_bytes[name]
                     held.append(name)
@@ -251,7 +251,7 @@ class DirectChoice:
         return Demand.of(self._schedules, self._weights, self._page_bytes)
 
     @cached_property
-    def _shelf(self) -> dict[str, None]:
+    def _in_place_priority(self) -> dict[str, None]:
         """Weights that all accesses may read directly, those first that gain the most by being held.
 
         A kernel that reads all of a weight gains more than one that gathers; and twice read is twice gained.

@@ -139,7 +139,7 @@ class MethodPlan:
     step_count: int
 
     @cached_property
-    def entering(self) -> tuple[int, ...]:
+    def prologue(self) -> tuple[int, ...]:
         """Indices of the copies that are made, or under way, when a run begins, in the order of their first readers.
 
         Those that are issued in the run before their first reader's; and all of a stay that is read on both sides.
@@ -164,7 +164,7 @@ class MethodPlan:
         return self._traffic(cold=True)
 
     def _traffic(self, *, cold: bool) -> Traffic:
-        issued = [*(self.copies[index] for index in (self.entering if cold else ())), *self.copies]
+        issued = [*(self.copies[index] for index in (self.prologue if cold else ())), *self.copies]
         # The first access that reads a copy is no hit. A stay that is read on both sides of the end of a run is, cold,
         # copied twice in that run, and has two such accesses.
         missed = [*self.stays, *(stay for stay in self.stays if cold and stay.crosses_end)]

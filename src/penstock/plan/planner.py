@@ -1,7 +1,8 @@
 """The planner: from schedules, sizes and a budget to a plan. Pure and deterministic; the authority on the floor.
 
-The way of a weight: residency.py and ladder.py say who may stream, stays.py how long its stays are; lap_choice.py (or,
-with times, search.py) and colour_choice.py give them pages, each in its way; assembly.py writes the plan.
+The way of a weight: residency.py and candidate_sets.py say who may stream, stays.py how long its stays are;
+lap_choice.py (or, with times, search.py) and colour_choice.py give them pages, each in its way; assembly.py writes the
+plan.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cached_property
 from penstock.errors import BelowFloorError
 from penstock.plan import floor
 from penstock.plan.calibration import Calibration
+from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.colour_choice import (
     LOOKAHEAD_BYTES,
     LOOKAHEAD_PART,
@@ -27,7 +29,6 @@ from penstock.plan.colour_choice import (
     surely_fits,
 )
 from penstock.plan.demand import Demand
-from penstock.plan.ladder import Ladder
 from penstock.plan.lap_choice import Laps, best_laps
 from penstock.plan.plan import Plan
 from penstock.plan.residency import streaming
@@ -66,13 +67,13 @@ class Planner:
     def __init__(self, schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> None:
         floor.check_schedules(schedules, weights, granularity_bytes=page_bytes)
         self._demand = Demand.of(schedules, weights, page_bytes)
-        self._ladder = Ladder(self._demand)
+        self._sets = CandidateSets(self._demand)
         self._page_bytes = page_bytes
 
     @cached_property
     def _lowest(self) -> Placed:
         with _collector_paused():
-            return lowest(self._ladder)
+            return lowest(self._sets)
 
     @property
     def floor_bytes(self) -> int:
@@ -109,17 +110,17 @@ class Planner:
         if budget_bytes >= self.full_bytes:
             return place(streaming(self._demand, ()), {}).plan()
         budget_pages = budget_bytes // self._page_bytes
-        kept = cheapest_kept(self._ladder, budget_pages) if self._demand.reuses else None
+        kept = cheapest_kept(self._sets, budget_pages) if self._demand.reuses else None
         kept_bytes = None if kept is None else kept.cost_bytes
-        laps = best_laps(self._ladder, budget_pages, self._usual_ahead_pages(budget_pages), kept_bytes)
+        laps = best_laps(self._sets, budget_pages, self._usual_ahead_pages(budget_pages), kept_bytes)
         if laps is None and kept is None:
             # With one access each, to be kept is to be held: some weights whole, which laps do better unless few.
-            kept = cheapest_kept(self._ladder, budget_pages)
+            kept = cheapest_kept(self._sets, budget_pages)
             kept_bytes = None if kept is None else kept.cost_bytes
         self._refuse_below_floor(budget_bytes)
         if calibration is not None:
             return self._fastest(budget_pages, calibration, laps, kept)
-        if laps is not None and laps.cost_bytes * LAPS_GOOD_PART <= self._ladder.least_cost_bytes(budget_pages) * 100:
+        if laps is not None and laps.cost_bytes * LAPS_GOOD_PART <= self._sets.least_cost_bytes(budget_pages) * 100:
             return laps.plan()
         coloured = self._coloured(budget_pages, kept_bytes if laps is None else laps.cost_bytes)
         if coloured is None and laps is not None:
@@ -133,14 +134,14 @@ class Planner:
         many = self._demand.access_count > MANY_ACCESSES
         if many and below_cost_bytes is not None:
             return None
-        coloured = None if many else cheapest(self._ladder, budget_pages, below_cost_bytes)
+        coloured = None if many else cheapest(self._sets, budget_pages, below_cost_bytes)
         if coloured is None:
             coloured = lengthen_heads(self._lowest, budget_pages)
         return coloured if below_cost_bytes is None or coloured.cost_bytes < below_cost_bytes else None
 
     def _refuse_below_floor(self, budget_bytes: int) -> None:
         # The exact floor takes a colouring, which a budget well above it can do without.
-        if surely_fits(self._ladder, budget_bytes // self._page_bytes):
+        if surely_fits(self._sets, budget_bytes // self._page_bytes):
             return
         if budget_bytes < self.floor_bytes:
             raise BelowFloorError(
@@ -169,7 +170,7 @@ class Planner:
         plans += [run_ahead(placed, budget_pages).plan() for placed in others]
         timed = [(self.predicted_s(plan, calibration), plan) for plan in plans]
         search = Search(
-            self._ladder.sets(budget_pages), budget_pages, calibration, max(1, self._usual_ahead_pages(budget_pages))
+            self._sets.fitting(budget_pages), budget_pages, calibration, max(1, self._usual_ahead_pages(budget_pages))
         )
         return least([*timed, *search.run()])
 

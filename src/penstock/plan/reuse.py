@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.colour_choice import Placed, lengthen_heads, place
-from penstock.plan.ladder import Ladder
 from penstock.plan.residency import Streaming, without
 from penstock.plan.ring import loads
 from penstock.plan.stays import Arc, MethodArcs, join
@@ -37,14 +37,14 @@ class Gap(NamedTuple):
     pages: int
 
 
-def cheapest_kept(ladder: Ladder, budget_pages: int) -> Placed | None:
+def cheapest_kept(sets: CandidateSets, budget_pages: int) -> Placed | None:
     """The cheapest choice in which weights are kept between their accesses; None where nothing fits."""
     best: Placed | None = None
-    many = ladder.demand.access_count > MANY_ACCESSES
-    for _, rung in ladder.cheapest_first(budget_pages):
-        if rung.small and many:
+    many = sets.demand.access_count > MANY_ACCESSES
+    for _, candidate in sets.cheapest_first(budget_pages):
+        if candidate.small and many:
             continue
-        for chosen in [rung.streaming] if many else rung.variants:
+        for chosen in [candidate.streaming] if many else candidate.variants:
             for rule in RULES[: 1 if many else None]:
                 placed = _placed(chosen, budget_pages, rule)
                 if placed is None:

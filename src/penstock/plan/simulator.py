@@ -207,7 +207,7 @@ class _Streams:
         issues = [self._issue(index, copy, link) for index, copy in enumerate(method.copies)]
         self.link_busy_s = math.fsum(issue.took_s for issue in issues)
         # Before the first position, whatever its own: they are issued when the run begins.
-        self.entering = [issues[index]._replace(position=0) for index in method.entering]
+        self.prologue = [issues[index]._replace(position=0) for index in method.prologue]
         self.access_count = len(schedule.accesses)
         # By step, and once more for the end of the run: the copies issued before it is launched, the stays that are
         # fetched for it, and the accesses fetched by then (0 where there is none for it: it follows the step before).
@@ -231,7 +231,7 @@ class _Streams:
 
     def run(self, boundary: Boundary) -> _RunEnd:
         if self.runs == 0:
-            self._copy(self.entering)
+            self._copy(self.prologue)
         compute_s = self.compute_s
         for step, took_s in enumerate(self.step_s):
             self._copy(self.issued[step])

@@ -11,7 +11,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand
 from penstock.plan.direct import IsDirect, stand_ins, with_direct
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
-from penstock.plan.heads import Spare, host_curves, share_out
+from penstock.plan.heads import Spare, allocate_prefixes, host_curves
 from penstock.plan.plan import Plan
 from penstock.plan.planner import MANY_ACCESSES, FloorPlan, Planner
 from penstock.plan.ratios import TimeCurve
@@ -75,7 +75,7 @@ class SplitChoice:
         rest = self._whole(self._rest.plan(rest_bytes, calibration))
         unheld = frozenset(rest.direct_weights)
         pages = (budget_bytes - rest.device_bytes) // self._page_bytes
-        heads = share_out(
+        heads = allocate_prefixes(
             [self._weights[name] for name in self._split if name in unheld],
             [self._weights[name] for name in self._tables if name in unheld],
             curves,

@@ -9,12 +9,12 @@ from pathlib import Path
 from penstock.report import sections
 from penstock.report.data import ReportData, to_document
 from penstock.report.document import whole_page
-from penstock.report.glance import glance
 from penstock.report.markup import Figures, embedded, text
 from penstock.report.residency import residency
+from penstock.report.summary import summary_section
 
 _SECTIONS = (
-    ("glance", "At a glance", glance),
+    ("glance", "At a glance", summary_section),
     ("time", "Timeline", sections.timeline),
     ("budgets", "Budgets", sections.budgets),
     ("residency", "Residency by weight", residency),

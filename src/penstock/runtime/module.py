@@ -32,18 +32,18 @@ from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.renamed import refuse_attribute, refuse_options
-from penstock.runtime.arranger import Arranger
 from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
-from penstock.runtime.entrance import Entrance, Shortages
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
+from penstock.runtime.method_runner import MethodRunner, OomCounter
 from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.options import REGISTERED, Asked, judge
+from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
@@ -89,7 +89,7 @@ class Module:
         self._lock = OperationLock()
         self._pid = os.getpid()
         self._traces: list[Trace] = []
-        self._entrances: dict[str, Entrance] = {}
+        self._runners: dict[str, MethodRunner] = {}
         self.path = Path(path)
         asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits)
         try:
@@ -141,7 +141,7 @@ class Module:
             known = self._given_times = check_calibration(asked.calibration, schedules)
             with self._policy.naming_lower_placements():
                 self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
-            arrangement = self._policy.arrange(self._choice.budget_bytes, known)
+            installed = self._policy.arrange(self._choice.budget_bytes, known)
             prepared = prepare_source(
                 index,
                 self.device,
@@ -173,21 +173,23 @@ class Module:
             self._graphs = Graphs(self.device) if asked.cuda_graph else None
             # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
             closing = weakref.WeakMethod(self._close)
-            self._arranger = Arranger(self._policy, self._session, schedules, self._graphs, closing)
+            self._installer = PlanInstaller(self._policy, self._session, schedules, self._graphs, closing)
             deliver_interrupt()
-            self._arranger.arrange_first(arrangement, known)
+            self._installer.arrange_first(installed, known)
             deliver_interrupt()
-            self._recorder = self._arranger.recorder
+            self._recorder = self._installer.recorder
             self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
-            shortages = Shortages(self.device)
-            self._entrances = {
-                method.name: Entrance(self.path, number, method, self.device, shortages, check_indices=check_indices)
+            oom_counter = OomCounter(self.device)
+            self._runners = {
+                method.name: MethodRunner(
+                    self.path, number, method, self.device, oom_counter, check_indices=check_indices
+                )
                 for number, method in enumerate(self.program.methods)
             }
             self._wait_for_torch()  # the first values of state, which a run on any stream may read
             deliver_interrupt()
             if asked.calibration == "first-runs":
-                self._arranger.record_first_runs()
+                self._installer.record_first_runs()
             self._cleanup = stack.pop_all()
             self._open = True
 
@@ -201,18 +203,18 @@ class Module:
 
     def run_method(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Runs a method by its name, with arguments and results nested as at export."""
-        entrance = self._entrances.get(method) if self._open else None
+        runner = self._runners.get(method) if self._open else None
         self._require_usable()
-        if entrance is None:
+        if runner is None:
             raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
-        if self._arranger.has_first_runs:
+        if self._installer.has_first_runs:
             # Before a run and not after one: should it fail, no result is lost.
             self._plan_by_first_runs()
         try:
             with self._operation(wait=False):
                 # What is recorded is told apart into steps, and a graph is one piece.
                 graphs = None if self._recorder.current is not None else self._graphs
-                results = entrance.run(self._session, self._state, arguments, keywords, graphs)
+                results = runner.run(self._session, self._state, arguments, keywords, graphs)
                 self._recorder.count(method)
                 return results
         except Busy:
@@ -245,7 +247,7 @@ class Module:
 
     @property
     def _times(self) -> Calibration | None:
-        return self._arranger.calibration if "_arranger" in vars(self) else self._given_times
+        return self._installer.calibration if "_installer" in vars(self) else self._given_times
 
     @property
     def full_bytes(self) -> int:
@@ -260,11 +262,11 @@ class Module:
     @property
     def plan(self) -> Plan | None:
         """None under placement="lru", which decides while running."""
-        return self._arranger.plan
+        return self._installer.plan
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
         """What would be planned for another budget; nothing changes. None under placement="lru"."""
-        return self._arranger.plan_at(budget_bytes)
+        return self._installer.plan_at(budget_bytes)
 
     @property
     def last_run(self) -> Stats:
@@ -308,14 +310,14 @@ class Module:
                     floor_bytes=self._policy.floor_for(self._times),
                     full_bytes=self._policy.full_bytes,
                 )
-            self._arranger.change_budget(choice.budget_bytes)
+            self._installer.change_budget(choice.budget_bytes)
             self._choice = choice
         self._say()
 
     @property
     def calibration(self) -> Calibration | None:
         """What the present plan was made from, beside sizes; can be given to another Module of the same program."""
-        return self._arranger.calibration
+        return self._installer.calibration
 
     @contextmanager
     def calibrate(self, *, in_place: bool = False) -> Iterator[None]:
@@ -326,11 +328,11 @@ class Module:
         in_place  reads every weight in place meanwhile, and then plans by both measurements. For few rows, where a
                   product reads each weight once. Comes after calibrate() with the same calls.
         """
-        arranger = self._arranger
+        installer = self._installer
         start, plan = (
-            (arranger.start_direct_calibration, arranger.plan_by_direct)
+            (installer.start_direct_calibration, installer.plan_by_direct)
             if in_place
-            else (arranger.start_calibration, arranger.plan_by)
+            else (installer.start_calibration, installer.plan_by)
         )
         with self._recorded(start, plan):
             yield
@@ -349,14 +351,14 @@ class Module:
             # Also where an interrupt waited for the start: nobody will stop what it began.
             if recording is not None and self._open:
                 with self._operation():
-                    self._arranger.drop(recording)
+                    self._installer.drop(recording)
             raise
 
     def _plan_by_first_runs(self) -> None:
         with self._operation():
-            if not self._arranger.has_first_runs:
+            if not self._installer.has_first_runs:
                 return  # another thread was first
-            outcome = self._arranger.plan_by_first_runs(self.budget_bytes)
+            outcome = self._installer.plan_by_first_runs(self.budget_bytes)
         LOGGER.info("%s: %s", self.path.name, outcome)
         self._say()
 
@@ -396,7 +398,7 @@ class Module:
         with self._operation():
             # As the caller means it now, wherever the process is when it is written.
             trace = Trace(Path(path).absolute(), weakref.ref(self))
-            trace.recording = self._arranger.start_trace(f"the trace to {path}", trace.keep)
+            trace.recording = self._installer.start_trace(f"the trace to {path}", trace.keep)
             self._traces = [*(each for each in self._traces if not each.is_closed), trace]
             return trace
 
@@ -408,7 +410,7 @@ class Module:
         method = self.program.methods[span.method_index]
         if span.lane == "compute":
             return method.name, method.schedule.steps[span.index].kernel
-        return method.name, self._arranger.arrangement.copied_weight(span.method_index, span.index)
+        return method.name, self._installer.installed.copied_weight(span.method_index, span.index)
 
     # -------------------------------------------------------------------------------------------------------- closing
 
@@ -448,7 +450,7 @@ class Module:
         if graphs is not None:
             graphs.close()
         # Another thread may be on its way into a run, and must find that the module was closed.
-        self._entrances = {}
+        self._runners = {}
         for name in ("_state", "_graphs"):
             vars(self).pop(name, None)
 
@@ -523,7 +525,7 @@ class Module:
         parts = [
             f"floor {format_bytes(self.floor_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
-            *self._arranger.arrangement.summary(),
+            *self._installer.installed.summary(),
             *self._options.linear.summary(),
             *([f"measured for split weights: {self._measured_limits}"] if self._measured_limits is not None else []),
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),

@@ -22,7 +22,7 @@ from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class InstalledPlan:
     """What a policy makes of a budget."""
 
     program: Program
@@ -83,7 +83,7 @@ class Policy(ABC):
         """With this much everything stays on the device; more buys nothing."""
 
     @abstractmethod
-    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement: ...
+    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan: ...
 
     @contextmanager
     def naming_lower_placements(self) -> Iterator[None]:
@@ -118,16 +118,16 @@ class PlannedPolicy(Policy):
     def full_bytes(self) -> int:
         return self._planner.full_bytes
 
-    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
+    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan:
         planner = self._planner
         is_below = self._placement == "auto" and budget_bytes < planner.copying_bytes
         plan = planner.plan(budget_bytes, calibration)
         return replace(self._proved(plan, budget_bytes), copying_bytes=planner.copying_bytes if is_below else None)
 
-    def _proved(self, plan: Plan, budget_bytes: int) -> Arrangement:
+    def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""
         check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes)
-        return Arrangement(self._program, plan_numbers(plan, self._offsets), plan)
+        return InstalledPlan(self._program, plan_numbers(plan, self._offsets), plan)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
@@ -140,7 +140,7 @@ class PlannedPolicy(Policy):
             lower_placements(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
         )
 
-    def arrange_in_place(self) -> Arrangement:
+    def arrange_in_place(self) -> InstalledPlan:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
         if self._placement != "auto":
             raise PenstockError(
@@ -183,7 +183,7 @@ class LruPolicy(Policy):
     def full_bytes(self) -> int:
         return self._full_bytes
 
-    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> Arrangement:
+    def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan:
         if calibration is not None:
             raise PenstockError('a calibration is for a plan, and placement="lru" makes none')
         numbers = lru_numbers(
@@ -194,4 +194,4 @@ class LruPolicy(Policy):
             budget_bytes=budget_bytes // self._unit_bytes * self._unit_bytes,
             granularity_bytes=self._page_bytes,
         )
-        return Arrangement(self._program, numbers, None)
+        return InstalledPlan(self._program, numbers, None)

@@ -65,8 +65,8 @@ def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
         yield copy.issue_before
         yield -1 if copy.wait_step is None else copy.wait_step
         yield from _piece(copy.piece, offsets)
-    yield len(method.entering)
-    yield from method.entering
+    yield len(method.prologue)
+    yield from method.prologue
 
 
 def lru_numbers(

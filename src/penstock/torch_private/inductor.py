@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from penstock.ops import KEEP, LINEAR, OWN, SETTLE, WEIGHT
+from penstock.ops import FORBID_REINPLACE, FORCE_CLONE, LINEAR, MATERIALIZE, WEIGHT
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
 from penstock.torch_private.graph import finite_bound, memory_of, op_name
 from penstock.torch_private.versions import check_torch_version
@@ -53,7 +53,7 @@ register_lowering(LINEAR, type_promotion_kind=None)(fallback_handler(LINEAR, add
 _lower_clone_call = fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)
 
 
-@register_lowering(OWN, type_promotion_kind=None)
+@register_lowering(FORCE_CLONE, type_promotion_kind=None)
 def _lower_own(value: Any) -> Any:
     if value.get_dtype().is_complex:
         # Only torch's own clone knows whether the value is lazily conjugated; generated code would copy the bare bytes.
@@ -64,18 +64,18 @@ def _lower_own(value: Any) -> Any:
     return result
 
 
-@register_lowering(SETTLE, type_promotion_kind=None)
+@register_lowering(MATERIALIZE, type_promotion_kind=None)
 def _lower_settle(value: Any) -> Any:
     value.realize()
     return value
 
 
-@register_lowering(KEEP, type_promotion_kind=None)
+@register_lowering(FORBID_REINPLACE, type_promotion_kind=None)
 def _lower_keep(lent: Any) -> None:
     return None
 
 
-has_side_effect(KEEP)
+has_side_effect(FORBID_REINPLACE)
 
 
 # Ops whose lowerings keep an argument (a group size, say) as a constant tensor of the program. A weightless program
@@ -132,8 +132,8 @@ class GuardLentWeights:
         def copy_of(value: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
             if value not in copies:
                 with graph.inserting_before(before):
-                    copies[value] = graph.call_function(OWN, (value,))
-                copies[value].meta["val"] = OWN(value.meta["val"])
+                    copies[value] = graph.call_function(FORCE_CLONE, (value,))
+                copies[value].meta["val"] = FORCE_CLONE(value.meta["val"])
             return copies[value]
 
         def owned(value: Any) -> Any:
@@ -158,12 +158,12 @@ class GuardLentWeights:
                 for value in node.all_input_nodes:
                     if value is not node.args[0] and memory_of(value) is memory_of(node.args[0]):
                         with graph.inserting_before(node):
-                            copy = graph.call_function(OWN, (value,))
-                        copy.meta["val"] = OWN(value.meta["val"])
+                            copy = graph.call_function(FORCE_CLONE, (value,))
+                        copy.meta["val"] = FORCE_CLONE(value.meta["val"])
                         node.replace_input_with(value, copy)
         if lent:
             with graph.inserting_before(output):
-                graph.call_function(KEEP, (lent,))
+                graph.call_function(FORBID_REINPLACE, (lent,))
 
     def uuid(self) -> None:
         """None: never cache by this pass."""

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "core.h"
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -18,7 +18,7 @@ int64_t sum_of(int64_t a, int64_t b) {
 
 int64_t automatic_bytes(const Payload& payload, const Ladder& ladder, void* driver) {
   if (!payload.activation_bytes)
-    throw Refusal(Kind::budget,
+    throw LoadError(Kind::budget,
                   "there is no automatic budget: a dynamic size of the program has no highest value, so the memory it "
                   "needs beside the weights has no bound; give a budget, or export with a highest value for every "
                   "dynamic size");
@@ -30,7 +30,7 @@ int64_t automatic_bytes(const Payload& payload, const Ladder& ladder, void* driv
   int64_t budget_bytes = std::max(int64_t{0}, free_bytes - other_bytes);
   int64_t lacking_bytes = sum_of(ladder.floor_bytes, other_bytes) - free_bytes;
   if (lacking_bytes > 0)
-    throw Refusal(Kind::below_floor,
+    throw LoadError(Kind::below_floor,
                   "the automatic budget is " + format_bytes(budget_bytes) + " (free " + format_bytes(free_bytes) +
                       " - activations " + format_bytes(*payload.activation_bytes) + " - reserve " +
                       format_bytes(reserve_bytes) + "), below the floor of this program: it needs at least " +
@@ -53,7 +53,7 @@ int64_t parse_decimal(const std::string& text, const std::string& what) {
     }
   }
   if (!fits)
-    throw Refusal(Kind::budget, what + " is '" + text +
+    throw LoadError(Kind::budget, what + " is '" + text +
                                     "', which is no number of bytes; valid: a decimal number of at most "
                                     "9223372036854775807, as in '8589934592'" +
                                     (what.rfind(kBudgetOption, 0) == 0 ? ", or 'auto'" : ""));
@@ -66,7 +66,7 @@ Budget choose_budget(const BudgetRequest& request, const Payload& payload, const
   Budget budget = request.bytes ? Budget{*request.bytes, BudgetSource::load}
                                 : Budget{*payload.baked_bytes, BudgetSource::baked};
   if (budget.asked_bytes < ladder.floor_bytes)
-    throw Refusal(Kind::below_floor,
+    throw LoadError(Kind::below_floor,
                   "the budget of " + format_bytes(budget.asked_bytes) +
                       (request.bytes ? " (given at load)" : " (baked at export)") +
                       " is below the floor of this program: it needs at least " + std::to_string(ladder.floor_bytes) +
@@ -82,7 +82,7 @@ size_t choose_rung(const Ladder& ladder, int64_t budget_bytes) {
   for (size_t i = 0; i < ladder.rungs.size(); ++i)
     if (ladder.rungs[i].device_bytes <= budget_bytes) chosen = i;
   if (chosen == ladder.rungs.size())
-    throw Refusal(Kind::package, "the program has no plan for its own floor of " + std::to_string(ladder.floor_bytes) +
+    throw LoadError(Kind::package, "the program has no plan for its own floor of " + std::to_string(ladder.floor_bytes) +
                                      " bytes: its smallest holds " +
                                      std::to_string(ladder.rungs.front().device_bytes));
   return chosen;

@@ -18,7 +18,7 @@ struct Budget {
   BudgetSource source;
 };
 
-// A decimal number of bytes, without sign, unit or blanks; throws Refusal(budget).
+// A decimal number of bytes, without sign, unit or blanks; throws LoadError(budget).
 // `what` is the option's name, for the message.
 int64_t parse_decimal(const std::string& text, const std::string& what = kBudgetOption);
 
@@ -30,7 +30,7 @@ struct BudgetRequest {
   bool is_given() const { return bytes || automatic; }
 };
 
-// `driver` tells how much is free. Throws Refusal(budget) or Refusal(below_floor), which names the exact minimum.
+// `driver` tells how much is free. Throws LoadError(budget) or LoadError(below_floor), which names the exact minimum.
 Budget choose_budget(const BudgetRequest& request, const Payload& payload, const Ladder& ladder, void* driver);
 
 // The largest plan that the budget allows.

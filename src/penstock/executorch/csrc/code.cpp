@@ -18,7 +18,7 @@
 #include <cstring>
 #include <optional>
 
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -35,7 +35,7 @@ class PackageFile {
     const char* folder = std::getenv("TMPDIR");
     path_ = std::string(folder && *folder ? folder : "/tmp") + "/penstock-" + content_name + "-XXXXXX.pt2";
     int file = mkstemps(path_.data(), 4);
-    if (file < 0) throw Refusal(Kind::host, "cannot create " + path_ + ": " + std::strerror(errno));
+    if (file < 0) throw LoadError(Kind::host, "cannot create " + path_ + ": " + std::strerror(errno));
     while (bytes) {
       ssize_t written = write(file, data, bytes);
       if (written < 0 && errno == EINTR) continue;
@@ -43,7 +43,7 @@ class PackageFile {
         std::string reason = written < 0 ? std::strerror(errno) : "nothing was written";
         close(file);
         unlink(path_.c_str());
-        throw Refusal(Kind::host, "cannot write the compiled code to " + path_ + ": " + reason);
+        throw LoadError(Kind::host, "cannot write the compiled code to " + path_ + ": " + reason);
       }
       data += written;
       bytes -= (size_t)written;
@@ -67,7 +67,7 @@ std::string cpu_capability() { return at::get_cpu_capability(); }
 
 int32_t current_device_index() {
   if (!at::hasCUDA())
-    throw Refusal(Kind::build, "the program was compiled for CUDA; torch " + torch_minor() + " sees no GPU here");
+    throw LoadError(Kind::build, "the program was compiled for CUDA; torch " + torch_minor() + " sees no GPU here");
   return at::detail::getCUDAHooks().getCurrentDevice();
 }
 
@@ -80,7 +80,7 @@ void* current_stream(const std::string& device, int32_t device_index) {
       library ? reinterpret_cast<Ask>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
   void* stream = nullptr;
   if (!ask || ask(device_index, &stream))
-    throw Refusal(Kind::build, "torch gives no CUDA stream: is it built with CUDA?");
+    throw LoadError(Kind::build, "torch gives no CUDA stream: is it built with CUDA?");
   return stream;
 }
 
@@ -104,7 +104,7 @@ CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std:
         file.path(), method, /*run_single_threaded=*/true, /*num_runners=*/1,
         device == "cuda" ? (c10::DeviceIndex)device_index : (c10::DeviceIndex)-1);
   } catch (const std::exception& error) {
-    throw Refusal(Kind::package, "the compiled code of method '" + method + "' cannot be loaded: " + error.what());
+    throw LoadError(Kind::package, "the compiled code of method '" + method + "' cannot be loaded: " + error.what());
   }
 }
 

@@ -21,7 +21,7 @@ struct TensorView {
 std::string torch_minor();
 // What torch calls this CPU.
 std::string cpu_capability();
-// The GPU that torch uses now; throws Refusal(build) where it sees none.
+// The GPU that torch uses now; throws LoadError(build) where it sees none.
 int32_t current_device_index();
 // The stream that torch launches on now; null on the CPU.
 void* current_stream(const std::string& device, int32_t device_index);

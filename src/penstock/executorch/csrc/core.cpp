@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -16,7 +16,7 @@ std::string library_path() {
   if (const char* named = std::getenv("PENSTOCK_CORE_LIBRARY")) return named;
   Dl_info self;
   if (!dladdr(reinterpret_cast<void*>(&library_path), &self) || !self.dli_fname)
-    throw Refusal(Kind::host, "this library cannot find its own place");
+    throw LoadError(Kind::host, "this library cannot find its own place");
   std::string path = self.dli_fname;
   size_t slash = path.rfind('/');
   std::string beside = (slash == std::string::npos ? std::string(".") : path.substr(0, slash)) + "/../libpenstock.so";
@@ -30,7 +30,7 @@ void* open_core() {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (!library) {
     const char* reason = dlerror();
-    throw Refusal(Kind::host, "the native core cannot be loaded (set PENSTOCK_CORE_LIBRARY to where it is): " +
+    throw LoadError(Kind::host, "the native core cannot be loaded (set PENSTOCK_CORE_LIBRARY to where it is): " +
                                   std::string(reason ? reason : path.c_str()));
   }
   return library;
@@ -39,7 +39,7 @@ void* open_core() {
 template <typename Function>
 void find(void* library, const char* name, Function& out) {
   out = reinterpret_cast<Function>(dlsym(library, name));
-  if (!out) throw Refusal(Kind::host, std::string("the native core has no function ") + name);
+  if (!out) throw LoadError(Kind::host, std::string("the native core has no function ") + name);
 }
 
 Core load() {
@@ -72,6 +72,6 @@ const Core& core() {
   return loaded;
 }
 
-void throw_core_failure() { throw Refusal(Kind::core, core().failure_text(), core().failure()); }
+void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
 
 }  // namespace penstock_executorch

@@ -29,10 +29,10 @@ struct Core {
   const char* (*session_failure_text)(void*);
 };
 
-// Throws Refusal(host) where there is no core, or one of another release.
+// Throws LoadError(host) where there is no core, or one of another release.
 const Core& core();
 
-// What the core's last failed call on this thread said, as a Refusal(core); throws it.
+// What the core's last failed call on this thread said, as a LoadError(core); throws it.
 [[noreturn]] void throw_core_failure();
 
 }  // namespace penstock_executorch

@@ -3,7 +3,7 @@
 #include <sys/stat.h>
 
 #include "mapping.h"
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -23,18 +23,18 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& shape, const std::
 
 void check_layout(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
   if ((int64_t)bytes != weight.bytes)
-    throw Refusal(Kind::weight_mismatch, "weight '" + name + "' has " + std::to_string(bytes) +
+    throw LoadError(Kind::weight_mismatch, "weight '" + name + "' has " + std::to_string(bytes) +
                                              " bytes in the data file, the program needs " +
                                              std::to_string(weight.bytes));
   auto layout = data.get_tensor_layout(name);
   if (!layout.ok())
-    throw Refusal(Kind::weight_mismatch, "weight '" + name + "' has no dtype and shape in the data file");
+    throw LoadError(Kind::weight_mismatch, "weight '" + name + "' has no dtype and shape in the data file");
   std::vector<int64_t> shape(layout->sizes().begin(), layout->sizes().end());
   std::vector<int64_t> order(layout->dim_order().begin(), layout->dim_order().end());
   auto scalar_type = (int64_t)layout->scalar_type();
   if (shape != weight.shape || scalar_type != weight.scalar_type ||
       memory_order(shape, order) != memory_order(weight.shape, weight.dim_order))
-    throw Refusal(Kind::weight_mismatch, "weight '" + name + "' is of scalar type " +
+    throw LoadError(Kind::weight_mismatch, "weight '" + name + "' is of scalar type " +
                                              std::to_string(scalar_type) + " and shape " + listed(shape) +
                                              " with dim order " + listed(order) +
                                              " in the data file, the program needs scalar type " +
@@ -64,7 +64,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     std::string names;
     for (size_t i = 0; i < missing.size() && i < 8; ++i) names += (i ? ", '" : "'") + missing[i] + "'";
     if (missing.size() > 8) names += " and " + std::to_string(missing.size() - 8) + " more";
-    throw Refusal(Kind::missing_weight, "the data files lack " + std::to_string(missing.size()) + " of the " +
+    throw LoadError(Kind::missing_weight, "the data files lack " + std::to_string(missing.size()) + " of the " +
                                             std::to_string(payload.weights.size()) + " weights of the program: " +
                                             names + " (was the program's own .ptd given?)");
   }
@@ -77,7 +77,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     }
     FilePlace found = mappings.place(held[i].data(), "weight '" + weight.name + "'");
     if (!place.path.empty() && (found.device != place.device || found.inode != place.inode))
-      throw Refusal(Kind::weights_file, "the weights of the program lie in several files, such as " + place.path +
+      throw LoadError(Kind::weights_file, "the weights of the program lie in several files, such as " + place.path +
                                             " and " + found.path + "; they must lie in one");
     place.path = found.path;
     place.device = found.device;
@@ -86,13 +86,13 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   }
   for (FreeableBuffer& buffer : held) buffer.Free();
   struct stat status;
-  if (place.path.empty()) throw Refusal(Kind::weights_file, "none of the program's weights has any bytes");
+  if (place.path.empty()) throw LoadError(Kind::weights_file, "none of the program's weights has any bytes");
   if (stat(place.path.c_str(), &status))
-    throw Refusal(Kind::weights_file, "the weights file " + place.path + " cannot be read");
+    throw LoadError(Kind::weights_file, "the weights file " + place.path + " cannot be read");
   place.file_bytes = status.st_size;
   for (size_t i = 0; i < place.offsets.size(); ++i)
     if (payload.weights[i].bytes > place.file_bytes - place.offsets[i])
-      throw Refusal(Kind::weights_file, "the weights file " + place.path + " is truncated: it has " +
+      throw LoadError(Kind::weights_file, "the weights file " + place.path + " is truncated: it has " +
                                             std::to_string(place.file_bytes) + " bytes, weight '" +
                                             payload.weights[i].name + "' needs " +
                                             std::to_string(payload.weights[i].bytes) + " from byte " +

@@ -10,7 +10,7 @@
 
 namespace penstock_executorch {
 
-// Throws Refusal(missing_weight), Refusal(weight_mismatch) or Refusal(weights_file).
+// Throws LoadError(missing_weight), LoadError(weight_mismatch) or LoadError(weights_file).
 WeightsPlace locate_weights(const executorch::runtime::NamedDataMap& data, const Payload& payload);
 
 }  // namespace penstock_executorch

@@ -13,7 +13,7 @@
 #include "gpu.h"
 #include "load_options.h"
 #include "program_session.h"
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -64,12 +64,12 @@ Error code_of(Kind kind) {
 
 // Nothing may be thrown through ExecuTorch, which knows no exceptions.
 template <typename Action>
-Error told(Action&& action) noexcept {
+Error to_status(Action&& action) noexcept {
   LastRefusal& last = last_refusal();
   try {
     action();
     return Error::Ok;
-  } catch (const Refusal& refusal) {
+  } catch (const LoadError& refusal) {
     // Two are failures of memory rather than of a call: enum class Failure of the core.
     bool memory = refusal.kind == Kind::core && refusal.detail == 2;
     last = {refusal.kind, refusal.detail, refusal.what()};
@@ -89,7 +89,7 @@ Error told(Action&& action) noexcept {
 struct Delegate {
   MethodFacts method;
   std::string device;
-  std::unique_ptr<Seat> seat;
+  std::unique_ptr<SessionRef> session_ref;
   std::unique_ptr<CompiledCode> code;
 };
 
@@ -97,21 +97,21 @@ struct Delegate {
 
 void check_build(const Payload& payload) {
   if (payload.device != "cpu" && payload.device != "cuda")
-    throw Refusal(Kind::package,
+    throw LoadError(Kind::package,
                   "the program was compiled for '" + payload.device + "'; this library runs cpu and cuda");
   std::string minor = payload.torch.substr(0, payload.torch.find('.', payload.torch.find('.') + 1));
   if (minor != torch_minor())
-    throw Refusal(Kind::build, "the program was compiled with torch " + payload.torch +
+    throw LoadError(Kind::build, "the program was compiled with torch " + payload.torch +
                                    ", this library was built with torch " + torch_minor() +
                                    "; lower the program again with this one");
   struct utsname machine;
   uname(&machine);
   if (payload.machine != machine.machine)
-    throw Refusal(Kind::build,
+    throw LoadError(Kind::build,
                   "the program was compiled for " + payload.machine + ", this machine is " + machine.machine);
   std::string here = cpu_capability();
   if (here != payload.cpu && !(payload.cpu == "AVX2" && here == "AVX512"))
-    throw Refusal(Kind::build, "the program was compiled for a CPU with " + payload.cpu +
+    throw LoadError(Kind::build, "the program was compiled for a CPU with " + payload.cpu +
                                    " instructions, torch finds " + here + " on this one");
 }
 
@@ -121,14 +121,14 @@ void check_delegate(const Payload& payload, const std::string& name) {
     if (method.name == name) return;
     names += (names.empty() ? "" : ", ") + method.name;
   }
-  throw Refusal(Kind::option, "weight_offload_budget:" + name + " names no delegate; the program has " + names);
+  throw LoadError(Kind::option, "weight_offload_budget:" + name + " names no delegate; the program has " + names);
 }
 
 // The GPU to run on, after a look whether it can.
 int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
   if (payload.device != "cuda") {
     if (request.device_index)
-      throw Refusal(Kind::device, "weight_offload_device is " + std::to_string(*request.device_index) +
+      throw LoadError(Kind::device, "weight_offload_device is " + std::to_string(*request.device_index) +
                                       ", and the program was compiled for " + payload.device + ", which has no number");
     return 0;
   }
@@ -139,29 +139,29 @@ int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
 
 std::unique_ptr<Delegate> load(const BackendInitContext& context, const FreeableBuffer& processed) {
   SessionRequest request = read_options(context);
-  Ticket ticket = read_ticket(processed.data(), processed.size());
+  DelegateRef delegate_ref = read_delegate_ref(processed.data(), processed.size());
   const NamedDataMap* data = context.get_named_data_map();
-  if (!data) throw Refusal(Kind::missing_weight, "the program was loaded without any data: give its .ptd");
-  auto bytes = data->get_data(ticket.payload);
-  if (!bytes.ok()) throw Refusal(Kind::package, "the .pte holds no " + ticket.payload + ", which its delegate names");
+  if (!data) throw LoadError(Kind::missing_weight, "the program was loaded without any data: give its .ptd");
+  auto bytes = data->get_data(delegate_ref.payload);
+  if (!bytes.ok()) throw LoadError(Kind::package, "the .pte holds no " + delegate_ref.payload + ", which its delegate names");
   Payload payload = read_payload(bytes->data(), bytes->size());
-  if (ticket.number < 0 || (size_t)ticket.number >= payload.methods.size() ||
-      payload.methods[(size_t)ticket.number].name != ticket.method)
-    throw Refusal(Kind::package, "the program has no method " + std::to_string(ticket.number) + " of name '" +
-                                     ticket.method + "', which its delegate names");
+  if (delegate_ref.number < 0 || (size_t)delegate_ref.number >= payload.methods.size() ||
+      payload.methods[(size_t)delegate_ref.number].name != delegate_ref.method)
+    throw LoadError(Kind::package, "the program has no method " + std::to_string(delegate_ref.number) + " of name '" +
+                                     delegate_ref.method + "', which its delegate names");
   check_build(payload);
   for (const auto& [name, budget] : request.own_budgets) check_delegate(payload, name);
   auto delegate = std::make_unique<Delegate>();
-  delegate->method = payload.methods[(size_t)ticket.number];
+  delegate->method = payload.methods[(size_t)delegate_ref.number];
   delegate->device = payload.device;
-  delegate->seat = take_lent_seat(request.group, ticket.number);
-  if (!delegate->seat) {
+  delegate->session_ref = take_shared_session_ref(request.group, delegate_ref.number);
+  if (!delegate->session_ref) {
     int32_t index = device_index_of(payload, request);
-    delegate->seat = take_seat(payload, ticket.number, locate_weights(*data, payload), request, index);
-    if (!request.quiet) log_line(kInfo, ticket.method + " of " + delegate->seat->session().summary());
+    delegate->session_ref = take_session_ref(payload, delegate_ref.number, locate_weights(*data, payload), request, index);
+    if (!request.quiet) log_line(kInfo, delegate_ref.method + " of " + delegate->session_ref->session().summary());
   }
-  delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, ticket.method,
-                                                  payload.device, delegate->seat->session().device_index());
+  delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, delegate_ref.method,
+                                                  payload.device, delegate->session_ref->session().device_index());
   bytes->Free();
   return delegate;
 }
@@ -193,7 +193,7 @@ void check_input(const Delegate& delegate, size_t index, const TensorView& view)
               facts.dim_order.size() == facts.shape.size();
   for (size_t d = 0; fits && d < facts.shape.size(); ++d) fits = facts.shape[d] < 0 || facts.shape[d] == view.sizes[d];
   if (!fits)
-    throw Refusal(Kind::input, "input " + std::to_string(index) + " of " + delegate.method.name +
+    throw LoadError(Kind::input, "input " + std::to_string(index) + " of " + delegate.method.name +
                                    " is of scalar type " + std::to_string(view.scalar_type) + " and shape " +
                                    listed(view.sizes) +
                                    ", needs scalar type " + std::to_string(facts.scalar_type) + " and shape " +
@@ -201,8 +201,8 @@ void check_input(const Delegate& delegate, size_t index, const TensorView& view)
 }
 
 void compute(Delegate& delegate, void* stream) {
-  void* session = delegate.seat->session().handle();
-  if (core().session_begin(session, delegate.seat->number(), stream)) throw_core_failure();
+  void* session = delegate.session_ref->session().handle();
+  if (core().session_begin(session, delegate.session_ref->number(), stream)) throw_core_failure();
   try {
     delegate.code->run(stream);
   } catch (const std::exception& error) {
@@ -210,8 +210,8 @@ void compute(Delegate& delegate, void* stream) {
     int32_t failure = core().session_failure(session);
     std::string text = core().session_failure_text(session);
     core().session_abort(session);
-    if (failure) throw Refusal(Kind::core, text, failure);
-    throw Refusal(Kind::code, "method '" + delegate.method.name + "' failed inside its compiled code: " + error.what());
+    if (failure) throw LoadError(Kind::core, text, failure);
+    throw LoadError(Kind::code, "method '" + delegate.method.name + "' failed inside its compiled code: " + error.what());
   }
   if (core().session_end(session)) throw_core_failure();
 }
@@ -220,12 +220,12 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   size_t inputs = delegate.method.inputs.size();
   size_t outputs = (size_t)delegate.method.outputs;
   if (args.size() != inputs + outputs)
-    throw Refusal(Kind::package, delegate.method.name + " was called with " + std::to_string(args.size()) +
+    throw LoadError(Kind::package, delegate.method.name + " was called with " + std::to_string(args.size()) +
                                      " values, it has " + std::to_string(inputs) + " inputs and " +
                                      std::to_string(outputs) + " outputs");
   for (size_t i = 0; i < args.size(); ++i)
     if (!args[i]->isTensor())
-      throw Refusal(Kind::input, "value " + std::to_string(i) + " of " + delegate.method.name + " is no tensor");
+      throw LoadError(Kind::input, "value " + std::to_string(i) + " of " + delegate.method.name + " is no tensor");
   std::vector<TensorView> views;
   std::vector<std::vector<int64_t>> strides;
   for (size_t i = 0; i < inputs; ++i) {
@@ -233,26 +233,26 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     check_input(delegate, i, views.back());
     strides.push_back(strides_of(views.back().sizes, delegate.method.inputs[i].dim_order));
   }
-  std::lock_guard<std::mutex> alone(delegate.seat->session().running());
+  std::lock_guard<std::mutex> alone(delegate.session_ref->session().running());
   struct Forgets {
     CompiledCode& code;
     ~Forgets() { code.forget(); }
   } forgets{*delegate.code};
   delegate.code->take_inputs(views, strides);
-  compute(delegate, current_stream(delegate.device, delegate.seat->session().device_index()));
+  compute(delegate, current_stream(delegate.device, delegate.session_ref->session().device_index()));
   if (delegate.code->output_count() != outputs)
-    throw Refusal(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
+    throw LoadError(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
                                      " tensors, its record lists " + std::to_string(outputs));
   for (size_t i = 0; i < outputs; ++i) {
     Tensor to = args[inputs + i]->toTensor();
     std::vector<int64_t> found = delegate.code->output_sizes(i);
     std::vector<SizesType> sizes(found.begin(), found.end());
     if (executorch::runtime::resize_tensor(to, {sizes.data(), sizes.size()}) != Error::Ok)
-      throw Refusal(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name + " has shape " +
+      throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name + " has shape " +
                                        listed(found) + ", for which ExecuTorch planned no room");
     TensorView view = view_of(to);
     if (view.scalar_type != delegate.code->output_scalar_type(i))
-      throw Refusal(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name +
+      throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name +
                                        " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
                                        ", ExecuTorch expects " +
                                        std::to_string(view.scalar_type));
@@ -267,14 +267,14 @@ class PenstockBackend final : public executorch::runtime::BackendInterface {
   Result<DelegateHandle*> init(BackendInitContext& context, FreeableBuffer* processed,
                                ArrayRef<CompileSpec>) const override {
     std::unique_ptr<Delegate> delegate;
-    Error error = told([&] { delegate = load(context, *processed); });
+    Error error = to_status([&] { delegate = load(context, *processed); });
     if (error != Error::Ok) return error;
     processed->Free();
     return static_cast<DelegateHandle*>(delegate.release());
   }
 
   Error execute(BackendExecutionContext&, DelegateHandle* handle, Span<EValue*> args) const override {
-    return told([&] { execute_delegate(*static_cast<Delegate*>(handle), args); });
+    return to_status([&] { execute_delegate(*static_cast<Delegate*>(handle), args); });
   }
 
   void destroy(DelegateHandle* handle) const override { delete static_cast<Delegate*>(handle); }

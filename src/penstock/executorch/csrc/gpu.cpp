@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -14,16 +14,16 @@ class CudaLibrary {
   CudaLibrary() : library_(dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL)) {
     if (library_) return;
     const char* reason = dlerror();
-    throw Refusal(Kind::build, "the program was compiled for CUDA, and there is no CUDA driver on this machine: " +
+    throw LoadError(Kind::build, "the program was compiled for CUDA, and there is no CUDA driver on this machine: " +
                                    std::string(reason ? reason : "libcuda.so.1"));
   }
 
   template <typename... Arguments>
   void call(const char* name, Arguments... arguments) const {
     auto function = reinterpret_cast<int (*)(Arguments...)>(dlsym(library_, name));
-    if (!function) throw Refusal(Kind::build, std::string("the CUDA driver has no ") + name);
+    if (!function) throw LoadError(Kind::build, std::string("the CUDA driver has no ") + name);
     if (int code = function(arguments...))
-      throw Refusal(Kind::build, std::string(name) + " failed with CUDA error " + std::to_string(code));
+      throw LoadError(Kind::build, std::string(name) + " failed with CUDA error " + std::to_string(code));
   }
 
  private:
@@ -39,7 +39,7 @@ Gpu describe_gpu(int32_t index) {
   cuda.call("cuInit", 0u);
   cuda.call("cuDeviceGetCount", &count);
   if (index < 0 || index >= count)
-    throw Refusal(Kind::device,
+    throw LoadError(Kind::device,
                   "there is no device cuda:" + std::to_string(index) + "; the driver sees " + std::to_string(count));
   cuda.call("cuDeviceGet", &device, (int)index);
   cuda.call("cuDeviceGetName", &name[0], (int)sizeof name - 1, device);
@@ -51,7 +51,7 @@ Gpu describe_gpu(int32_t index) {
 void check_gpu(const Payload& payload, int32_t index) {
   Gpu gpu = describe_gpu(index);
   if (gpu.capability != payload.capability)
-    throw Refusal(Kind::build, "the program was compiled for compute capability " + payload.capability + " (" +
+    throw LoadError(Kind::build, "the program was compiled for compute capability " + payload.capability + " (" +
                                    payload.gpu + "); cuda:" + std::to_string(index) + " is " + gpu.name +
                                    " of compute capability " + gpu.capability);
 }

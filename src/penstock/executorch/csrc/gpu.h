@@ -14,10 +14,10 @@ struct Gpu {
   std::string capability;
 };
 
-// Throws Refusal(device) where there is no such device, and Refusal(build) where there is no driver.
+// Throws LoadError(device) where there is no such device, and LoadError(build) where there is no driver.
 Gpu describe_gpu(int32_t index);
 
-// Compiled kernels run on the compute capability they were compiled for, and on no other. Throws Refusal(build).
+// Compiled kernels run on the compute capability they were compiled for, and on no other. Throws LoadError(build).
 void check_gpu(const Payload& payload, int32_t index);
 
 }  // namespace penstock_executorch

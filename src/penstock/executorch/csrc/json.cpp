@@ -3,13 +3,13 @@
 #include <cerrno>
 #include <cstdlib>
 
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
 
 [[noreturn]] void damaged(const std::string& what) {
-  throw Refusal(::penstock_executorch::Kind::package, "the program's description is damaged: " + what);
+  throw LoadError(::penstock_executorch::Kind::package, "the program's description is damaged: " + what);
 }
 
 constexpr int kDeepest = 32;

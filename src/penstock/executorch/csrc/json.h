@@ -10,7 +10,7 @@ namespace penstock_executorch {
 
 class Json {
  public:
-  // Throws Refusal(package), also for text after the end.
+  // Throws LoadError(package), also for text after the end.
   static Json parse(const std::string& text);
 
   bool is_null() const { return kind_ == Kind::null; }

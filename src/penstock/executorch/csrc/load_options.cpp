@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -19,7 +19,7 @@ const std::string* as_text(const BackendOption& option, std::string& storage) {
   storage = std::string(found->data(), strnlen(found->data(), found->size()));
   // Longer ones were cut without a word on their way here.
   if (storage.size() + 1 >= found->size())
-    throw Refusal(Kind::option, std::string("option ") + option.key + " has a value of 255 characters or more");
+    throw LoadError(Kind::option, std::string("option ") + option.key + " has a value of 255 characters or more");
   return &storage;
 }
 
@@ -33,44 +33,44 @@ SessionRequest read_options(const BackendInitContext& context) {
     BudgetRequest budget;
     if (key == "weight_offload_budget_mb") {
       const int* mb = std::get_if<int>(&option.value);
-      if (!mb) throw Refusal(Kind::budget, "weight_offload_budget_mb is no int; valid: 0 or more (MiB)");
+      if (!mb) throw LoadError(Kind::budget, "weight_offload_budget_mb is no int; valid: 0 or more (MiB)");
       if (*mb < 0)
-        throw Refusal(Kind::budget, "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: 0 or more (MiB)");
+        throw LoadError(Kind::budget, "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: 0 or more (MiB)");
       budget.bytes = (int64_t)*mb << 20;
     } else if (key == "weight_offload_budget") {
       if (!as_text(option, text))
-        throw Refusal(Kind::budget, "weight_offload_budget is no string; valid: a decimal number of bytes, as in "
+        throw LoadError(Kind::budget, "weight_offload_budget is no string; valid: a decimal number of bytes, as in "
                                     "\"8589934592\"");
       budget.automatic = text == "auto";
       if (!budget.automatic) budget.bytes = parse_decimal(text);
     } else if (key.rfind(kOwnBudget, 0) == 0) {
-      if (!as_text(option, text)) throw Refusal(Kind::budget, key + " is no string; valid: a decimal number of bytes");
+      if (!as_text(option, text)) throw LoadError(Kind::budget, key + " is no string; valid: a decimal number of bytes");
       BudgetRequest& own = request.own_budgets[key.substr(std::strlen(kOwnBudget))];
       own.automatic = text == "auto";
       if (!own.automatic) own.bytes = parse_decimal(text, key);
     } else if (key == "weight_offload_device") {
       const int* index = std::get_if<int>(&option.value);
-      if (!index || *index < 0) throw Refusal(Kind::option, "weight_offload_device is no int of 0 or more");
+      if (!index || *index < 0) throw LoadError(Kind::option, "weight_offload_device is no int of 0 or more");
       request.device_index = *index;
     } else if (key == "weight_offload_host_memory_cap") {
-      if (!as_text(option, text)) throw Refusal(Kind::option, "weight_offload_host_memory_cap is no string");
+      if (!as_text(option, text)) throw LoadError(Kind::option, "weight_offload_host_memory_cap is no string");
       request.host_cap_bytes = parse_decimal(text, "weight_offload_host_memory_cap");
-      if (!request.host_cap_bytes) throw Refusal(Kind::budget, "weight_offload_host_memory_cap is 0 bytes");
+      if (!request.host_cap_bytes) throw LoadError(Kind::budget, "weight_offload_host_memory_cap is 0 bytes");
     } else if (key == "weight_offload_group") {
-      if (!as_text(option, text)) throw Refusal(Kind::option, "weight_offload_group is no string");
+      if (!as_text(option, text)) throw LoadError(Kind::option, "weight_offload_group is no string");
       request.group = text;
     } else if (key == "weight_offload_quiet") {
       const bool* quiet = std::get_if<bool>(&option.value);
-      if (!quiet) throw Refusal(Kind::option, "weight_offload_quiet is no bool");
+      if (!quiet) throw LoadError(Kind::option, "weight_offload_quiet is no bool");
       request.quiet = *quiet;
     } else {
-      throw Refusal(Kind::option, "there is no option '" + key + "'; " + kBackendName +
+      throw LoadError(Kind::option, "there is no option '" + key + "'; " + kBackendName +
                                       " has weight_offload_budget_mb, weight_offload_budget, "
                                       "weight_offload_budget:DELEGATE, weight_offload_device, "
                                       "weight_offload_host_memory_cap, weight_offload_group and weight_offload_quiet");
     }
     if (budget.is_given() && request.budget.is_given())
-      throw Refusal(Kind::budget, "weight_offload_budget and weight_offload_budget_mb were both given; give one");
+      throw LoadError(Kind::budget, "weight_offload_budget and weight_offload_budget_mb were both given; give one");
     if (budget.is_given()) request.budget = budget;
   }
   return request;

@@ -9,7 +9,7 @@ namespace penstock_executorch {
 
 constexpr const char* kBackendName = "PenstockBackend";
 
-// Throws Refusal(option) or Refusal(budget), also for an option that there is not.
+// Throws LoadError(option) or LoadError(budget), also for an option that there is not.
 SessionRequest read_options(const executorch::runtime::BackendInitContext& context);
 
 }  // namespace penstock_executorch

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <fstream>
 
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -49,11 +49,11 @@ FilePlace Mappings::place(const void* address, const std::string& what) const {
     if (at >= line.begin && at < line.end && !line.path.empty() && line.path[0] == '/') {
       std::string path = is_there(line.path, line.inode) ? line.path : plain(line.path);
       if (!is_there(path, line.inode))
-        throw Refusal(Kind::weights_file,
+        throw LoadError(Kind::weights_file,
                       "the weights file " + path + " was moved, replaced or removed while it was loaded");
       return {path, (int64_t)(line.offset + (at - line.begin)), line.device, line.inode};
     }
-  throw Refusal(Kind::weights_file,
+  throw LoadError(Kind::weights_file,
                 what + " is in memory, not in a mapped file, and only a file can be streamed from: load the .ptd with "
                        "Module::LoadMode::Mmap");
 }

@@ -18,7 +18,7 @@ struct FilePlace {
 class Mappings {
  public:
   Mappings();
-  // Throws Refusal(weights_file) where no file lies behind the address; `what` is for the message.
+  // Throws LoadError(weights_file) where no file lies behind the address; `what` is for the message.
   FilePlace place(const void* address, const std::string& what) const;
 
  private:

@@ -8,7 +8,7 @@
 
 #include "payload.h"
 #include "program_session.h"
-#include "refusal.h"
+#include "load_error.h"
 
 namespace {
 
@@ -51,11 +51,11 @@ struct Loaded {
 constexpr const char* kPayload = "penstock.program.";
 
 template <typename Action>
-int32_t told(Action&& action) noexcept {
+int32_t to_status(Action&& action) noexcept {
   last_refusal() = {};
   try {
     return (int32_t)action();
-  } catch (const penstock_executorch::Refusal& refusal) {
+  } catch (const penstock_executorch::LoadError& refusal) {
     last_refusal() = {refusal.kind, refusal.detail, refusal.what()};
   } catch (const std::exception& error) {
     last_refusal() = {Kind::host, 0, error.what()};
@@ -68,7 +68,7 @@ BackendOption text_option(const char* key, const std::string& value) {
   std::strncpy(option.key, key, sizeof option.key - 1);
   std::array<char, executorch::runtime::kMaxOptionValueLength> text{};
   if (value.size() + 1 >= text.size())
-    throw penstock_executorch::Refusal(Kind::option, std::string("option ") + key + " is longer than 254 characters");
+    throw penstock_executorch::LoadError(Kind::option, std::string("option ") + key + " is longer than 254 characters");
   std::memcpy(text.data(), value.data(), value.size());
   option.value = text;
   return option;
@@ -122,7 +122,7 @@ void show(const EValue& found, void (*visit)(const Value*)) {
     value.data = const_cast<char*>(view.data());
     value.integer = (int64_t)view.size();
   } else if (!found.isNone()) {
-    throw penstock_executorch::Refusal(Kind::package, "a method returned something other than tensors and numbers");
+    throw penstock_executorch::LoadError(Kind::package, "a method returned something other than tensors and numbers");
   }
   visit(&value);
 }
@@ -139,7 +139,7 @@ const char* penstock_executorch_text() { return last_refusal().text.c_str(); }
 // file itself.
 int32_t penstock_executorch_open(const char* program, const char* const* data_files, int64_t data_count,
                                  const char* budget, const char* group, void** out) {
-  return told([&] {
+  return to_status([&] {
     auto loaded = std::make_unique<Loaded>();
     // Mapped, because weights are streamed from the file; shared arenas, because methods share state.
     loaded->module = std::make_unique<OpenModule>(std::string(program),
@@ -164,7 +164,7 @@ int32_t penstock_executorch_open(const char* program, const char* const* data_fi
 void penstock_executorch_close(void* handle) { delete static_cast<Loaded*>(handle); }
 
 int32_t penstock_executorch_methods(void* handle, void (*visit)(const char*)) {
-  return told([&] {
+  return to_status([&] {
     auto names = module_of(handle).method_names();
     if (!names.ok()) return names.error();
     for (const std::string& name : *names) visit(name.c_str());
@@ -173,13 +173,13 @@ int32_t penstock_executorch_methods(void* handle, void (*visit)(const char*)) {
 }
 
 int32_t penstock_executorch_load_method(void* handle, const char* method) {
-  return told([&] { return module_of(handle).load_method(method); });
+  return to_status([&] { return module_of(handle).load_method(method); });
 }
 
 // Outputs are shown one by one; they are ExecuTorch's until the next call.
 int32_t penstock_executorch_execute(void* handle, const char* method, const Value* inputs, int64_t input_count,
                                     void (*visit)(const Value*)) {
-  return told([&] {
+  return to_status([&] {
     std::vector<TensorPtr> tensors;
     std::vector<EValue> values;
     for (int64_t i = 0; i < input_count; ++i) values.push_back(value_of(inputs[i], tensors));
@@ -192,7 +192,7 @@ int32_t penstock_executorch_execute(void* handle, const char* method, const Valu
 
 // The mutable buffers of a method by name, where the program has their names.
 int32_t penstock_executorch_states(void* handle, const char* method, void (*visit)(const char*)) {
-  return told([&] {
+  return to_status([&] {
     auto meta = module_of(handle).method_meta(method);
     if (!meta.ok()) return meta.error();
     for (size_t i = 0; i < meta->num_attributes(); ++i) {
@@ -206,7 +206,7 @@ int32_t penstock_executorch_states(void* handle, const char* method, void (*visi
 
 // The memory itself, for as long as the method is loaded.
 int32_t penstock_executorch_state(void* handle, const char* method, const char* name, void (*visit)(const Value*)) {
-  return told([&] {
+  return to_status([&] {
     auto tensor = module_of(handle).loaded(method).get_attribute(name);
     if (!tensor.ok()) return tensor.error();
     show_tensor(*tensor, visit);
@@ -216,7 +216,7 @@ int32_t penstock_executorch_state(void* handle, const char* method, const char* 
 
 // Each program of ours in the file: its description, and its code, a .pt2. No method need be loaded.
 int32_t penstock_executorch_payloads(void* handle, void (*visit)(const char*, int64_t, const char*, int64_t)) {
-  return told([&] {
+  return to_status([&] {
     auto data = module_of(handle).program()->get_named_data_map();
     if (!data.ok()) return data.error() == Error::NotFound ? Error::Ok : data.error();
     auto count = (*data)->get_num_keys();

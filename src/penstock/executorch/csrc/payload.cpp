@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "json.h"
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -21,7 +21,7 @@ struct Header {
 };
 constexpr size_t kSealedFrom = 24;
 
-[[noreturn]] void refuse(const std::string& text) { throw Refusal(Kind::package, text); }
+[[noreturn]] void refuse(const std::string& text) { throw LoadError(Kind::package, text); }
 
 // FNV-1a with 64 bits, over little-endian words of 8 bytes and then over the bytes that are left.
 uint64_t hash(const char* at, size_t bytes) {
@@ -137,7 +137,7 @@ class Rebase {
         skip(3);
         piece();
       }
-      skip(next());  // entering
+      skip(next());  // prologue
     }
     if (at_ != numbers_.size()) refuse("a plan of the program has numbers too many");
   }
@@ -186,7 +186,7 @@ class Rebase {
 
 }  // namespace
 
-Ticket read_ticket(const void* data, size_t bytes) {
+DelegateRef read_delegate_ref(const void* data, size_t bytes) {
   Header header = opened(data, bytes, "PNSTKDLG", "the delegate's blob");
   Json text = Json::parse(std::string(static_cast<const char*>(data) + sizeof header, header.text_bytes));
   return {text.at("payload").string(), text.at("method").string(), text.at("number").integer()};

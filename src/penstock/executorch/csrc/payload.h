@@ -1,4 +1,4 @@
-// What a lowered program carries: a ticket per delegate, and one payload that all of them share.
+// What a lowered program carries: a delegate_ref per delegate, and one payload that all of them share.
 // src/penstock/executorch/payload.py writes both.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace penstock_executorch {
 
-struct Ticket {
+struct DelegateRef {
   std::string payload;
   std::string method;
   int64_t number;
@@ -79,14 +79,14 @@ struct Payload {
   size_t code_bytes;
 };
 
-// Both throw Refusal(package). A payload points into the bytes it was read from.
-Ticket read_ticket(const void* data, size_t bytes);
+// Both throw LoadError(package). A payload points into the bytes it was read from.
+DelegateRef read_delegate_ref(const void* data, size_t bytes);
 Payload read_payload(const void* data, size_t bytes);
 
-// The plans for these delegates; `staged`: only those that read nothing in place will do. Throws Refusal(package).
+// The plans for these delegates; `staged`: only those that read nothing in place will do. Throws LoadError(package).
 const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged);
 
-// The numbers of a rung with the offsets that weights have in a file; throws Refusal(package).
+// The numbers of a rung with the offsets that weights have in a file; throws LoadError(package).
 std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,
                              const std::vector<WeightFacts>& weights);
 

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "core.h"
-#include "refusal.h"
+#include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
@@ -19,7 +19,7 @@ constexpr int64_t kChunkBytes = int64_t{64} << 30;
 bool poison_asked() {
   const char* value = std::getenv("PENSTOCK_POISON");
   std::string text = value ? value : "0";
-  if (text != "0" && text != "1") throw Refusal(Kind::option, "PENSTOCK_POISON is '" + text + "'; it must be 0 or 1");
+  if (text != "0" && text != "1") throw LoadError(Kind::option, "PENSTOCK_POISON is '" + text + "'; it must be 0 or 1");
   return text == "1";
 }
 
@@ -59,7 +59,7 @@ Staging staging_of(int64_t cap_bytes) {
   Staging staging;
   staging.buffer_bytes = std::min(kBufferBytes, cap_bytes / kLeastBuffers / kPageBytes * kPageBytes);
   if (!staging.buffer_bytes)
-    throw Refusal(Kind::budget, "weight_offload_host_memory_cap is " + std::to_string(cap_bytes) +
+    throw LoadError(Kind::budget, "weight_offload_host_memory_cap is " + std::to_string(cap_bytes) +
                                     " bytes; staging needs at least " + std::to_string(kLeastBuffers * kPageBytes));
   staging.buffers = (int32_t)(cap_bytes / staging.buffer_bytes);
   int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
@@ -67,7 +67,7 @@ Staging staging_of(int64_t cap_bytes) {
   return staging;
 }
 
-struct Loan {
+struct SharedSession {
   std::shared_ptr<ProgramSession> session;
   std::vector<int64_t> methods;
 };
@@ -75,7 +75,7 @@ struct Loan {
 struct Registry {
   std::mutex lock;
   std::multimap<SessionKey, std::weak_ptr<ProgramSession>> known;
-  std::multimap<std::string, Loan> lent;
+  std::multimap<std::string, SharedSession> lent;
   // Sessions that are being made or given up, which takes as long as reading their weights does: without the lock, and
   // whoever wants one of the same key waits. So no budget is taken twice, and no other program is held up.
   std::set<SessionKey> busy;
@@ -118,13 +118,13 @@ ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, con
     if (!driver_) throw_core_failure();
   } else {
     driver_ = core().soft_create((size_t)payload.page_bytes, 0, poison);
-    if (!driver_) throw Refusal(Kind::core, core().soft_error(), 1);
+    if (!driver_) throw LoadError(Kind::core, core().soft_error(), 1);
   }
   try {
     int64_t granularity = 0;
     if (core().driver_granularity(driver_, &granularity)) throw_core_failure();
     if (granularity != payload.page_bytes)
-      throw Refusal(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
+      throw LoadError(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
     Budget budget = choose_budget(asked, payload, ladder, driver_);
     int64_t used_bytes = std::min(budget.asked_bytes, std::max(ladder.full_bytes, ladder.floor_bytes));
@@ -167,7 +167,7 @@ ProgramSession::~ProgramSession() {
   core().driver_destroy(driver_);
 }
 
-Seat::~Seat() {
+SessionRef::~SessionRef() {
   Registry& all = registry();
   std::unique_lock<std::mutex> hold(all.lock);
   session_->taken().erase(method_);
@@ -178,7 +178,7 @@ Seat::~Seat() {
   session_.reset();
 }
 
-std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const WeightsPlace& weights,
+std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t method, const WeightsPlace& weights,
                                 const SessionRequest& request, int32_t device_index) {
   auto own = request.own_budgets.find(payload.methods[(size_t)method].name);
   bool alone = own != request.own_budgets.end();
@@ -201,7 +201,7 @@ std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const We
   for (auto it = begin; it != end; ++it)
     if (std::shared_ptr<ProgramSession> session = it->second.lock())
       if (session->taken().insert(method).second)
-        return std::make_unique<Seat>(std::move(session), method, number, key);
+        return std::make_unique<SessionRef>(std::move(session), method, number, key);
   const Ladder& ladder = find_ladder(payload, methods, request.host_cap_bytes > 0);
   std::shared_ptr<ProgramSession> made;
   busy_with(key, hold, [&] {
@@ -209,13 +209,13 @@ std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const We
   });
   made->taken().insert(method);
   all.known.emplace(key, made);
-  return std::make_unique<Seat>(std::move(made), method, number, key);
+  return std::make_unique<SessionRef>(std::move(made), method, number, key);
 }
 
 void lend_session(const std::string& group, void* session, int32_t device_index, const std::vector<int64_t>& methods) {
   auto lent = std::make_shared<ProgramSession>(session, device_index);
   std::lock_guard<std::mutex> hold(registry().lock);
-  registry().lent.emplace(group, Loan{std::move(lent), methods});
+  registry().lent.emplace(group, SharedSession{std::move(lent), methods});
 }
 
 void reclaim_sessions(const std::string& group) {
@@ -223,7 +223,7 @@ void reclaim_sessions(const std::string& group) {
   registry().lent.erase(group);
 }
 
-std::unique_ptr<Seat> take_lent_seat(const std::string& group, int64_t method) {
+std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, int64_t method) {
   std::lock_guard<std::mutex> hold(registry().lock);
   auto [begin, end] = registry().lent.equal_range(group);
   if (begin == end) return nullptr;
@@ -231,9 +231,9 @@ std::unique_ptr<Seat> take_lent_seat(const std::string& group, int64_t method) {
     const std::vector<int64_t>& methods = it->second.methods;
     auto found = std::find(methods.begin(), methods.end(), method);
     if (found != methods.end())
-      return std::make_unique<Seat>(it->second.session, method, (int64_t)(found - methods.begin()));
+      return std::make_unique<SessionRef>(it->second.session, method, (int64_t)(found - methods.begin()));
   }
-  throw Refusal(Kind::package, "no session was made for delegate " + std::to_string(method) + " of the program");
+  throw LoadError(Kind::package, "no session was made for delegate " + std::to_string(method) + " of the program");
 }
 
 std::shared_ptr<ProgramSession> find_session(const std::string& group) {

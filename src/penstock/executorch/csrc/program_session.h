@@ -87,14 +87,14 @@ class ProgramSession {
 };
 
 // A delegate's place in a session. The session goes with the last of them.
-class Seat {
+class SessionRef {
  public:
   // `key`: of a session that was made here.
-  Seat(std::shared_ptr<ProgramSession> session, int64_t method, int64_t number, std::optional<SessionKey> key = {})
+  SessionRef(std::shared_ptr<ProgramSession> session, int64_t method, int64_t number, std::optional<SessionKey> key = {})
       : session_(std::move(session)), method_(method), number_(number), key_(std::move(key)) {}
-  ~Seat();
-  Seat(const Seat&) = delete;
-  Seat& operator=(const Seat&) = delete;
+  ~SessionRef();
+  SessionRef(const SessionRef&) = delete;
+  SessionRef& operator=(const SessionRef&) = delete;
 
   ProgramSession& session() const { return *session_; }
   // Of the delegate, as the session counts.
@@ -109,14 +109,14 @@ class Seat {
 
 // The session that delegate `method` of the program is to use. It joins the one that the other delegates of the same
 // loading made: of the same program, file, device, group and budget, in which its own place is still free.
-std::unique_ptr<Seat> take_seat(const Payload& payload, int64_t method, const WeightsPlace& weights,
+std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t method, const WeightsPlace& weights,
                                 const SessionRequest& request, int32_t device_index);
 
 // Sessions that were made outside: delegate `methods[i]` of a group is to use `session`, which counts it as i.
 void lend_session(const std::string& group, void* session, int32_t device_index, const std::vector<int64_t>& methods);
 void reclaim_sessions(const std::string& group);
-// Null where none was lent to the group; throws Refusal(package) where one was, but not for this delegate.
-std::unique_ptr<Seat> take_lent_seat(const std::string& group, int64_t method);
+// Null where none was lent to the group; throws LoadError(package) where one was, but not for this delegate.
+std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, int64_t method);
 
 // The first session that was made here for a group; null where there is none.
 std::shared_ptr<ProgramSession> find_session(const std::string& group);

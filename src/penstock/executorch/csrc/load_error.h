@@ -27,8 +27,8 @@ enum class Kind : int32_t {
   device = 13,         // there is no such device
 };
 
-struct Refusal : std::runtime_error {
-  Refusal(Kind kind, const std::string& text, int64_t detail = 0)
+struct LoadError : std::runtime_error {
+  LoadError(Kind kind, const std::string& text, int64_t detail = 0)
       : std::runtime_error(text), kind(kind), detail(detail) {}
   Kind kind;
   int64_t detail;  // the floor, or the core's own number

@@ -28,7 +28,7 @@ from penstock.runtime.state import StateStore
 from penstock.torch_private.loader import CompiledMethod
 
 
-class Shortages:
+class OomCounter:
     """How often torch's allocator found no memory. Compiled code reduces that, too, to a generic failure."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class Shortages:
         return self._known > before
 
 
-class Entrance:
+class MethodRunner:
     """Making one loads, and so runs, native code from the file."""
 
     def __init__(
@@ -55,14 +55,14 @@ class Entrance:
         index: int,
         method: Method,
         device: torch.device,
-        shortages: Shortages,
+        oom_counter: OomCounter,
         *,
         check_indices: bool,
     ) -> None:
         self._index = index
         self._method = method
         self._device = device
-        self._shortages = shortages
+        self._oom_counter = oom_counter
         try:
             self.compiled = CompiledMethod(path, method.name, -1 if device.index is None else device.index)
         except (RuntimeError, OSError) as error:
@@ -178,7 +178,7 @@ class Entrance:
 
     def _explained(self, error: Exception) -> RuntimeFailure:
         name = self._method.name
-        if isinstance(error, torch.OutOfMemoryError) or self._shortages.is_new():
+        if isinstance(error, torch.OutOfMemoryError) or self._oom_counter.is_new():
             return ActivationMemoryError(
                 f"method {name!r} ran out of device memory for its own buffers: it needs about "
                 f"{format_bytes(self._method.activation_example_bytes)} for inputs like those of the export; "

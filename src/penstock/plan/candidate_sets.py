@@ -1,7 +1,7 @@
-"""The ladder of choices: which weights may stream, from all of them to none. A rung is worked out when it is needed.
+"""Candidate sets: which weights may stream, from all of them to none. A set is worked out when it is needed.
 
 Small weights cost a page and a copy each when they stream, and share pages when they do not. Which are small depends on
-the schedule, so the ladder goes all the way: each rung lets those above a certain size stream.
+the schedule, so there are sets all the way: each lets those above a certain size stream.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from heapq import heapify, heappop, heappush
 from penstock.plan.demand import COPY_OVERHEAD_BYTES, Demand
 from penstock.plan.residency import Streaming, streaming
 
-# From one rung to the next, sizes grow by this factor; the first is that part of a page.
+# From one one to the next, sizes grow by this factor; the first is that part of a page.
 RUNG_FACTOR = 4
 FIRST_PART_OF_PAGE = 256
-# Of a program of that many accesses, only the cheapest rung is searched: each takes a while to work out.
+# Of a program of that many accesses, only the cheapest one is searched: each takes a while to work out.
 MANY_ACCESSES = 2_000
 
 
-class Rung:
+class CandidateSet:
     def __init__(self, demand: Demand, names: frozenset[str]) -> None:
         self.demand = demand
         self.names = names
@@ -61,7 +61,7 @@ class Rung:
         return self.demand.peak_pair_bytes(self.names) // self.demand.page_bytes
 
     def least_cost_bytes(self, budget_pages: int) -> int:
-        """No plan of this choice costs less; a quick guess, made before the rung is worked out."""
+        """No plan of this choice costs less; a quick guess, made before the one is worked out."""
         streamed_bytes = max(0, self._nbytes - (budget_pages - self.held_pages) * self.demand.page_bytes)
         copies = -(-streamed_bytes // max(self.largest_pages * self.demand.page_bytes, 1))
         return self.demand.least_uses * (streamed_bytes + copies * COPY_OVERHEAD_BYTES)
@@ -71,52 +71,52 @@ class Rung:
         return sum(self.demand.nbytes[name] for name in self.names)
 
 
-class Ladder:
+class CandidateSets:
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         free = [name for name in demand.nbytes if name not in demand.pinned]
         largest = max((demand.nbytes[name] for name in free), default=0)
-        rungs: dict[frozenset[str], None] = {frozenset(free): None}
+        names: dict[frozenset[str], None] = {frozenset(free): None}
         limit_bytes = max(demand.page_bytes // FIRST_PART_OF_PAGE, 1)
         while limit_bytes < largest:
-            rungs[frozenset(name for name in free if demand.nbytes[name] > limit_bytes)] = None
+            names[frozenset(name for name in free if demand.nbytes[name] > limit_bytes)] = None
             limit_bytes *= RUNG_FACTOR
-        rungs[frozenset()] = None
-        self.rungs = [Rung(demand, names) for names in rungs]
+        names[frozenset()] = None
+        self.all = [CandidateSet(demand, each) for each in names]
 
-    def cheapest_first(self, budget_pages: int) -> list[tuple[int, Rung]]:
+    def cheapest_first(self, budget_pages: int) -> list[tuple[int, CandidateSet]]:
         """Rungs that may fit, with a cost that none of their plans comes below, in the order of that cost."""
-        rungs = [rung for rung in self.rungs if rung.held_pages <= budget_pages]
-        return sorted(((rung.least_cost_bytes(budget_pages), rung) for rung in rungs), key=lambda pair: pair[0])
+        fitting = [one for one in self.all if one.held_pages <= budget_pages]
+        return sorted(((one.least_cost_bytes(budget_pages), one) for one in fitting), key=lambda pair: pair[0])
 
-    def sets(self, budget_pages: int) -> list[Streaming]:
+    def fitting(self, budget_pages: int) -> list[Streaming]:
         """Different ones that may fit, in the order of the least that they cost."""
-        rungs = [rung for _, rung in self.cheapest_first(budget_pages)]
+        first = [one for _, one in self.cheapest_first(budget_pages)]
         if self.demand.access_count > MANY_ACCESSES:
-            rungs = rungs[:1]
-        found = {frozenset(chosen.stays): chosen for rung in rungs for chosen in rung.variants}
+            first = first[:1]
+        found = {frozenset(chosen.stays): chosen for one in first for chosen in one.variants}
         return sorted(found.values(), key=lambda chosen: chosen.least_cost_bytes(budget_pages))
 
     def least_cost_bytes(self, budget_pages: int) -> int:
         """No plan costs less."""
-        return min(rung.least_cost_bytes(budget_pages) for rung in self.rungs if rung.held_pages <= budget_pages)
+        return min(one.least_cost_bytes(budget_pages) for one in self.all if one.held_pages <= budget_pages)
 
     def lowest_first(self) -> Iterator[tuple[int, Streaming]]:
         """Choices with the pages that all of their weights need by load when they stream whole, in that order."""
         # (pages, index, how well they are known): beside what is held, the largest weight, two steps, the ring's load.
-        heap = [(rung.held_pages + max(rung.largest_pages - 1, 0), index, 0) for index, rung in enumerate(self.rungs)]
+        heap = [(one.held_pages + max(one.largest_pages - 1, 0), index, 0) for index, one in enumerate(self.all)]
         heapify(heap)
         while heap:
             pages, index, known = heappop(heap)
-            rung = self.rungs[index]
+            one = self.all[index]
             if known == 2:
-                yield pages, rung.streaming
+                yield pages, one.streaming
             elif known == 1:
-                chosen = rung.streaming
+                chosen = one.streaming
                 heappush(heap, (chosen.resident_pages(chosen.whole) + chosen.ring_load(chosen.whole), index, 2))
             else:
-                heappush(heap, (rung.held_pages + rung.pair_pages, index, 1))
+                heappush(heap, (one.held_pages + one.pair_pages, index, 1))
 
     @property
     def worked_out(self) -> list[Streaming]:
-        return [rung.streaming for rung in self.rungs if "streaming" in rung.__dict__]
+        return [one.streaming for one in self.all if "streaming" in one.__dict__]

@@ -1,4 +1,4 @@
-#include "refusal.h"
+#include "load_error.h"
 
 #include <cstdio>
 

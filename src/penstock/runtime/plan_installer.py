@@ -14,7 +14,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.runtime.calibration import calibration_of, check_direct_times, step_times
 from penstock.runtime.graphs import Graphs
-from penstock.runtime.policy import Arrangement, PlannedPolicy, Policy
+from penstock.runtime.policy import InstalledPlan, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recorder, Recording
 from penstock.runtime.session import Session, Span
 from penstock.schedule import Schedule
@@ -25,7 +25,7 @@ FIRST_RUNS = 4
 WORTHWHILE_GAIN = 0.005
 
 
-class Arranger:
+class PlanInstaller:
     def __init__(
         self,
         policy: Policy,
@@ -34,7 +34,7 @@ class Arranger:
         graphs: Graphs | None,
         closing: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
-        """`closing` gives everything up: neither the new arrangement nor the old one could be had."""
+        """`closing` gives everything up: neither the new plan nor the old one could be had."""
         self._policy = policy
         self._session = session
         self._schedules = schedules
@@ -42,25 +42,25 @@ class Arranger:
         self._closing = closing
         self.recorder = Recorder(session)
         self.calibration: Calibration | None = None
-        self._arrangement: Arrangement | None = None
+        self._installed: InstalledPlan | None = None
         # While everything is read in place to be timed: what was arranged before.
-        self._before_direct: Arrangement | None = None
+        self._before_direct: InstalledPlan | None = None
 
     @property
-    def arrangement(self) -> Arrangement:
-        assert self._arrangement is not None, "arranged when the module was loaded"
-        return self._arrangement
+    def installed(self) -> InstalledPlan:
+        assert self._installed is not None, "arranged when the module was loaded"
+        return self._installed
 
     @property
     def plan(self) -> Plan | None:
-        return self.arrangement.plan
+        return self.installed.plan
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
         return self._policy.arrange(budget_bytes, self.calibration).plan
 
-    def arrange_first(self, arrangement: Arrangement, calibration: Calibration | None) -> None:
-        self._session.install(arrangement.numbers)
-        self._arrangement, self.calibration = arrangement, calibration
+    def arrange_first(self, installed: InstalledPlan, calibration: Calibration | None) -> None:
+        self._session.install(installed.numbers)
+        self._installed, self.calibration = installed, calibration
 
     def change_budget(self, budget_bytes: int) -> None:
         again = self.recorder.records_first_runs
@@ -71,7 +71,7 @@ class Arranger:
             self.record_first_runs()
 
     def _end_recording(self, by: str) -> None:
-        """For something newer. A calibration of reads in place leaves with its arrangement."""
+        """For something newer. A calibration of reads in place leaves with its plan."""
         self.recorder.end(by)
         self._leave_direct()
 
@@ -106,12 +106,12 @@ class Arranger:
         policy, plan, recording = self._policy, self._planned(), self.recorder.current
         assert isinstance(policy, PlannedPolicy) and recording is not None
         calibration = calibration_of(self.recorder.stop(recording), self._schedules, plan)
-        arrangement = policy.arrange(budget_bytes, calibration)
-        assert arrangement.plan is not None
-        before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, arrangement.plan))
+        installed = policy.arrange(budget_bytes, calibration)
+        assert installed.plan is not None
+        before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, installed.plan))
         better = after_s < before_s * (1 - WORTHWHILE_GAIN)
         if better:
-            self._install(arrangement)
+            self._install(installed)
         self.calibration = calibration
         outcome = f"{after_s * 1e3:.2f} ms with another plan" if better else "no other plan is better"
         return f"the first runs showed {calibration}: {before_s * 1e3:.2f} ms a run of each method, {outcome}"
@@ -123,9 +123,9 @@ class Arranger:
         if self.calibration is None or not isinstance(policy, PlannedPolicy):
             raise PenstockError("calibrate(in_place=True) compares with what calibrate() measures: use that first")
         self._end_recording("calibrate(in_place=True)")
-        arrangement = policy.arrange_in_place()
-        before = self.arrangement
-        self._install(arrangement)
+        installed = policy.arrange_in_place()
+        before = self.installed
+        self._install(installed)
         self._before_direct = before
         try:
             return self.recorder.start("calibrate(in_place=True)")
@@ -148,7 +148,7 @@ class Arranger:
         if recording is self.recorder.current:
             self._end_recording("nobody")
         elif self.recorder.current is None:
-            # Its end failed half-way: the arrangement in which everything is read in place must not outlive it.
+            # Its end failed half-way: the plan in which everything is read in place must not outlive it.
             self._leave_direct()
 
     def _leave_direct(self) -> None:
@@ -162,14 +162,14 @@ class Arranger:
         assert self.plan is not None, "checked before"
         return self.plan
 
-    def _install(self, arrangement: Arrangement) -> None:
+    def _install(self, installed: InstalledPlan) -> None:
         self._drop_graphs()
         try:
-            self._session.install(arrangement.numbers)
+            self._session.install(installed.numbers)
         except PenstockError as error:
             self._restore(error)
             raise
-        self._arrangement = arrangement
+        self._installed = installed
 
     def _drop_graphs(self) -> None:
         """S9: they hold addresses of the plan they were captured under. The session gives its own up with the plan."""
@@ -179,7 +179,7 @@ class Arranger:
 
     def _restore(self, error: PenstockError) -> None:
         try:
-            self._session.install(self.arrangement.numbers)
+            self._session.install(self.installed.numbers)
         except PenstockError as second:
             close = self._closing()
             assert close is not None, "it is the module that calls this"

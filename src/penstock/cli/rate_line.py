@@ -46,7 +46,7 @@ def _wait(module: Any) -> None:
 
 
 @contextmanager
-def speedometer(module: Any, live: bool) -> Iterator[Callable[[], None]]:
+def rate_line(module: Any, live: bool) -> Iterator[Callable[[], None]]:
     """One line on a terminal: how fast the weights come in, and how much of the link that is."""
     screen = console(stderr=True)
     if not live or not screen.is_terminal:

@@ -16,7 +16,7 @@ from penstock.report.markup import (
 )
 
 
-def glance(data: ReportData, show: Figures) -> str:
+def summary_section(data: ReportData, show: Figures) -> str:
     summary = data.summary
     weights = summary.weight_bytes or 1
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-import penstock.cli.speedometer as file
-from penstock.cli.speedometer import speedometer, time_runs
+import penstock.cli.rate_line as file
+from penstock.cli.rate_line import rate_line, time_runs
 
 
 @dataclass
@@ -57,7 +57,7 @@ def screen(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> io.StringIO:
 
 def test_the_line(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
     said = screen(monkeypatch, terminal=True)
-    with speedometer(module, live=True) as tick:
+    with rate_line(module, live=True) as tick:
         first_s, each_s, last = time_runs(module, "forward", ((), {}), 3, tick)
     assert (first_s, each_s, last) == (0.5, 0.5, 3)
     for line in ("1 runs in 0.5 s", "2 runs in 1.0 s", "3 runs in 1.5 s"):
@@ -69,7 +69,7 @@ def test_nothing_is_asked_where_nothing_is_shown(
     module: FakeModule, monkeypatch: pytest.MonkeyPatch, live: bool, terminal: bool
 ) -> None:
     said = screen(monkeypatch, terminal=terminal)
-    with speedometer(module, live) as tick:
+    with rate_line(module, live) as tick:
         assert time_runs(module, "forward", ((), {}), 1, tick) == (0.5, None, 1)
     assert module.asked == 0 and said.getvalue() == "", "reading the counters waits for the device"
 
@@ -77,6 +77,6 @@ def test_nothing_is_asked_where_nothing_is_shown(
 def test_a_line_seldom(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
     screen(monkeypatch, terminal=True)
     monkeypatch.setattr(file, "_LINE_EVERY_S", 2.0)
-    with speedometer(module, live=True) as tick:
+    with rate_line(module, live=True) as tick:
         time_runs(module, "forward", ((), {}), 9, tick)
     assert module.asked == 2

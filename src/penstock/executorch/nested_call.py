@@ -14,7 +14,7 @@ from penstock.runtime.outputs import OutputBinding
 _CPU = torch.device("cpu")
 
 
-class Entrance:
+class NestedCall:
     """Nested arguments in, nested results out."""
 
     def __init__(self, method: Method) -> None:
