@@ -39,7 +39,7 @@ using penstock::HostFile;
 using penstock::Registration;
 using penstock::Staging;
 using penstock::Stream;
-using penstock::told;
+using penstock::to_status;
 
 extern "C" {
 

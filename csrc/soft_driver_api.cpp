@@ -59,7 +59,7 @@ using penstock::Graph;
 using penstock::Pool;
 using penstock::soft;
 using penstock::Stream;
-using penstock::told;
+using penstock::to_status;
 
 extern "C" {
 
