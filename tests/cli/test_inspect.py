@@ -10,12 +10,12 @@ import pytest
 
 from penstock.executorch.payload import Rung, pack_payload
 from penstock.plan.floor import floor_bytes
-from penstock.plan.planner import placed_floor
 from penstock.program import Program, read_program
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
 from penstock.weights import read_index
 from tests.cli.conftest import Cli, write_metadata
+from tests.plan.planning import placed_floor
 from tests.runtime.programs import a_method, a_program
 
 PAGE = 4096

@@ -11,12 +11,12 @@ from pathlib import Path
 from penstock.archive import CODE_FOLDER, METADATA_FILE, CodeFile
 from penstock.executorch.file_seal import append_seal
 from penstock.executorch.payload import Rung, pack_payload
-from penstock.plan.planner import make_plan
 from penstock.program import ConstantSpec, Program, TensorSpec, program_to_json
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
 from penstock.weights import layout_identity
+from tests.plan.planning import make_plan
 
 CORPUS = Path(__file__).parent / "corpus"
 PAGE = 4096

@@ -19,7 +19,7 @@ import torch
 
 import penstock
 from penstock import errors
-from penstock.plan.demand import COPY_OVERHEAD_BYTES
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.runtime.plan_installer import FIRST_RUNS
 from tests.gpu import programs
 from tests.harness import bits

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import BelowFloorError
-from penstock.plan.below_copying import WORTHWHILE_TIMES, link_bytes
+from penstock.plan.below_copying import link_bytes
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.link import Link
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.simulator import predicted_s
+from penstock.plan.tuning import WORTHWHILE_TIMES
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.plan.test_floor import chain

@@ -14,9 +14,10 @@ import pytest
 
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
-from penstock.plan.planner import Planner, make_plan
+from penstock.plan.planner import Planner
 from penstock.schedule import Schedule
 from penstock.weight import Weight
+from tests.plan.planning import make_plan
 from tests.plan.test_floor import chain, weights_of
 
 NAMES = [f"w{index}" for index in range(12)]

@@ -14,9 +14,10 @@ from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
 from penstock.plan.link import Link
 from penstock.plan.plan import NO_RANGE, Plan
-from penstock.plan.planner import Planner, full_bytes, make_plan, placed_floor
+from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
+from tests.plan.planning import full_bytes, make_plan, placed_floor
 from tests.plan.test_floor import chain, llama_3_8b, weights_of
 
 PAGE = 2 * 2**20

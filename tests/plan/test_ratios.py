@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.ratios import (
-    Operation,
-    TimeCurve,
-    allocate,
-    bandwidth_curve,
-    direct_curve,
-    lower_hull,
-    uniform,
-)
+from penstock.plan.ratios import Operation, TimeCurve, allocate, uniform
 
 DEVICE, LINK = 4e12, 50e9
+
+
+def direct_curve(
+    nbytes: int, *, device_bytes_per_s: float, link_bytes_per_s: float, arithmetic_s: float = 0.0
+) -> TimeCurve:
+    """An operation that reads both sides at once: the longest of its reads and its arithmetic."""
+
+    def seconds(ratio: float) -> float:
+        return max(arithmetic_s, (1 - ratio) * nbytes / device_bytes_per_s, ratio * nbytes / link_bytes_per_s)
+
+    corners = {0.0, 1.0, link_bytes_per_s / (link_bytes_per_s + device_bytes_per_s)}
+    corners.add(1 - arithmetic_s * device_bytes_per_s / nbytes)
+    corners.add(arithmetic_s * link_bytes_per_s / nbytes)
+    return TimeCurve(tuple((ratio, seconds(ratio)) for ratio in sorted(corners) if 0 <= ratio <= 1))
 
 
 @st.composite
@@ -146,20 +152,6 @@ def test_direct_curves_have_their_corners() -> None:
     assert curve.seconds(0.15) == pytest.approx(9) and curve.seconds(0.6125) == pytest.approx(24.5)
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.floats(0, 10)), min_size=1, max_size=12))
-def test_a_hull_is_the_largest_convex_curve_below(samples: list[tuple[int, float]]) -> None:
-    points = {0.0: 5.0, 1.0: 5.0, **{ratio / 20: seconds for ratio, seconds in samples}}
-    curve = lower_hull(list(points.items()))
-    assert set(curve.points) <= set(points.items())
-    for ratio, seconds in points.items():
-        assert curve.seconds(ratio) <= seconds + 1e-12
-
-
-def test_measured_bandwidths_become_times() -> None:
-    curve = bandwidth_curve(1000, [(0.0, 100.0), (0.5, 125.0), (0.75, 40.0), (1.0, 50.0)])
-    assert curve.points == ((0.0, 10.0), (0.5, 8.0), (1.0, 20.0)), "the dip at 0.75 is cut off"
-
-
 @pytest.mark.parametrize(
     ("points", "message"),
     [
@@ -187,5 +179,3 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
         Operation("empty", 0, half.curve)
     with pytest.raises(ValueError, match="ratio 0.7 is not between 0 and 0.5"):
         uniform([half], 0.7)
-    with pytest.raises(ValueError, match="bandwidth of 0.0"):
-        bandwidth_curve(1, [(0.0, 0.0)])

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from penstock.plan.check import check_plan
-from penstock.plan.demand import COPY_OVERHEAD_BYTES
 from penstock.plan.planner import Planner
 from penstock.plan.reuse import RULES, keep
 from penstock.plan.ring import peak_load
 from penstock.plan.stays import MethodArcs, join, method_arcs
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.plan.test_floor import chain, weights_of

@@ -16,8 +16,9 @@ from penstock.plan.fifo import EVEN, Draft, FifoChoices
 from penstock.plan.link import Link
 from penstock.plan.planner import Planner
 from penstock.plan.residency import streaming
-from penstock.plan.search import AS_FAST, Search, least
+from penstock.plan.search import Search, least
 from penstock.plan.simulator import predicted_s
+from penstock.plan.tuning import AS_FAST
 from penstock.schedule import Schedule
 from tests.plan.test_floor import chain, weights_of
 from tests.plan.test_planner import programs

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from penstock.plan.bound import lower_bound_s
 from penstock.plan.link import Link, fit_link
 from penstock.plan.plan import Copy, MethodPlan, Piece, Placement, Stay
-from penstock.plan.planner import full_bytes, make_plan
 from penstock.plan.simulator import Span, Timing, simulate
 from penstock.schedule import Schedule, Step
+from tests.plan.planning import full_bytes, make_plan
 from tests.plan.test_floor import PAGE, chain, llama_3_8b
 
 # A copy of 100 bytes takes ten seconds.

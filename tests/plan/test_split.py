@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
-from penstock.plan.heads import HEAD_GRAIN_ROWS, Spare, SplittableWeight, allocate_prefixes, host_curves
+from penstock.plan.heads import Spare, SplittableWeight, allocate_prefixes, host_curves
 from penstock.plan.link import Link
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import DIRECT, SPLIT_ROWS, Plan
 from penstock.plan.simulator import simulate
+from penstock.plan.tuning import HEAD_GRAIN_ROWS
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.runtime.rig import chain

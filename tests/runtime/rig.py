@@ -16,12 +16,12 @@ from typing import Any, cast
 from penstock.errors import CaptureError, PenstockError, WeightsChangedError
 from penstock.native import core
 from penstock.plan.plan import Plan, Traffic
-from penstock.plan.planner import full_bytes, make_plan, placed_floor
 from penstock.runtime.driver import Driver
 from penstock.runtime.records import lru_numbers, plan_numbers
 from penstock.runtime.session import HostSource, Session, Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
+from tests.plan.planning import full_bytes, make_plan, placed_floor
 from tests.runtime.soft import SoftDriver, hash_of
 
 PAGE = 4096

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import BelowFloorError, IdentityError, InputError, PackageError
-from penstock.plan.demand import COPY_OVERHEAD_BYTES
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.runtime.module import POISON_VARIABLE
 from penstock.verify.module import PoisonedModule
 from tests.harness import bits, leaves

@@ -11,10 +11,8 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan
 from penstock.plan.simulator import predicted_s
+from penstock.plan.tuning import WORTHWHILE_TIMES
 from penstock.schedule import Schedule
-
-# Beyond so many times what copying takes at its own floor, a budget is refused: a slower run would be no answer.
-WORTHWHILE_TIMES = 1.5
 
 
 class Choice(Protocol):

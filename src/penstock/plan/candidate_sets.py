@@ -10,14 +10,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
-from penstock.plan.demand import COPY_OVERHEAD_BYTES, Demand
+from penstock.plan.demand import Demand
 from penstock.plan.residency import Streaming, streaming
-
-# From one one to the next, sizes grow by this factor; the first is that part of a page.
-RUNG_FACTOR = 4
-FIRST_PART_OF_PAGE = 256
-# Of a program of that many accesses, only the cheapest one is searched: each takes a while to work out.
-MANY_ACCESSES = 2_000
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES, FIRST_PART_OF_PAGE, MANY_ACCESSES, SIZE_FACTOR
 
 
 class CandidateSet:
@@ -80,7 +75,7 @@ class CandidateSets:
         limit_bytes = max(demand.page_bytes // FIRST_PART_OF_PAGE, 1)
         while limit_bytes < largest:
             names[frozenset(name for name in free if demand.nbytes[name] > limit_bytes)] = None
-            limit_bytes *= RUNG_FACTOR
+            limit_bytes *= SIZE_FACTOR
         names[frozenset()] = None
         self.all = [CandidateSet(demand, each) for each in names]
 

@@ -21,15 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
-from penstock.plan.check_memory import (
-    Filled,
-    Layout,
-    Pages,
-    check_fills,
-    check_piece,
-    resident_matches,
-    whole,
-)
+from penstock.plan.check_memory import Filled, Layout, Pages, check_fills, check_piece, resident_matches, whole
 from penstock.plan.check_split import check_heads, check_split
 from penstock.plan.plan import DIRECT, NO_RANGE, MethodPlan, Piece, Placement, Plan, Stay
 from penstock.schedule import Access, Schedule

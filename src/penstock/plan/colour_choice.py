@@ -16,16 +16,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming, streaming_tails
 from penstock.plan.ring import Colouring, colour, lay_coloured, loads, most_pages, peak_load, shrink
 from penstock.plan.stays import MethodArcs, look_ahead
-
-# Room that is left to copies running ahead rather than spent on longer heads: 0.6 ms of a link of 55 GB/s, which
-# bridges steps of uneven length. Never more than this part of the budget.
-LOOKAHEAD_BYTES = 32 * 2**20
-LOOKAHEAD_PART = 32
-
-# How often a choice whose load fits may turn out not to fit once its stays have pages, before the floor's is taken.
-ATTEMPTS = 24
-# Of a program of that many accesses, how far copies run ahead is told only roughly.
-MANY_ACCESSES = 2_000
+from penstock.plan.tuning import COLOUR_ATTEMPTS, LOOKAHEAD_BYTES, LOOKAHEAD_PART, MANY_ACCESSES
 
 
 @dataclass(frozen=True)
@@ -123,7 +114,7 @@ def cheapest(sets: CandidateSets, budget_pages: int, below_cost_bytes: int | Non
             level = None if too_dear(chosen.least_cost_bytes(budget_pages)) else chosen.lowest_level(budget_pages)
             if level is not None:
                 candidates.append(estimate(chosen, level))
-    for _ in range(ATTEMPTS):
+    for _ in range(COLOUR_ATTEMPTS):
         if not candidates:
             break
         index = min(range(len(candidates)), key=lambda i: candidates[i][:2])

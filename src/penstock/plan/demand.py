@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.schedule import Schedule
 from penstock.weight import Weight
-
-# What one copy costs beside its bytes, in bytes of the link: 4 to 5 us of a link of 55 GB/s. A copy of fewer bytes is
-# mostly overhead, and is avoided where the budget leaves a choice.
-COPY_OVERHEAD_BYTES = 256 * 1024
 
 
 def small_copy_bytes(page_bytes: int) -> int:

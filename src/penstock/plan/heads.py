@@ -10,11 +10,9 @@ from itertools import pairwise
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import SPLIT_ROWS
 from penstock.plan.ratios import Operation, TimeCurve, allocate, uniform
+from penstock.plan.tuning import HEAD_GRAIN_ROWS
 from penstock.schedule import Schedule
 from penstock.weight import Weight
-
-# Rows that a head has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
-HEAD_GRAIN_ROWS = 128
 
 # Corners of a time curve that are nearer than this are one: between them a slope would be all rounding.
 _CORNER_DIGITS = 6

@@ -14,26 +14,23 @@ from functools import cached_property
 
 from penstock.plan.assembly import assemble
 from penstock.plan.candidate_sets import CandidateSets
-from penstock.plan.demand import COPY_OVERHEAD_BYTES
 from penstock.plan.laps import lay_in_laps, lost_pages
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming, streaming_tails
 from penstock.plan.ring import reading_load
 from penstock.plan.stays import LaidStay
-
-# How many lengths of the ring are looked at within the lookahead (a run should come out near a whole number of laps),
-# how many of them are laid, and how many may fail. A program of many thousand accesses gets fewer: a lap is next to
-# nothing of its run.
-LAP_TRIALS = 8
-LAYINGS, FAILURES = 4, 64
-# Of short runs, a ring of a few pages more may be the only one that closes.
-MORE_PAGES = 6
-TRIALS_ARCS = 4_000
-# How many lengths of slots are laid, the cheapest first.
-SLOT_TRIALS = 3
-SLOT_COUNT = 2
-# A program of that many accesses is content with a choice that costs one part in so many more than it must.
-MANY_ACCESSES, CONTENT_PART = 2_000, 25
+from penstock.plan.tuning import (
+    CONTENT_PART,
+    COPY_OVERHEAD_BYTES,
+    FAILURES,
+    LAP_TRIALS,
+    LAYINGS,
+    MANY_ACCESSES,
+    MORE_PAGES,
+    SLOT_COUNT,
+    SLOT_TRIALS,
+    TRIALS_ARCS,
+)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,7 @@ from itertools import accumulate, pairwise
 
 from penstock.plan.demand import Demand
 from penstock.plan.stays import Extent, LaidStay, MethodArcs, Part
-
-# A copy below this is held back for the pages after it, if it is also a small part of its stay.
-PART_BYTES = 4 * 2**20
-PART_OF_STAY = 8
+from penstock.plan.tuning import PART_BYTES, PART_OF_STAY
 
 
 def lay_in_laps(

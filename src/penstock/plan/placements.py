@@ -18,14 +18,9 @@ from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan, Planner
 from penstock.plan.simulator import predicted_s
 from penstock.plan.split_choice import SplitChoice
+from penstock.plan.tuning import DRAFTS_KEPT, SIZES_TRIED
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
-
-# Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
-# those that make a ring long.
-SIZES_TRIED = 6
-# Of plans with heads, so many are worked out.
-DRAFTS_KEPT = 2
 
 
 class PlacementPlanner:

@@ -17,17 +17,7 @@ from penstock.errors import BelowFloorError
 from penstock.plan import floor
 from penstock.plan.calibration import Calibration
 from penstock.plan.candidate_sets import CandidateSets
-from penstock.plan.colour_choice import (
-    LOOKAHEAD_BYTES,
-    LOOKAHEAD_PART,
-    Placed,
-    cheapest,
-    lengthen_heads,
-    lowest,
-    place,
-    run_ahead,
-    surely_fits,
-)
+from penstock.plan.colour_choice import Placed, cheapest, lengthen_heads, lowest, place, run_ahead, surely_fits
 from penstock.plan.demand import Demand
 from penstock.plan.lap_choice import Laps, best_laps
 from penstock.plan.plan import Plan
@@ -35,16 +25,15 @@ from penstock.plan.residency import streaming
 from penstock.plan.reuse import cheapest_kept
 from penstock.plan.search import Search, least
 from penstock.plan.simulator import predicted_s
+from penstock.plan.tuning import (
+    LAPS_GOOD_PART,
+    LOOKAHEAD_BYTES,
+    LOOKAHEAD_PART,
+    LOOKAHEAD_PART_OF_STREAM,
+    MANY_ACCESSES,
+)
 from penstock.schedule import Schedule
 from penstock.weight import Weight
-
-# In laps, never more than this part of what does not fit: it would cost more than the steps it bridges.
-LOOKAHEAD_PART_OF_STREAM = 96
-# Laps that cost no more than 100/80 of the least that anything can are good enough not to look further.
-LAPS_GOOD_PART = 80
-
-# For programs of that many accesses, laps or kept weights have to do, or else the floor's own choice.
-MANY_ACCESSES = 2_000
 
 
 @dataclass(frozen=True)
@@ -189,20 +178,6 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def make_plan(
-    schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, budget_bytes: int, page_bytes: int
-) -> Plan:
-    return Planner(schedules, weights, page_bytes=page_bytes).plan(budget_bytes)
-
-
-def placed_floor(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> FloorPlan:
-    return Planner(schedules, weights, page_bytes=page_bytes).floor()
-
-
-def full_bytes(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> int:
-    return Planner(schedules, weights, page_bytes=page_bytes).full_bytes
 
 
 def _reason(placed: Placed) -> str:

@@ -43,8 +43,7 @@ class TimeCurve:
         for at, (before, after) in zip(ratios[1:], pairwise(slopes), strict=False):
             if after < before - tolerance:
                 raise ValueError(
-                    f"a time curve is not convex at ratio {at}: {before} s per unit before it, {after} after; "
-                    "lower_hull makes measured points convex"
+                    f"a time curve is not convex at ratio {at}: {before} s per unit before it, {after} after"
                 )
 
     @property
@@ -85,41 +84,6 @@ class Allocation:
     @cached_property
     def by_name(self) -> Mapping[str, float]:
         return dict(zip(self.names, self.ratios, strict=True))
-
-
-def direct_curve(
-    nbytes: int, *, device_bytes_per_s: float, link_bytes_per_s: float, arithmetic_s: float = 0.0
-) -> TimeCurve:
-    """An operation that reads both sides at once: the longest of its reads and its arithmetic."""
-
-    def seconds(ratio: float) -> float:
-        return max(arithmetic_s, (1 - ratio) * nbytes / device_bytes_per_s, ratio * nbytes / link_bytes_per_s)
-
-    corners = {0.0, 1.0, link_bytes_per_s / (link_bytes_per_s + device_bytes_per_s)}
-    corners.add(1 - arithmetic_s * device_bytes_per_s / nbytes)
-    corners.add(arithmetic_s * link_bytes_per_s / nbytes)
-    return TimeCurve(tuple((ratio, seconds(ratio)) for ratio in sorted(corners) if 0 <= ratio <= 1))
-
-
-def bandwidth_curve(nbytes: int, bandwidths: Sequence[tuple[float, float]]) -> TimeCurve:
-    """From a table (ratio, effective bytes per second), as it is measured."""
-    for ratio, bytes_per_s in bandwidths:
-        if not bytes_per_s > 0:
-            raise ValueError(f"an effective bandwidth of {bytes_per_s} bytes/s at ratio {ratio} is not positive")
-    return lower_hull([(ratio, nbytes / bytes_per_s) for ratio, bytes_per_s in bandwidths])
-
-
-def lower_hull(points: Sequence[tuple[float, float]]) -> TimeCurve:
-    """The largest convex curve that lies nowhere above measured times: what noise adds between its corners is cut off.
-
-    The allocation puts all operations but one on corners, where the curve is the measurement.
-    """
-    hull: list[tuple[float, float]] = []
-    for point in sorted(points):
-        while len(hull) > 1 and _turns_down(hull[-2], hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return TimeCurve(tuple(hull))
 
 
 def allocate(operations: Sequence[Operation], ratio: float) -> Allocation:
@@ -191,7 +155,3 @@ def _allocation(operations: Sequence[Operation], ratios: Sequence[float]) -> All
         host_bytes=math.fsum(op.nbytes * ratio for op, ratio in zip(operations, ratios, strict=True)),
         seconds=math.fsum(op.curve.seconds(ratio) for op, ratio in zip(operations, ratios, strict=True)),
     )
-
-
-def _turns_down(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from penstock.plan.demand import COPY_OVERHEAD_BYTES, Demand
+from penstock.plan.demand import Demand
 from penstock.plan.ring import peak_load
 from penstock.plan.stays import MethodArcs, method_arcs
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,7 @@ from penstock.plan.colour_choice import Placed, lengthen_heads, place
 from penstock.plan.residency import Streaming, without
 from penstock.plan.ring import loads
 from penstock.plan.stays import Arc, MethodArcs, join
-
-# How often a choice may turn out not to fit once its stays have pages.
-ATTEMPTS = 4
-# Of a program of that many accesses, only the most promising choice is looked at, and a gap once dropped stays so.
-MANY_ACCESSES = 2_000
-ROOM_PART = 48
+from penstock.plan.tuning import KEPT_ATTEMPTS, KEPT_ROOM_PART, MANY_ACCESSES
 
 # What is dropped first, given a gap and the step at hand.
 Rule = Callable[["Gap", int], int]
@@ -61,8 +56,8 @@ def _placed(chosen: Streaming, budget_pages: int, rule: Rule) -> Placed | None:
     room_pages = budget_pages - chosen.resident_pages(chosen.whole)
     if chosen.demand.access_count > MANY_ACCESSES:
         # What the cycle costs is left free at once, rather than found out by colouring twice.
-        room_pages -= room_pages // ROOM_PART
-    for _ in range(ATTEMPTS):
+        room_pages -= room_pages // KEPT_ROOM_PART
+    for _ in range(KEPT_ATTEMPTS):
         methods = [keep(method, chosen.whole, room_pages, rule) for method in chosen.methods]
         kept = [method for method in methods if method is not None]
         if len(kept) < len(methods):

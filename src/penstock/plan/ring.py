@@ -14,10 +14,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from penstock.plan.stays import Extent, LaidStay, MethodArcs, Part
-
-# Where to cut the cycle is a guess; several are tried, those with the least load first. More where it costs little.
-CUTS_AT_LEAST, CUTS_AT_MOST = 2, 64
-ARCS_TIMES_CUTS = 8192
+from penstock.plan.tuning import ARCS_TIMES_CUTS, CUTS_AT_LEAST, CUTS_AT_MOST
 
 
 @dataclass(frozen=True)

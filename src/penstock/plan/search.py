@@ -13,20 +13,7 @@ from penstock.plan.fifo import EVEN, Draft, FifoChoices
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming
 from penstock.plan.simulator import predicted_s
-
-# What is acted out, in accesses, bounds the time that planning takes: about a second for Llama-3-8B on two cores.
-WORK_ACCESSES = 25_000
-LEAST_TRIALS = 3
-# Places that are tried for the beginning of the laps.
-CUTS = 8
-# Candidates whose neighbours are tried. With six, one of five rows of the record was 0.3% faster, at twice the time.
-CLIMBS = 3
-# Lengths of the ring that are looked at beyond one.
-LENGTHS = 8
-# Of short runs, a ring of a few pages more may be the only one that closes.
-MORE_PAGES = 6
-# Plans that take no longer than that are equally fast.
-AS_FAST = 1.0002
+from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LEAST_TRIALS, LENGTHS, MORE_PAGES, WORK_ACCESSES
 
 
 class Point(NamedTuple):

@@ -13,15 +13,12 @@ from penstock.plan.direct import IsDirect, stand_ins, with_direct
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.heads import Spare, allocate_prefixes, host_curves
 from penstock.plan.plan import Plan
-from penstock.plan.planner import MANY_ACCESSES, FloorPlan, Planner
+from penstock.plan.planner import FloorPlan, Planner
 from penstock.plan.ratios import TimeCurve
 from penstock.plan.split import IsSplit, with_heads
+from penstock.plan.tuning import HEAD_PARTS, HEAD_PARTS_OF_MANY, MANY_ACCESSES
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
-
-# Of the memory above what everything else needs, so much is tried for heads.
-HEAD_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HEAD_PARTS_OF_MANY = (0.0, 0.5, 1.0)
 
 
 class SplitChoice:

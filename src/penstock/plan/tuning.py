@@ -1,0 +1,84 @@
+"""Every number that tunes planning, and what it comes from. What a plan is and what makes it safe stands elsewhere.
+
+"The record" is tests/plan/record: 15 programs at 12 budgets, on links of 12 to 55 GB/s beside GPUs of 1 and 4 TB/s.
+"""
+
+from __future__ import annotations
+
+# ---- What copies cost
+
+# What one copy costs beside its bytes, in bytes of the link: 4 to 5 us of a link of 55 GB/s, measured on an H200. A
+# copy of fewer bytes is mostly overhead, and is avoided where the budget leaves a choice.
+COPY_OVERHEAD_BYTES = 256 * 1024
+# A copy below this is held back for the pages after it, if it is also a small part of its stay.
+PART_BYTES = 4 * 2**20
+PART_OF_STAY = 8
+# Room that is left to copies running ahead rather than spent on longer heads: 0.6 ms of a link of 55 GB/s, which
+# bridges steps of uneven length. Never more than this part of the budget.
+LOOKAHEAD_BYTES = 32 * 2**20
+LOOKAHEAD_PART = 32
+# In laps, never more than this part of what does not fit: it would cost more than the steps it bridges.
+LOOKAHEAD_PART_OF_STREAM = 96
+
+# ---- How much is tried. More of it takes longer and finds little: planning is to take a second at most.
+
+# A program of that many accesses (Llama-3-8B has 291) gets less of everything that is tried more than once.
+MANY_ACCESSES = 2_000
+# From one candidate set to the next, sizes grow by this factor; the first is that part of a page.
+SIZE_FACTOR = 4
+FIRST_PART_OF_PAGE = 256
+# How many lengths of the ring are looked at within the lookahead (a run should come out near a whole number of laps),
+# how many of them are laid, and how many may fail. A program of many thousand accesses gets fewer: a lap is next to
+# nothing of its run.
+LAP_TRIALS = 8
+LAYINGS, FAILURES = 4, 64
+TRIALS_ARCS = 4_000
+# Of short runs, a ring of a few pages more may be the only one that closes.
+MORE_PAGES = 6
+# How many lengths of slots are laid, the cheapest first; and how many slots a ring has.
+SLOT_TRIALS = 3
+SLOT_COUNT = 2
+# A program of many accesses is content with a choice that costs one part in so many more than it must.
+CONTENT_PART = 25
+# Laps that cost no more than 100/80 of the least that anything can are good enough not to look further.
+LAPS_GOOD_PART = 80
+# How often a choice whose load fits may turn out not to fit once its stays have pages, before the floor's is taken; and
+# the same with weights that are kept between uses.
+COLOUR_ATTEMPTS = 24
+KEPT_ATTEMPTS = 4
+KEPT_ROOM_PART = 48
+# Where to cut the cycle is a guess; several are tried, those with the least load first. More where it costs little.
+CUTS_AT_LEAST, CUTS_AT_MOST = 2, 64
+ARCS_TIMES_CUTS = 8192
+
+# ---- The search with measured times
+
+# What is acted out, in accesses, bounds the time that planning takes: about a second for Llama-3-8B on two cores.
+WORK_ACCESSES = 25_000
+LEAST_TRIALS = 3
+# From one cap to the next. On five rows of the record, 1.2 changed no time by more than 0.1%.
+CAP_FACTOR = 1.3
+# Places that are tried for the beginning of the laps.
+CUTS = 8
+# Candidates whose neighbours are tried. With six, one of five rows of the record was 0.3% faster, at twice the time.
+CLIMBS = 3
+# Lengths of the ring that are looked at beyond one.
+LENGTHS = 8
+# Plans that take no longer than that are equally fast.
+AS_FAST = 1.0002
+
+# ---- Reading over the link
+
+# Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
+# those that make a ring long.
+SIZES_TRIED = 6
+# Of plans with heads, so many are worked out.
+DRAFTS_KEPT = 2
+# Of the memory above what everything else needs, so much is tried for heads.
+HEAD_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+HEAD_PARTS_OF_MANY = (0.0, 0.5, 1.0)
+# Rows that a head has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
+HEAD_GRAIN_ROWS = 128
+# Where a budget is too small for copying: beyond so many times what copying takes at its own floor it is refused. A
+# slower run would be no answer.
+WORTHWHILE_TIMES = 1.5
