@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.runtime.module import Module as CompiledModule
 
@@ -18,10 +18,12 @@ class Module(CompiledModule):
     A .pte gives a penstock.executorch.Module, whose surface is the same as far as ExecuTorch allows.
     """
 
-    def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **keywords: Any) -> Any:
-        if cls is not Module or Path(path).suffix != ".pte":
-            return super().__new__(cls)
-        # Here, because ExecuTorch need not be installed for anything else.
-        from penstock import executorch
+    if not TYPE_CHECKING:  # who then sees the options, as they are
 
-        return executorch.Module(path, *arguments, **keywords)
+        def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **keywords: Any) -> Any:
+            if cls is not Module or Path(path).suffix != ".pte":
+                return super().__new__(cls)
+            # Here, because ExecuTorch need not be installed for anything else.
+            from penstock import executorch
+
+            return executorch.Module(path, *arguments, **keywords)

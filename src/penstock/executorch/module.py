@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -300,8 +300,10 @@ class Module:
     ) -> None:
         self.close()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name)
+    if not TYPE_CHECKING:  # to whom every name would be one of its attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            refuse_attribute(self, name)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """copy, deepcopy and pickle come here."""

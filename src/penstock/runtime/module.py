@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeVar
 
 import torch
 
@@ -469,8 +469,10 @@ class Module:
             "compiled code; load it once more, or, in another process, there"
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        refuse_attribute(self, name)
+    if not TYPE_CHECKING:  # to whom every name would be one of its attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            refuse_attribute(self, name)
 
     def __del__(self) -> None:
         if getattr(self, "_open", False):
