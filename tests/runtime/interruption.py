@@ -72,7 +72,7 @@ _PURE = (
     *("/nesting.py", "/printable.py", "/regular_file.py", "/layout.py", "/budget.py", "/runtime/records.py"),
     *("/runtime/compatibility.py", "/runtime/symbolic_layout.py", "/runtime/size_expression.py", "/runtime/inputs.py"),
     *("/runtime/outputs.py", "/runtime/call_structure.py", "/runtime/linear_choice.py", "/runtime/budget_choice.py"),
-    *("/runtime/policy.py", "/runtime/calibration.py"),
+    *("/runtime/policy.py", "/runtime/calibration.py", "/runtime/options.py", "/renamed.py", "/placement_names.py"),
 )
 
 

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
-from penstock.runtime import installer as installer_file
+from penstock.runtime import plan_installer as installer_file
 from penstock.runtime.calibration import calibration_of, check_calibration
 from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.session import Span

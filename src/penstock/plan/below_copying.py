@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -38,24 +38,29 @@ class BelowCopying:
 
 def below_copying(
     copying: Choice,
-    choices: Iterable[Choice],
+    choices: Sequence[Choice],
     schedules: Sequence[Schedule],
     page_bytes: int,
     calibration: Calibration | None,
 ) -> BelowCopying | None:
     """Of the choices, the one with the lowest floor that is worth having; None: none has a lower one than copying."""
 
-    def cost(plan: Plan) -> float:
+    # Planned without times, which takes a fraction as long; what is planned with them later is no slower.
+    def cost(choice: Choice, budget_bytes: int) -> float:
+        plan = choice.plan(budget_bytes, None)
         return link_bytes(plan, schedules) if calibration is None else predicted_s(plan, schedules, calibration)
 
-    limit = WORTHWHILE_TIMES * cost(copying.plan(copying.floor_bytes, calibration))
+    lower = [choice for choice in choices if choice.floor_bytes < copying.floor_bytes]
+    if not lower:
+        return None
+    limit = WORTHWHILE_TIMES * cost(copying, copying.floor_bytes)
     found: BelowCopying | None = None
-    for choice in choices:
+    for choice in lower:
         most_bytes = copying.floor_bytes if found is None else found.floor_bytes
 
         def is_worth_it(pages: int, choice: Choice = choice) -> bool:
             try:
-                return cost(choice.plan(pages * page_bytes, calibration)) <= limit
+                return cost(choice, pages * page_bytes) <= limit
             except BelowFloorError:
                 return False
 
@@ -81,7 +86,11 @@ def link_bytes(plan: Plan, schedules: Sequence[Schedule]) -> int:
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
     """The lowest number from `low` to below `high` for which it holds; more memory makes it no worse."""
-    if low >= high or not holds(high - 1):
+    if low >= high:
+        return None
+    if holds(low):  # mostly so, and then one look is enough
+        return low
+    if not holds(high - 1):
         return None
     while low < high - 1:
         middle = (low + high - 1) // 2
