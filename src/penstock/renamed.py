@@ -27,12 +27,11 @@ VALUES = {
 }
 
 
-def refuse_options(owner: str, given: Mapping[str, Any]) -> None:
-    """For keywords that are no option: those of before by their new names, others as Python does."""
+def refuse_options(given: Mapping[str, Any]) -> None:
+    """Keywords that a module had before. Others are not its business."""
     for name in given:
         if name in OPTIONS:
-            raise PenstockError(f"{owner} has no {name}= any more: {OPTIONS[name]}")
-        raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+            raise PenstockError(f"Module has no {name}= any more: {OPTIONS[name]}")
 
 
 def refuse_attribute(owner: object, name: str) -> NoReturn:

@@ -79,7 +79,7 @@ def test_loads_and_closes(setup: str, chain: Path, as_before: Callable[[Callable
             play(module.run_method, SCRIPTS["chain"])
 
     before = as_before(load, 40)
-    # 40 times the weights would be 27 MB; what torch keeps of 40 libraries is 3 MB.
+    # 40 times the weights would be 27 MB; an older torch keeps 40 libraries, 3 MB.
     assert footprint().anonymous_bytes - before.anonymous_bytes < 8 << 20
 
 

@@ -32,7 +32,7 @@ from penstock.executorch.state import StateMemory
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Method, Program
-from penstock.renamed import OPTIONS, refuse_attribute, refuse_options
+from penstock.renamed import refuse_attribute, refuse_options
 from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.session import LinkSample, Stats
@@ -85,9 +85,7 @@ class Module:
         options: dict[str, Any],
     ) -> None:
         check_seal(self.path)
-        for name in options:
-            if name in OPTIONS:
-                refuse_options("Module", {name: options[name]})
+        refuse_options(options)
         if weight_offload_budget_mb is not None:
             options["weight_offload_budget_mb"] = weight_offload_budget_mb
         files = data_files(self.path, weights)

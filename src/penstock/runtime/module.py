@@ -93,7 +93,9 @@ class Module:
         self.path = Path(path)
         asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits)
         try:
-            refuse_options("Module", before)
+            refuse_options(before)
+            for name in before:
+                raise TypeError(f"Module() got an unexpected keyword argument {name!r}")
             with HeldInterrupts():
                 self._load(budget, weight_offload_budget_mb, weights, device, asked, check_indices, verify)
             self._say()

@@ -78,10 +78,6 @@ class Refusal:
     applies: Callable[[Options], bool]
 
 
-def _is(*placements: str) -> Callable[[Options], bool]:
-    return lambda options: options.asked.placement in placements
-
-
 REFUSALS = (
     Refusal(
         "cuda_graph=True",
@@ -103,28 +99,28 @@ REFUSALS = (
         "a cap on host memory",
         "kernels read weights where they lie in host memory, and under a cap no weight stays there",
         PenstockError,
-        lambda o: _is("in-place")(o) and o.is_capped,
+        lambda o: o.asked.placement == "in-place" and o.is_capped,
     ),
     Refusal(
         'placement="split"',
         "a cap on host memory",
         "kernels read weights where they lie in host memory, and under a cap no weight stays there",
         PenstockError,
-        lambda o: _is("split")(o) and o.is_capped,
+        lambda o: o.asked.placement == "split" and o.is_capped,
     ),
     Refusal(
         'placement="split"',
         "a program without linears of ours",
         "compile it with split_linear=True; bfloat16 and float16 weights that only linears read then have them",
         PenstockError,
-        lambda o: _is("split")(o) and not o.linear.has_linears,
+        lambda o: o.asked.placement == "split" and not o.linear.has_linears,
     ),
     Refusal(
         'placement="split"',
         "a GPU without the kernel for it",
         "{obstacle}",
         DeviceError,
-        lambda o: _is("split")(o) and o.linear.obstacle is not None,
+        lambda o: o.asked.placement == "split" and o.linear.obstacle is not None,
     ),
     Refusal(
         'placement="lru"',
