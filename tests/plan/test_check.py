@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from penstock.plan.check import PlanError, check_plan
+from penstock.plan.demand import Demand
+from penstock.plan.fifo import EVEN, FifoChoices
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.planner import Planner
+from penstock.plan.residency import streaming
 from penstock.schedule import Schedule
 from penstock.weight import Weight
-from tests.plan.planning import make_plan
 from tests.plan.test_floor import chain, weights_of
 
 NAMES = [f"w{index}" for index in range(12)]
@@ -28,7 +30,10 @@ BUDGET_BYTES = 60 * 4096
 
 @pytest.fixture
 def plan() -> Plan:
-    made = make_plan([SCHEDULE], WEIGHTS, budget_bytes=BUDGET_BYTES, page_bytes=4096)
+    demand = Demand.of([SCHEDULE], WEIGHTS, 4096)
+    draft = FifoChoices(streaming(demand, NAMES), BUDGET_BYTES // 4096).draft(EVEN, ahead_pages=1)
+    made = None if draft is None else draft.plan()
+    assert made is not None
     check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=BUDGET_BYTES)
     assert len(made.methods[0].stays) == 12 and made.ring_bytes and made.fills
     return made

@@ -63,14 +63,15 @@ def test_with_everything_resident_nothing_streams_and_weights_share_pages() -> N
         assert streamed_bytes(plan) == 0 and plan.methods[0].warm.bytes_hit == 4497
 
 
-def test_between_the_two_heads_are_resident_and_tails_of_equal_length_stream() -> None:
+def test_between_the_two_tails_of_equal_length_stream_and_the_rest_is_resident() -> None:
     names = [f"w{index}" for index in range(12)]
     schedule, weights = chain(*names), weights_of(**dict.fromkeys(names, 100))
     plan = make_plan([schedule], weights, budget_bytes=600, page_bytes=1)
     check_plan(plan, [schedule], weights, budget_bytes=600)
     tails = [stay.nbytes for stay in plan.methods[0].stays]
-    assert len(tails) == 12 and max(tails) - min(tails) <= 1
-    # What streams is what is not resident; the ring, about three tails, is all the rest of the budget.
+    # One of them may be what is left over.
+    assert len(tails) >= 6 and len({*tails} - {min(tails)}) <= 1
+    # What streams is what is not resident; the ring, about two tails, is all the rest of the budget.
     assert 1200 - 600 < sum(tails) == 1200 - plan.resident_bytes <= 1200 - 600 + 3 * max(tails) + 600 // 32
 
 

@@ -124,5 +124,5 @@ def test_beside_all_tails_and_rings_there_are(seed: int) -> None:
         plan = Draft(chosen, kept, ring_pages).plan()
         if plan is not None:
             best_s = min(best_s, predicted_s(plan, schedules, calibration))
-    found = Search([chosen], budget_pages, calibration, 1).run()
+    found = Search([chosen], budget_pages, [calibration], 1).run()
     assert min(seconds for seconds, _ in found) <= best_s * 1.06

@@ -14,13 +14,13 @@ from penstock.schedule import Schedule
 
 def assemble(
     demand: Demand,
-    held: Sequence[str],
     tails: Mapping[str, int],
     methods: Sequence[MethodArcs],
     laid: Sequence[Sequence[LaidStay]],
     ring_pages: int,
 ) -> Plan:
-    """Weights in `held` are resident as a whole, those in `tails` (pages, none 0) but for their tail."""
+    """Weights in `tails` (pages, none 0) are resident but for their tail, all others as a whole."""
+    held = [name for name in demand.nbytes if name not in tails]
     return _Assembly(demand, tails).plan(held, methods, laid, ring_pages)
 
 

@@ -8,16 +8,16 @@ searched, is the cap: long tails mean few copies and a long ring, short ones man
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.plan.assembly import assemble
 from penstock.plan.calibration import Calibration
-from penstock.plan.laps import lay_in_laps, lost_pages
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming, streaming_tails
-from penstock.plan.ring import reading_load
+from penstock.plan.ring import allocate, lay, lost_pages, reading_load
 from penstock.plan.tuning import CAP_FACTOR
 
 # In the place of a cap: tails as equal as they can be.
@@ -43,29 +43,39 @@ class Draft:
 
     def link_s(self, calibration: Calibration) -> float:
         """No plan of it takes less: one copy for every stay of the methods that were timed."""
-        demand, link = self.chosen.demand, calibration.link
-        tail_bytes = {
+        link = calibration.link
+        copy_s = {name: link.copy_s(nbytes) for name, nbytes in self._tail_bytes.items()}
+        return sum(
+            copy_s[name] * count
+            for schedule, counts in zip(self.chosen.demand.schedules, self._stays, strict=True)
+            if schedule.method in calibration.step_s
+            for name, count in counts.items()
+        )
+
+    @cached_property
+    def _tail_bytes(self) -> dict[str, int]:
+        demand = self.chosen.demand
+        return {
             name: demand.nbytes[name] - (demand.pages[name] - tail) * demand.page_bytes
             for name, tail in self.tails.items()
         }
-        return sum(
-            sum(link.copy_s(tail_bytes[arc.weight]) for arc in method.arcs)
-            for schedule, method in zip(demand.schedules, self.few.methods, strict=True)
-            if schedule.method in calibration.step_s
-        )
+
+    @cached_property
+    def _stays(self) -> list[Counter[str]]:
+        """By method: how often each weight is copied."""
+        return [Counter([arc.weight for arc in method.arcs]) for method in self.few.methods]
 
     def plan(self, cut_part: float = 0.0) -> Plan | None:
         """None where a page would be needed before it is free. The laps begin anew after that part of the stays."""
-        demand = self.chosen.demand
-        laid = []
-        for method in self.few.methods:
-            cut = int(len(method.arcs) * cut_part)
-            stays = lay_in_laps(method, self.tails, self.ring_pages, demand, cut=cut)
-            if stays is None:
+        demand, methods = self.chosen.demand, self.few.methods
+        rings = []
+        for method in methods:
+            cut = method.arcs[int(len(method.arcs) * cut_part)].first_step if cut_part and method.arcs else 0
+            ring = allocate(method, self.tails, cut, ring_pages=self.ring_pages, leads=False)
+            if ring is None:
                 return None
-            laid.append(stays)
-        held = [name for name in demand.nbytes if name not in self.tails]
-        return assemble(demand, held, self.tails, self.few.methods, laid, self.ring_pages)
+            rings.append(ring)
+        return assemble(demand, self.tails, methods, *lay(methods, rings, demand))
 
 
 class FifoChoices:
@@ -131,6 +141,7 @@ class FifoChoices:
             found = _under_cap(self.chosen, cap, max(streamed, 0))
             if found is None:
                 return None
+            found.update((name, 2) for name in self.chosen.stubs if found.get(name) == 1)
             # What is held shares pages, what streams does not: it may take a little more.
             over = self.chosen.resident_pages(found) - resident_pages
             if over <= 0:
@@ -144,7 +155,10 @@ def _under_cap(chosen: Streaming, cap: int, streamed_pages: int) -> dict[str, in
     another's place."""
     pages, left = chosen.whole, streamed_pages
     tails: dict[str, int] = {}
+    # One page of these would be next to nothing.
+    left_out = frozenset(chosen.stubs if cap == 1 else ())
     for equals in chosen.seldom_first:
+        equals = [name for name in equals if name not in left_out] if left_out else equals
         for names in ([n for n in equals if pages[n] >= cap], [n for n in equals if pages[n] < cap]):
             capacity = sum(min(pages[name], cap) for name in names)
             if left < capacity:

@@ -17,20 +17,20 @@ from penstock.errors import BelowFloorError
 from penstock.plan import floor
 from penstock.plan.calibration import Calibration
 from penstock.plan.candidate_sets import CandidateSets
-from penstock.plan.colour_choice import Placed, cheapest, lengthen_heads, lowest, place, run_ahead, surely_fits
 from penstock.plan.demand import Demand
-from penstock.plan.lap_choice import Laps, best_laps
+from penstock.plan.nominal import nominal
+from penstock.plan.placed import Placed, lengthen_heads, lowest, place, surely_fits
 from penstock.plan.plan import Plan
 from penstock.plan.residency import streaming
 from penstock.plan.reuse import cheapest_kept
 from penstock.plan.search import Search, least
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import (
-    LAPS_GOOD_PART,
     LOOKAHEAD_BYTES,
     LOOKAHEAD_PART,
     LOOKAHEAD_PART_OF_STREAM,
-    MANY_ACCESSES,
+    NOMINAL_WORK_ACCESSES,
+    WORK_ACCESSES,
 )
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -75,7 +75,7 @@ class Planner:
         return self._demand.full_pages * self._page_bytes
 
     def floor(self) -> FloorPlan:
-        plan = self._lowest.plan()
+        plan = self._lowest.plan(self._lowest.total_pages)
         method, step_index, names = self._lowest.worst_step()
         return FloorPlan(
             floor_bytes=self.floor_bytes,
@@ -97,36 +97,38 @@ class Planner:
 
     def _plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
         if budget_bytes >= self.full_bytes:
-            return place(streaming(self._demand, ()), {}).plan()
+            return place(streaming(self._demand, ()), {}).plan(self._demand.full_pages)
         budget_pages = budget_bytes // self._page_bytes
-        kept = cheapest_kept(self._sets, budget_pages) if self._demand.reuses else None
-        kept_bytes = None if kept is None else kept.cost_bytes
-        laps = best_laps(self._sets, budget_pages, self._usual_ahead_pages(budget_pages), kept_bytes)
-        if laps is None and kept is None:
-            # With one access each, to be kept is to be held: some weights whole, which laps do better unless few.
-            kept = cheapest_kept(self._sets, budget_pages)
-            kept_bytes = None if kept is None else kept.cost_bytes
+        known = [calibration] if calibration is not None else nominal(self._demand)
+        found = self._searched(budget_pages, known, is_measured=calibration is not None)
+        kept = cheapest_kept(self._sets, budget_pages) if not found or self._demand.reuses else None
         self._refuse_below_floor(budget_bytes)
-        if calibration is not None:
-            return self._fastest(budget_pages, calibration, laps, kept)
-        if laps is not None and laps.cost_bytes * LAPS_GOOD_PART <= self._sets.least_cost_bytes(budget_pages) * 100:
-            return laps.plan()
-        coloured = self._coloured(budget_pages, kept_bytes if laps is None else laps.cost_bytes)
-        if coloured is None and laps is not None:
-            return laps.plan()
-        coloured = coloured or kept
-        assert coloured is not None, "where neither laps nor kept weights do, the floor's own choice does"
-        return run_ahead(coloured, budget_pages).plan()
+        if not found and kept is None:
+            kept = lengthen_heads(self._lowest, budget_pages)
+        if kept is not None:
+            plan = kept.plan(budget_pages)
+            found.append((sum(self.predicted_s(plan, one) for one in known), plan))
+        return least(found)
 
-    def _coloured(self, budget_pages: int, below_cost_bytes: int | None) -> Placed | None:
-        """The cheapest by colouring; the floor's own where nothing else does. None where it does not cost less."""
-        many = self._demand.access_count > MANY_ACCESSES
-        if many and below_cost_bytes is not None:
-            return None
-        coloured = None if many else cheapest(self._sets, budget_pages, below_cost_bytes)
-        if coloured is None:
-            coloured = lengthen_heads(self._lowest, budget_pages)
-        return coloured if below_cost_bytes is None or coloured.cost_bytes < below_cost_bytes else None
+    def _searched(
+        self, budget_pages: int, known: Sequence[Calibration], *, is_measured: bool
+    ) -> list[tuple[float, Plan]]:
+        """Small weights stream only where nothing else fits: a copy of one is mostly overhead."""
+        sets = self._sets.fitting(budget_pages)
+        ahead_pages = max(1, self._usual_ahead_pages(budget_pages))
+        for small in (False, True):
+            some = [chosen for chosen in sets if self._demand.any_small(chosen.stays) is small]
+            found = Search(
+                some,
+                budget_pages,
+                known,
+                ahead_pages,
+                least_ahead_pages=0 if is_measured else ahead_pages,
+                work_accesses=WORK_ACCESSES if is_measured else NOMINAL_WORK_ACCESSES,
+            ).run()
+            if found:
+                return found
+        return []
 
     def _refuse_below_floor(self, budget_bytes: int) -> None:
         # The exact floor takes a colouring, which a budget well above it can do without.
@@ -147,21 +149,6 @@ class Planner:
             budget_pages // LOOKAHEAD_PART,
             streamed_pages // LOOKAHEAD_PART_OF_STREAM,
         )
-
-    def _fastest(self, budget_pages: int, calibration: Calibration, usual: Laps | None, kept: Placed | None) -> Plan:
-        """The plan whose runs take the least time: stays that take the ring in turn, or weights that are kept in it."""
-        plans = [] if usual is None else [usual.plan()]
-        others = [] if kept is None else [kept]
-        if usual is None and kept is None:
-            coloured = self._coloured(budget_pages, None)
-            assert coloured is not None, "the floor's own choice is one"
-            others.append(coloured)
-        plans += [run_ahead(placed, budget_pages).plan() for placed in others]
-        timed = [(self.predicted_s(plan, calibration), plan) for plan in plans]
-        search = Search(
-            self._sets.fitting(budget_pages), budget_pages, calibration, max(1, self._usual_ahead_pages(budget_pages))
-        )
-        return least([*timed, *search.run()])
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return predicted_s(plan, self._demand.schedules, calibration)

@@ -32,10 +32,6 @@ class Streaming:
         """Tails that leave no head: everything that may stream does."""
         return {name: self.demand.pages[name] for name in self.stays}
 
-    @cached_property
-    def stay_count(self) -> int:
-        return sum(self.stays.values())
-
     @property
     def largest_pages(self) -> int:
         return max(self.whole.values(), default=0)
@@ -43,10 +39,10 @@ class Streaming:
     def level(self, pages: int) -> dict[str, int]:
         """Tails cut to at most this many pages, or two where the last one holds too little for a copy."""
         tails = {name: min(size, pages) for name, size in self.whole.items()}
-        return tails if pages > 1 else tails | dict.fromkeys(self._stubs, 2)
+        return tails if pages > 1 else tails | dict.fromkeys(self.stubs, 2)
 
     @cached_property
-    def _stubs(self) -> list[str]:
+    def stubs(self) -> list[str]:
         """Weights whose last page holds so little that a copy of it alone would be mostly overhead."""
         last_bytes, small_bytes = self.demand.last_page_bytes, self.demand.small_copy_bytes
         return [name for name, size in self.whole.items() if size > 1 and last_bytes[name] < small_bytes]
@@ -90,24 +86,6 @@ class Streaming:
     def _seldom_first(self) -> list[tuple[int, int]]:
         """(stays, pages) of every weight."""
         return sorted(((self.stays[name], size) for name, size in self.whole.items()), key=lambda s: (s[0], -s[1]))
-
-    def lowest_level(self, budget_pages: int) -> int | None:
-        """The shortest tails that fit, as far as the load tells; None if even whole weights do not."""
-
-        def fits(pages: int) -> bool:
-            tails = self.level(pages)
-            return self.resident_pages(tails) + self.ring_load(tails) <= budget_pages
-
-        low, high = 1, self.largest_pages
-        if not fits(high):
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if fits(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return high
 
     @cached_property
     def seldom_first(self) -> list[list[str]]:
@@ -180,7 +158,7 @@ class Streaming:
                 shorter[names[turn * len(names) // taken]] -= 1
             spare_pages -= taken
             longest -= 1
-        for name in self._stubs:
+        for name in self.stubs:
             if shorter.get(name) == 1 and tails[name] > 1:
                 shorter[name] = 2
         return shorter

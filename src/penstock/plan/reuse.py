@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from penstock.plan.candidate_sets import CandidateSets
-from penstock.plan.colour_choice import Placed, lengthen_heads, place
+from penstock.plan.placed import Placed, lengthen_heads, place
 from penstock.plan.residency import Streaming, without
 from penstock.plan.ring import loads
 from penstock.plan.stays import Arc, MethodArcs, join

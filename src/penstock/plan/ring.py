@@ -1,28 +1,30 @@
-"""Ring pages for arcs: how many are needed at once, and which stay gets which.
+"""Ring pages for live ranges: how many are needed at once, and which range gets which.
 
-A stay may have any pages (each range maps its own), so along a line the largest load is always enough. On a cycle the
-stays that cross the place where it is cut hold their pages at both ends of the line, and this can cost more.
+A range may have any pages (each has addresses of its own that map them), so along a line the largest load is always
+enough. Each range takes the pages whose last readers ended longest ago: so its copy may begin as early as the ring is
+large, page by page, and the first pages of a weight are on their way while kernels before it still hold the rest.
+
+Addresses are fixed, so every run has its ranges on the same pages. The cycle of runs is cut somewhere: there the first
+pages are taken anew, and copies that cross the cut find less ahead of them. Ranges that cross it hold their pages at
+both ends of the line, which can cost more pages than the load.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+from penstock.plan.demand import Demand
 from penstock.plan.stays import Extent, LaidStay, MethodArcs, Part
-from penstock.plan.tuning import ARCS_TIMES_CUTS, CUTS_AT_LEAST, CUTS_AT_MOST
+from penstock.plan.tuning import ARCS_TIMES_CUTS, CUTS_AT_LEAST, CUTS_AT_MOST, PART_BYTES, PART_OF_STAY
 
-
-@dataclass(frozen=True)
-class Colouring:
-    """Ring pages in use, and per arc the extents (first page, number of pages) it holds."""
-
-    page_count: int
-    extents: tuple[tuple[Extent, ...], ...]
+# Pages, from the first on, and the last step at which they were read, on the line; None if that was before its
+# beginning.
+_Span = tuple[int, int, int | None]
 
 
 def loads(method: MethodArcs, pages: Mapping[str, int]) -> list[int]:
@@ -52,89 +54,141 @@ def reading_load(method: MethodArcs, pages: Mapping[str, int]) -> int:
 
 
 def most_pages(method: MethodArcs, pages: Mapping[str, int]) -> int:
-    """No colouring takes more: what crosses the best cut has pages of its own, and the rest is along a line."""
+    """No ring is longer: what crosses the best cut has pages of its own, and the rest is along a line."""
     by_step = loads(method, pages)
     crossing = min((min(by_step[step - 1], by_step[step]) for step in range(len(by_step))), default=0)
     return max(by_step, default=0) + crossing
 
 
-def colour(method: MethodArcs, pages: Mapping[str, int], *, enough_pages: int = 0) -> Colouring:
-    """Pages for every arc, as few as the best of several cuts gives, or the first that takes at most `enough_pages`."""
+def lost_pages(method: MethodArcs, tails: Mapping[str, int], ring_pages: int) -> int:
+    """What is missing at the cut to a whole number of rounds."""
+    return -sum([tails[arc.weight] for arc in method.arcs]) % ring_pages
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The pages of one method's ranges."""
+
+    page_count: int
+    # By arc, in the order of its bytes: the first page, how many, and the last step that reads what was in them before.
+    spans: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+def lay(
+    methods: Sequence[MethodArcs], rings: Sequence[Ring], demand: Demand
+) -> tuple[tuple[tuple[LaidStay, ...], ...], int]:
+    """By method: pages and parts of every stay; and the length of the ring without pages that nobody has."""
+    # Pages that somebody has, as extents apart from one another, and how many come before each.
+    used = _joined([span[:2] for ring in rings for spans in ring.spans for span in spans])
+    before = [0, *accumulate(length for _, length in used)]
+    firsts = [first for first, _ in used]
+
+    def extents(spans: Iterable[tuple[int, int, int]]) -> tuple[Extent, ...]:
+        found: list[Extent] = []
+        for first, length, _ in spans:
+            at = bisect_right(firsts, first) - 1
+            first = first - firsts[at] + before[at]
+            if found and sum(found[-1]) == first:
+                found[-1] = (found[-1][0], found[-1][1] + length)
+            else:
+                found.append((first, length))
+        return tuple(found)
+
+    laid = tuple(
+        tuple(
+            LaidStay(extents(spans), _parts([span[1:] for span in spans], arc.weight, demand))
+            for arc, spans in zip(method.arcs, ring.spans, strict=True)
+        )
+        for method, ring in zip(methods, rings, strict=True)
+    )
+    return laid, before[-1]
+
+
+def shortest(method: MethodArcs, pages: Mapping[str, int], *, enough_pages: int = 0) -> tuple[int, int]:
+    """The fewest pages that the best of several cuts needs, or the first that needs at most `enough_pages`; and that
+    cut. Every range has its pages from the beginning of its arc on: the copy of one overlaps with the step before."""
     if not method.arcs:
-        return Colouring(0, ())
+        return 0, 0
     by_step = loads(method, pages)
     enough_pages = max(enough_pages, *by_step)
     # A cut before step s is crossed by the arcs that cover both s - 1 and s.
     crossing = [min(by_step[step - 1], by_step[step]) for step in range(method.step_count)]
     cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))
     tries = min(max(ARCS_TIMES_CUTS // len(method.arcs), CUTS_AT_LEAST), CUTS_AT_MOST)
-    best: Colouring | None = None
+    best: tuple[int, int] | None = None
     for cut in cuts[:tries]:
-        coloured = _colour_from(method, pages, cut, None if best is None else best.page_count)
-        if coloured is not None:
-            best = coloured
-            if best.page_count <= enough_pages:
+        ring = allocate(method, pages, cut, below_pages=None if best is None else best[0])
+        if ring is not None:
+            best = ring.page_count, cut
+            if ring.page_count <= enough_pages:
                 break
     assert best is not None
     return best
 
 
-def shrink(held: Sequence[Sequence[Extent]], pages: Sequence[int]) -> Colouring:
-    """Each holder keeps the first so many of its pages. Pages that nobody keeps are gone, and the rest renumbered."""
-    kept: list[list[Extent]] = []
-    used: set[int] = set()
-    for extents, count in zip(held, pages, strict=True):
-        mine: list[Extent] = []
-        for first, length in extents:
-            taken = min(length, count)
-            if taken:
-                mine.append((first, taken))
-                used.update(range(first, first + taken))
-            count -= taken
-        kept.append(mine)
-    number = {page: index for index, page in enumerate(sorted(used))}
-    # The pages of an extent are all kept, so they still follow one another.
-    return Colouring(len(number), tuple(tuple((number[first], length) for first, length in mine) for mine in kept))
+def allocate(
+    method: MethodArcs,
+    pages: Mapping[str, int],
+    cut: int,
+    *,
+    ring_pages: int | None = None,
+    below_pages: int | None = None,
+    leads: bool = True,
+) -> Ring | None:
+    """Pages for every range, on a line that begins with step `cut`; None where `ring_pages` are too few for that.
 
-
-def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int, below_pages: int | None) -> Colouring | None:
-    """None as soon as it takes no fewer than `below_pages`."""
+    Without `ring_pages` the ring grows as it must; None as soon as it takes no fewer than `below_pages`. With `leads` a
+    range has its pages from the beginning of its arc on, and without from its first reader on: it is then copied
+    before that as far as there is room.
+    """
     count = method.step_count
-    extents: list[list[Extent]] = [[] for _ in method.arcs]
-    page_count = 0
-    # Pages that come free, with the last step until which they are: that of the line's end, or of their crossing stay.
-    releases: list[tuple[int, int, list[Extent]]] = []
+    spans: list[list[_Span]] = [[] for _ in method.arcs]
+    begins = [((arc.begin_step if leads else arc.first_step) - cut) % count for arc in method.arcs]
+    # Pages that come free: when, and the last step until which they are: that of the line's end, or of their crossing
+    # range.
+    releases: list[tuple[int, int, list[tuple[int, int]]]] = []
     waiting: list[tuple[int, int, int]] = []
+    crossing: list[int] = []
+    page_count = 0
     for index, arc in enumerate(method.arcs):
-        begin = (arc.begin_step - cut) % count
-        end = begin + arc.end_step - arc.begin_step
+        begin = begins[index]
+        end = begin + arc.end_step - (arc.begin_step if leads else arc.first_step)
         held = pages[arc.weight]
         if end < count:
             waiting.append((begin, -end, index))
         else:
-            extents[index].append((page_count, held))
-            heappush(releases, (end - count, begin - 1, extents[index]))
+            crossing.append(index)
+            heappush(releases, (end - count, begin - 1, [(page_count, held)]))
+            spans[index].append((page_count, held, None))
             page_count += held
-    # Free pages by that step; and the steps for which there are some, in order.
-    free: defaultdict[int, deque[Extent]] = defaultdict(deque)
+    # Free pages by that last step, those that were read longest ago first; and the steps for which there are some.
+    free: defaultdict[int, deque[_Span]] = defaultdict(deque)
     deadlines: list[int] = []
+    if ring_pages is not None:
+        if page_count > ring_pages:
+            return None
+        if page_count < ring_pages:
+            free[count - 1].append((page_count, ring_pages - page_count, None))
+            deadlines.append(count - 1)
+        page_count = ring_pages
 
     for begin, negative_end, index in sorted(waiting):
         end = -negative_end
         while releases and releases[0][0] < begin:
-            _, deadline, released = heappop(releases)
+            ended, deadline, released = heappop(releases)
             if not free[deadline]:
                 insort(deadlines, deadline)
-            free[deadline].extend(released)
+            free[deadline].extend([(first, length, ended) for first, length in released])
         needed = pages[method.arcs[index].weight]
-        # Best fit: the pages that are wanted back soonest, of those that are free long enough; of these the ones whose
-        # last readers ended longest ago.
+        # Best fit: the pages that are wanted back soonest, of those that are free long enough.
         fit = bisect_left(deadlines, end)
         while needed:
-            found: list[Extent] = []
+            found: list[_Span] = []
             if fit == len(deadlines):
+                if ring_pages is not None:
+                    return None
                 deadline = count - 1
-                found.append((page_count, needed))
+                found.append((page_count, needed, None))
                 page_count += needed
                 needed = 0
                 if below_pages is not None and page_count >= below_pages:
@@ -143,62 +197,110 @@ def _colour_from(method: MethodArcs, pages: Mapping[str, int], cut: int, below_p
                 deadline = deadlines[fit]
                 pool = free[deadline]
                 while needed and pool:
-                    first, length = pool.popleft()
+                    first, length, ended_or_none = pool.popleft()
                     if length > needed:
-                        pool.appendleft((first + needed, length - needed))
+                        pool.appendleft((first + needed, length - needed, ended_or_none))
                         length = needed
                     needed -= length
-                    found.append((first, length))
+                    found.append((first, length, ended_or_none))
                 if not pool:
                     del deadlines[fit]
-            found = _merged(found)
-            extents[index] += found
-            heappush(releases, (end, deadline, found))
+            spans[index] += found
+            heappush(releases, (end, deadline, _merged(found)))
     if below_pages is not None and page_count >= below_pages:
         return None
-    return Colouring(page_count, tuple(map(tuple, extents)))
+    return Ring(page_count, _resolved(method, spans, begins, crossing, free, releases, leads=leads))
 
 
-def _merged(extents: list[Extent]) -> list[Extent]:
-    """The same pages in as few extents as can be: what was torn apart would be handed on in ever smaller pieces."""
-    if len(extents) == 1:
-        return extents
-    extents.sort()
-    merged = extents[:1]
-    for first, length in extents[1:]:
-        last_first, last_length = merged[-1]
-        if last_first + last_length == first:
-            merged[-1] = (last_first, last_length + length)
-        else:
-            merged.append((first, length))
-    return merged
-
-
-def lay_coloured(method: MethodArcs, coloured: Colouring) -> tuple[LaidStay, ...]:
-    """Each stay in one part, which waits for the last reader of anything its pages held before.
-
-    A stay that has a page to itself finds its own copy of the run before there, and waits for its own last reader.
-    """
+def _resolved(
+    method: MethodArcs,
+    spans: Sequence[Sequence[_Span]],
+    begins: Sequence[int],
+    crossing: Sequence[int],
+    free: Mapping[int, Iterable[_Span]],
+    releases: Sequence[tuple[int, int, Sequence[tuple[int, int]]]],
+    *,
+    leads: bool,
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """Pages that nobody had before on the line were last read in the run before, as they are at its end."""
     count = method.step_count
-    arcs, extents_of = method.arcs, coloured.extents
-    blocked = [0] * len(arcs)
-    ended = [0] * coloured.page_count
-    order = sorted(range(len(arcs)), key=[arc.begin_step % count for arc in arcs].__getitem__)
-    # The first round only leaves the ends; the second finds them all, a run later.
-    for run in (0, 1):
-        for index in order:
-            arc = arcs[index]
-            shift = (run - arc.begin_step // count) * count
-            until = -count
-            for first, length in extents_of[index]:
-                if length == 1:
-                    until = max(until, ended[first])
-                    ended[first] = arc.end_step + shift
-                else:
-                    until = max(until, *ended[first : first + length])
-                    ended[first : first + length] = [arc.end_step + shift] * length
-            blocked[index] = until - shift
+    last = [(first, length, ended) for pool in free.values() for first, length, ended in pool if ended is not None]
+    last += [(first, length, ended) for ended, _, released in releases for first, length in released]
+    last.sort()
+    firsts = [first for first, _, _ in last]
+    found: list[tuple[tuple[int, int, int], ...]] = []
+    is_crossing = frozenset(crossing)
+    for index, (arc, mine) in enumerate(zip(method.arcs, spans, strict=True)):
+        # From the line to the run of the arc's first access.
+        shift = (arc.begin_step if leads else arc.first_step) - begins[index]
+        resolved: list[tuple[int, int, int]] = []
+        for first, length, ended in mine:
+            if ended is not None:
+                resolved.append((first, length, ended + shift))
+                continue
+            before = shift if index in is_crossing else shift - count
+            at = bisect_right(firsts, first) - 1
+            while length:
+                held_first, held_length, until = last[at]
+                taken = min(length, held_first + held_length - first)
+                resolved.append((first, taken, until + before))
+                first, length, at = first + taken, length - taken, at + 1
+        # The pages that are free first hold the first bytes.
+        found.append(tuple(sorted(resolved, key=_until)))
+    return tuple(found)
+
+
+def _until(span: tuple[int, int, int]) -> int:
+    return span[2]
+
+
+def _merged(spans: Sequence[_Span]) -> list[Extent]:
+    """The same pages in as few extents as can be: what was torn apart would be handed on in ever smaller pieces."""
+    return [spans[0][:2]] if len(spans) == 1 else _joined([span[:2] for span in spans])
+
+
+def _joined(extents: list[Extent]) -> list[Extent]:
+    """Sorted, and those that overlap or touch made one."""
+    extents.sort()
+    joined = extents[:1]
+    for first, length in extents[1:]:
+        last_first, last_length = joined[-1]
+        if first <= last_first + last_length:
+            joined[-1] = (last_first, max(last_length, first + length - last_first))
+        else:
+            joined.append((first, length))
+    return joined
+
+
+def _parts(spans: Sequence[tuple[int, int]], name: str, demand: Demand) -> tuple[Part, ...]:
+    """Neighbouring pages that are free at the same time are copied together; so is what would be too little alone.
+
+    `spans` are pages and the step until which they are blocked.
+    """
+    pages = sum([length for length, _ in spans])
+    if len(spans) == 1:
+        return (Part(0, pages, spans[0][1] + 1, spans[0][1]),)
+    least_pages = max(1, min(PART_BYTES // demand.page_bytes, pages // PART_OF_STAY))
+    # First page of each part, and the end.
+    bounds = [0]
+    page = 0
+    for (length, until), (_, following) in pairwise(spans):
+        page += length
+        if following != until and page - bounds[-1] >= least_pages:
+            bounds.append(page)
+    last_pages = pages - bounds[-1]
+    small = last_pages == 1 and demand.last_page_bytes[name] < demand.small_copy_bytes
+    if len(bounds) > 1 and (small or last_pages < least_pages):
+        bounds.pop()
+    bounds.append(pages)
+    # Bounds lie between spans, so each span is in one part.
+    blocked: list[list[int]] = [[] for _ in bounds[1:]]
+    page = part = 0
+    for length, until in spans:
+        part += page >= bounds[part + 1]
+        blocked[part].append(until)
+        page += length
     return tuple(
-        LaidStay(extents, (Part(0, sum(length for _, length in extents), arc.begin_step, until),))
-        for arc, extents, until in zip(arcs, extents_of, blocked, strict=True)
+        Part(first, end - first, max(untils) + 1, max(untils))
+        for (first, end), untils in zip(pairwise(bounds), blocked, strict=True)
     )

@@ -13,7 +13,7 @@ from penstock.plan.fifo import EVEN, Draft, FifoChoices
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming
 from penstock.plan.simulator import predicted_s
-from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LEAST_TRIALS, LENGTHS, MORE_PAGES, WORK_ACCESSES
+from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LEAST_TRIALS, LENGTHS, MANY_ACCESSES, MORE_PAGES, WORK_ACCESSES
 
 
 class Point(NamedTuple):
@@ -43,27 +43,31 @@ class Search:
     """`sets`: of weights that may stream. `ahead_pages`: room for copies to run ahead, to begin with."""
 
     def __init__(
-        self, sets: Sequence[Streaming], budget_pages: int, calibration: Calibration, ahead_pages: int
+        self,
+        sets: Sequence[Streaming],
+        budget_pages: int,
+        calibrations: Sequence[Calibration],
+        ahead_pages: int,
+        *,
+        least_ahead_pages: int = 0,
+        work_accesses: int = WORK_ACCESSES,
     ) -> None:
         self._choices = [FifoChoices(chosen, budget_pages) for chosen in sets]
-        self._calibration = calibration
+        self._calibrations = calibrations
         self._ahead_pages = ahead_pages
+        self._least_ahead_pages = least_ahead_pages
         self._budget_pages = budget_pages
         accesses = max((chosen.demand.access_count for chosen in sets), default=1)
-        self._trials_left = max(LEAST_TRIALS, WORK_ACCESSES // max(accesses, 1))
+        # Each draft takes a while then.
+        self._is_short = accesses > MANY_ACCESSES
+        self._trials_left = max(LEAST_TRIALS, work_accesses // max(accesses, 1))
         self._drafts: dict[tuple[int, int, int], tuple[float, Draft] | None] = {}
         self._tried: set[Point] = set()
         self._found: list[Found] = []
 
     def run(self) -> list[tuple[float, Plan]]:
         """All that were tried, with the times that they take. Nothing where none closes."""
-        starts = sorted(
-            (drafted[0], point)
-            for number, choices in enumerate(self._choices)
-            for cap in choices.caps
-            for ahead in self._first_aheads(cap)
-            if (drafted := self._draft(point := Point(number, cap, ahead))) is not None
-        )
+        starts = sorted(self._starts())
         enough = self._trials_left // 2
         for _, point in starts:
             if self._trials_left > enough:
@@ -72,23 +76,35 @@ class Search:
             for more in range(1, MORE_PAGES + 1):
                 if not self._found:
                     self._try(point._replace(ahead_pages=point.ahead_pages + more))
-        for top in sorted(self._found, key=_seconds)[:CLIMBS]:
+        for top in sorted(self._found, key=_seconds)[: 0 if self._is_short else CLIMBS]:
             at: Found | None = top
             while at is not None:
                 tried = [one for point in self._neighbours(at.point) if (one := self._try(point)) is not None]
                 at = min((one for one in tried if one.seconds < at.seconds), key=_seconds, default=None)
         return [(one.seconds, one.plan) for one in self._found]
 
+    def _starts(self) -> list[tuple[float, Point]]:
+        """With the least time that each takes."""
+        return [
+            (drafted[0], point)
+            for number, choices in enumerate(self._choices)
+            for cap in (choices.caps[:1] if self._is_short else choices.caps)
+            for ahead in self._first_aheads(cap)
+            if (drafted := self._draft(point := Point(number, cap, ahead))) is not None
+        ]
+
     def _first_aheads(self, cap: int) -> set[int]:
         """Beside the usual room a whole tail, so that stays take turns with two of them; or of equal tails more and
         more, since how much pays depends on how uneven steps are."""
+        if self._is_short:
+            return {self._ahead_pages}
         if cap != EVEN:
             return {self._ahead_pages, cap}
         return {self._ahead_pages, *(2**k for k in range((self._budget_pages // 4).bit_length()))}
 
     def _try(self, point: Point) -> Found | None:
         """None where it was tried before, there is no time left, it is slower at the best, or it does not close."""
-        if self._trials_left <= 0 or point in self._tried:
+        if self._trials_left <= 0 or point in self._tried or point.ahead_pages < self._least_ahead_pages:
             return None
         self._tried.add(point)
         drafted = self._draft(point)
@@ -99,7 +115,7 @@ class Search:
         if plan is None:
             return None
         self._trials_left -= 1
-        seconds = predicted_s(plan, draft.chosen.demand.schedules, self._calibration)
+        seconds = sum(predicted_s(plan, draft.chosen.demand.schedules, one) for one in self._calibrations)
         self._found.append(Found(seconds, plan, point))
         return self._found[-1]
 
@@ -109,7 +125,7 @@ class Search:
         if key not in self._drafts:
             choices = self._choices[point.chosen]
             draft = choices.draft(point.cap, point.ahead_pages)
-            self._drafts[key] = None if draft is None else (draft.link_s(self._calibration), draft)
+            self._drafts[key] = None if draft is None else (sum(map(draft.link_s, self._calibrations)), draft)
         return self._drafts[key]
 
     def _neighbours(self, point: Point) -> Iterator[Point]:

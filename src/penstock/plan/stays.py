@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -82,36 +82,6 @@ def method_arcs(schedule: Schedule, streamed: Collection[str]) -> MethodArcs:
         if name not in always:
             arcs += joined
     return MethodArcs(count, tuple(sorted(arcs, key=_first_position)), frozenset(always))
-
-
-def look_ahead(method: MethodArcs, pages: Mapping[str, int], ahead_pages: int) -> MethodArcs:
-    """The same stays, begun so early that up to `ahead_pages` of copies may be under way beyond the next step's.
-
-    No arc begins more than half a run before its first reader, nor before the previous stay of its weight has ended.
-    """
-    count = method.step_count
-    total_pages = sum(pages[arc.weight] for arc in method.arcs)
-    earliest = _ends_before(method)
-    # Pages of the arcs passed, by arc, over two runs: a difference is what is first read between two of them.
-    firsts = [arc.first_step - count for arc in method.arcs] + [arc.first_step for arc in method.arcs]
-    passed = [0]
-    for _ in range(2):
-        for arc in method.arcs:
-            passed.append(passed[-1] + pages[arc.weight])
-    arcs: list[Arc] = []
-    for index, arc in enumerate(method.arcs):
-        # The oldest arc from which on everything up to this one fits into what may be ahead.
-        oldest = bisect_left(passed, passed[len(method.arcs) + index + 1] - min(ahead_pages, total_pages))
-        if oldest > len(method.arcs) + index:
-            arcs.append(arc)
-            continue
-        # While step s runs, step s + 1 is served: what counts as ahead is read from step s + 2 on.
-        before = firsts[oldest - 1] if oldest > 0 else -count
-        begin = max(before - 1, arc.first_step - count // 2, earliest[index])
-        if begin < arc.begin_step:
-            arc = Arc(arc.weight, arc.positions, arc.first_step, begin, arc.end_step)
-        arcs.append(arc)
-    return replace(method, arcs=tuple(arcs))
 
 
 def issue_position(first_steps: Sequence[int], begin_step: int, step_count: int) -> int:
@@ -212,14 +182,3 @@ def _union(one: Arc, other: Arc) -> Arc:
         begin_step=min(one.begin_step, other.begin_step),
         end_step=max(one.end_step, other.end_step),
     )
-
-
-def _ends_before(method: MethodArcs) -> list[int]:
-    """By arc: the first step after the previous stay of the same weight, in this run or the one before."""
-    last_of = {arc.weight: arc for arc in method.arcs}
-    earliest: list[int] = []
-    previous: dict[str, int] = {name: arc.end_step - method.step_count for name, arc in last_of.items()}
-    for arc in method.arcs:
-        earliest.append(previous[arc.weight] + 1)
-        previous[arc.weight] = arc.end_step
-    return earliest
