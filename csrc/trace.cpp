@@ -71,11 +71,14 @@ void Trace::drop_open() {
 std::vector<SpanRecord> Trace::collect() {
   std::vector<SpanRecord> records;
   driver_.synchronize_event(base_);
-  Event near = base_;
-  int64_t near_ns = 0;
+  // By lane: copies for the next run may be made long after the steps that come behind them in this list.
+  Event near_of[] = {base_, base_};
+  int64_t near_ns_of[] = {0, 0};
   for (Span& span : spans_) {
     if (!span.ended) continue;
     driver_.synchronize_event(span.end);
+    Event& near = near_of[(size_t)span.lane];
+    int64_t& near_ns = near_ns_of[(size_t)span.lane];
     int64_t begin_ns;
     if (span.after < 0) {
       int64_t distance_ns = driver_.elapsed_ns(near, span.begin);

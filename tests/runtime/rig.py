@@ -51,6 +51,10 @@ def _floor_bytes(schedules: tuple[Schedule, ...], weights: tuple[Weight, ...]) -
 @functools.cache
 def _plan(schedules: tuple[Schedule, ...], weights: tuple[Weight, ...], budget_bytes: int) -> Plan:
     by_name = {weight.name: weight for weight in weights}
+    lowest = placed_floor(schedules, by_name, page_bytes=PAGE)
+    if budget_bytes == lowest.floor_bytes:
+        # Where everything that may stream does, as a whole: a planner may find something that moves less.
+        return lowest.plan
     return make_plan(schedules, by_name, budget_bytes=budget_bytes, page_bytes=PAGE)
 
 

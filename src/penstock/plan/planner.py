@@ -1,8 +1,7 @@
 """The planner: from schedules, sizes and a budget to a plan. Pure and deterministic; the authority on the floor.
 
-The way of a weight: residency.py and candidate_sets.py say who may stream, stays.py how long its stays are;
-lap_choice.py (or, with times, search.py) and colour_choice.py give them pages, each in its way; assembly.py writes the
-plan.
+The way of a weight: candidate_sets.py says who may stream, fifo.py how much of it, ring.py where it lies; search.py
+picks the fastest, reuse.py what is kept between uses; assembly.py writes the plan.
 """
 
 from __future__ import annotations
