@@ -73,7 +73,7 @@ def sized(*sizes: int) -> torch.export.ExportedProgram:
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "one weight": lambda: sized(5 * PAGE + 4),
     "many alike": lambda: sized(*[3 * PAGE] * 9),
-    # All arcs of a short cycle overlap each other, and placing them takes more than the formula says.
+    # All live ranges of a short cycle overlap each other, and placing them takes more than the formula says.
     "short cycle": lambda: sized(*(pages * PAGE for pages in (5, 2, 5, 2, 3))),
     "less than a page each": lambda: sized(*[400] * 6),
     "ends within pages": lambda: sized(*(700 * k for k in range(1, 12))),

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from penstock.plan.check import check_plan
+from penstock.plan.live_ranges import MethodRanges, join, live_ranges
 from penstock.plan.planner import Planner
 from penstock.plan.reuse import RULES, keep
 from penstock.plan.ring import peak_load
-from penstock.plan.stays import MethodArcs, join, method_arcs
 from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -31,15 +31,15 @@ def fewest_pages(schedule: Schedule, pages: dict[str, int], budgets: list[int]) 
     best = dict.fromkeys(budgets, sum(pages[access.weight] for access in schedule.accesses))
     for held in itertools.product((False, True), repeat=len(pages)):
         streamed = [name for name, one in zip(pages, held, strict=True) if not one]
-        method = method_arcs(schedule, streamed)
+        method = live_ranges(schedule, streamed)
         resident = sum(pages[name] for name in pages if name not in streamed or name in method.always)
-        for kept in itertools.product((False, True), repeat=len(method.arcs)):
+        for kept in itertools.product((False, True), repeat=len(method.live_ranges)):
             joined = join(method, frozenset(index for index, one in enumerate(kept) if one))
             if joined.always != method.always:
                 # Held all the time, which is another choice.
                 continue
             total = resident + peak_load(joined, pages)
-            copied = sum(pages[arc.weight] for arc in joined.arcs)
+            copied = sum(pages[live.weight] for live in joined.live_ranges)
             for budget in budgets:
                 if total <= budget and copied < best[budget]:
                     best[budget] = copied
@@ -95,16 +95,16 @@ def test_what_is_read_again_soonest_stays_and_what_is_read_later_goes() -> None:
     others = [f"w{index}" for index in range(12)]
     steps = ["far", others[0], "near", *others[1:4], "near", *others[4:7], "far", *others[7:]]
     pages = dict.fromkeys(("near", "far", *others), 4)
-    kept = keep(method_arcs(chain(*steps), pages.keys()), pages, 4 * 4, RULES[0])
+    kept = keep(live_ranges(chain(*steps), pages.keys()), pages, 4 * 4, RULES[0])
     assert kept is not None and peak_load(kept, pages) <= 4 * 4 and not kept.always
-    assert {arc.positions for arc in kept.arcs if len(arc.positions) > 1} == {(2, 6), (10, 0)}
+    assert {live.positions for live in kept.live_ranges if len(live.positions) > 1} == {(2, 6), (10, 0)}
     # With room for none nothing is kept, and with less than what every step needs there is nothing to plan.
-    assert all(len(arc.positions) == 1 for arc in _kept(steps, pages, 3 * 4).arcs)
-    assert keep(method_arcs(chain(*steps), pages.keys()), pages, 3 * 4 - 1, RULES[0]) is None
+    assert all(len(live.positions) == 1 for live in _kept(steps, pages, 3 * 4).live_ranges)
+    assert keep(live_ranges(chain(*steps), pages.keys()), pages, 3 * 4 - 1, RULES[0]) is None
 
 
-def _kept(steps: list[str], pages: dict[str, int], room_pages: int) -> MethodArcs:
-    kept = keep(method_arcs(chain(*steps), pages.keys()), pages, room_pages, RULES[0])
+def _kept(steps: list[str], pages: dict[str, int], room_pages: int) -> MethodRanges:
+    kept = keep(live_ranges(chain(*steps), pages.keys()), pages, room_pages, RULES[0])
     assert kept is not None
     return kept
 

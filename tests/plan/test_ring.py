@@ -7,41 +7,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.plan.demand import Demand
+from penstock.plan.live_ranges import LiveRange, MethodRanges, live_ranges
 from penstock.plan.ring import Ring, allocate, lay, loads, peak_load, reading_load, shortest
-from penstock.plan.stays import Arc, MethodArcs, method_arcs
 from tests.plan.test_floor import chain, weights_of
 
 
-def cycle(step_count: int, *arcs: tuple[int, int, int]) -> tuple[MethodArcs, dict[str, int]]:
-    """Arcs as (begin, length, pages)."""
+def cycle(step_count: int, *live_ranges: tuple[int, int, int]) -> tuple[MethodRanges, dict[str, int]]:
+    """Live ranges as (begin, length, pages)."""
     made = [
-        Arc(f"w{index}", (index,), begin, begin, begin + length - 1) for index, (begin, length, _) in enumerate(arcs)
+        LiveRange(f"w{index}", (index,), begin, begin, begin + length - 1)
+        for index, (begin, length, _) in enumerate(live_ranges)
     ]
-    return MethodArcs(step_count, tuple(made), frozenset()), {f"w{index}": arc[2] for index, arc in enumerate(arcs)}
+    return MethodRanges(step_count, tuple(made), frozenset()), {
+        f"w{index}": live[2] for index, live in enumerate(live_ranges)
+    }
 
 
-def ring_of(method: MethodArcs, pages: dict[str, int], enough_pages: int = 0) -> Ring:
+def ring_of(method: MethodRanges, pages: dict[str, int], enough_pages: int = 0) -> Ring:
     page_count, cut = shortest(method, pages, enough_pages=enough_pages)
     ring = allocate(method, pages, cut)
     assert ring is not None and ring.page_count == page_count
     return ring
 
 
-def holders(method: MethodArcs, ring: Ring, *, leads: bool = True) -> dict[tuple[int, int], list[str]]:
+def holders(method: MethodRanges, ring: Ring, *, leads: bool = True) -> dict[tuple[int, int], list[str]]:
     """(step, page) -> who holds it."""
     held: dict[tuple[int, int], list[str]] = {}
-    for arc, spans in zip(method.arcs, ring.spans, strict=True):
-        for step in range(arc.begin_step if leads else arc.first_step, arc.end_step + 1):
+    for live, spans in zip(method.live_ranges, ring.spans, strict=True):
+        for step in range(live.begin_step if leads else live.first_step, live.end_step + 1):
             for first, length, _ in spans:
                 for page in range(first, first + length):
-                    held.setdefault((step % method.step_count, page), []).append(arc.weight)
+                    held.setdefault((step % method.step_count, page), []).append(live.weight)
     return held
 
 
-def fewest_pages(method: MethodArcs, pages: dict[str, int]) -> int:
-    """The true optimum, by trying: arcs cut into single pages, one colour after the other."""
-    units = [arc for arc in method.arcs for _ in range(pages[arc.weight])]
-    steps = [{step % method.step_count for step in range(arc.begin_step, arc.end_step + 1)} for arc in units]
+def fewest_pages(method: MethodRanges, pages: dict[str, int]) -> int:
+    """The true optimum, by trying: live ranges cut into single pages, one colour after the other."""
+    units = [live for live in method.live_ranges for _ in range(pages[live.weight])]
+    steps = [{step % method.step_count for step in range(live.begin_step, live.end_step + 1)} for live in units]
 
     def fits(limit: int) -> bool:
         used: list[list[set[int]]] = [[] for _ in range(limit)]
@@ -68,7 +71,7 @@ def fewest_pages(method: MethodArcs, pages: dict[str, int]) -> int:
     return limit
 
 
-ARCS = st.integers(3, 8).flatmap(
+RANGES = st.integers(3, 8).flatmap(
     lambda count: st.tuples(
         st.just(count),
         st.lists(st.tuples(st.integers(0, count - 1), st.integers(1, count - 1), st.integers(1, 2)), max_size=6),
@@ -77,27 +80,27 @@ ARCS = st.integers(3, 8).flatmap(
 
 
 @settings(max_examples=300, deadline=None)
-@given(ARCS)
+@given(RANGES)
 def test_no_page_has_two_holders_and_every_arc_has_its_pages(case: tuple[int, list[tuple[int, int, int]]]) -> None:
     method, pages = cycle(case[0], *case[1])
     ring = ring_of(method, pages)
     assert all(len(names) == 1 for names in holders(method, ring).values())
-    for arc, spans in zip(method.arcs, ring.spans, strict=True):
-        assert sum(length for _, length, _ in spans) == pages[arc.weight]
+    for live, spans in zip(method.live_ranges, ring.spans, strict=True):
+        assert sum(length for _, length, _ in spans) == pages[live.weight]
     assert ring.page_count == 1 + max((page for _, page in holders(method, ring)), default=-1)
 
 
 @settings(max_examples=300, deadline=None)
-@given(ARCS, st.integers(0, 6), st.integers(0, 7), st.booleans())
+@given(RANGES, st.integers(0, 6), st.integers(0, 7), st.booleans())
 def test_pages_wait_for_whoever_read_them_last_and_are_free_before_they_are_needed(
     case: tuple[int, list[tuple[int, int, int]]], more_pages: int, cut: int, leads: bool
 ) -> None:
     """In a ring of any length, against a second formulation: by page, all who hold it in turn over three runs."""
     count = case[0]
     method, pages = cycle(count, *case[1])
-    method = MethodArcs(
+    method = MethodRanges(
         count,
-        tuple(arc._replace(first_step=min(arc.begin_step + 1, arc.end_step)) for arc in method.arcs),
+        tuple(live._replace(first_step=min(live.begin_step + 1, live.end_step)) for live in method.live_ranges),
         frozenset(),
     )
     load = peak_load(method, pages) if leads else reading_load(method, pages)
@@ -108,25 +111,25 @@ def test_pages_wait_for_whoever_read_them_last_and_are_free_before_they_are_need
         return
     assert all(len(names) == 1 for names in holders(method, ring, leads=leads).values())
     held: dict[int, list[tuple[int, int, int]]] = {}
-    for index, (arc, spans) in enumerate(zip(method.arcs, ring.spans, strict=True)):
-        begin = arc.begin_step if leads else arc.first_step
+    for index, (live, spans) in enumerate(zip(method.live_ranges, ring.spans, strict=True)):
+        begin = live.begin_step if leads else live.first_step
         assert [until for _, _, until in spans] == sorted(until for _, _, until in spans)
         for run in range(3):
             for first, length, _ in spans:
                 for page in range(first, first + length):
-                    held.setdefault(page, []).append((begin + run * count, arc.end_step + run * count, index))
+                    held.setdefault(page, []).append((begin + run * count, live.end_step + run * count, index))
     for page, turns in held.items():
         turns.sort()
         for (_, ended, _), (begin, _, index) in pairwise(turns):
             (until,) = (u for first, length, u in ring.spans[index] if first <= page < first + length)
-            own = method.arcs[index].begin_step if leads else method.arcs[index].first_step
+            own = method.live_ranges[index].begin_step if leads else method.live_ranges[index].first_step
             assert (begin - own) % count == 0 and until + (begin - own) == ended < begin
 
 
 def test_pages_that_were_read_longest_ago_are_taken_first() -> None:
     """Equal weights, one a step, in a ring of three: each is copied as soon as the third before it was read."""
     names = [f"w{index}" for index in range(9)]
-    method = method_arcs(chain(*names), frozenset(names))
+    method = live_ranges(chain(*names), frozenset(names))
     ring = allocate(method, dict.fromkeys(names, 2), 0, ring_pages=6, leads=False)
     assert ring is not None
     assert [[until for _, _, until in spans] for spans in ring.spans] == [[index - 3] for index in range(9)]
@@ -140,7 +143,7 @@ def test_a_weight_that_stays_long_does_not_hold_up_the_others() -> None:
 
 def test_parts_are_copied_as_their_pages_come_free_and_not_too_small() -> None:
     names = ["a", "b", "c", "d"]
-    method = method_arcs(chain(*names), frozenset(names))
+    method = live_ranges(chain(*names), frozenset(names))
     page_bytes = 2 * 2**20
     pages = {"a": 8, "b": 12, "c": 16, "d": 4}
     weights = weights_of(**{name: count * page_bytes for name, count in pages.items()})
@@ -155,7 +158,7 @@ def test_parts_are_copied_as_their_pages_come_free_and_not_too_small() -> None:
 
 
 def test_seldom_and_little_above_the_optimum() -> None:
-    """All cases of up to four single-page arcs in a cycle of five steps: never more than one page above the optimum."""
+    """All cases of up to four ranges of a page in a cycle of five steps: never more than one page above the optimum."""
     kinds = [(begin, length, 1) for begin in range(5) for length in (1, 2, 3, 4)]
     above = total = 0
     for a in range(len(kinds)):
@@ -171,7 +174,7 @@ def test_seldom_and_little_above_the_optimum() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(ARCS)
+@given(RANGES)
 def test_never_below_the_optimum_and_at_most_a_third_above(case: tuple[int, list[tuple[int, int, int]]]) -> None:
     method, pages = cycle(case[0], *case[1])
     fewest = fewest_pages(method, pages)
@@ -179,10 +182,10 @@ def test_never_below_the_optimum_and_at_most_a_third_above(case: tuple[int, list
 
 
 @settings(max_examples=150, deadline=None)
-@given(ARCS)
+@given(RANGES)
 def test_where_nothing_crosses_the_cut_the_load_is_enough(case: tuple[int, list[tuple[int, int, int]]]) -> None:
-    count, arcs = case
-    method, pages = cycle(count, *((begin, min(length, count - begin), held) for begin, length, held in arcs))
+    count, live_ranges = case
+    method, pages = cycle(count, *((begin, min(length, count - begin), held) for begin, length, held in live_ranges))
     assert shortest(method, pages)[0] == peak_load(method, pages)
 
 
@@ -197,31 +200,31 @@ def test_the_first_cut_that_is_good_enough_is_taken() -> None:
     assert shortest(method, pages)[0] == shortest(method, pages, enough_pages=9)[0] == 5
 
 
-# ---- arcs
+# ---- live ranges
 
 
-def arcs_of(*steps: str) -> dict[tuple[int, ...], tuple[int, int]]:
+def ranges_of(*steps: str) -> dict[tuple[int, ...], tuple[int, int]]:
     names = frozenset(name for step in steps for name in step.split())
-    return {arc.positions: (arc.begin_step, arc.end_step) for arc in method_arcs(chain(*steps), names).arcs}
+    return {live.positions: (live.begin_step, live.end_step) for live in live_ranges(chain(*steps), names).live_ranges}
 
 
 def test_only_the_first_of_a_step_is_the_next_copy() -> None:
-    arcs = arcs_of("a", "b", "c d", "e", "f", "g")
-    assert arcs[(2,)] == (0, 2) and arcs[(3,)] == (1, 2)
-    assert arcs[(0,)] == (-2, 0)
+    live_ranges = ranges_of("a", "b", "c d", "e", "f", "g")
+    assert live_ranges[(2,)] == (0, 2) and live_ranges[(3,)] == (1, 2)
+    assert live_ranges[(0,)] == (-2, 0)
 
 
 def test_neighbouring_accesses_make_one_arc_and_distant_ones_two() -> None:
-    arcs = arcs_of("a", "b", "a", "c", "d", "e", "f", "g", "a", "h", "i", "j", "k")
-    assert arcs[(0, 2)] == (-2, 2) and arcs[(8,)] == (6, 8)
+    live_ranges = ranges_of("a", "b", "a", "c", "d", "e", "f", "g", "a", "h", "i", "j", "k")
+    assert live_ranges[(0, 2)] == (-2, 2) and live_ranges[(8,)] == (6, 8)
 
 
 def test_an_arc_across_the_end_of_the_run_has_its_accesses_in_the_order_of_time() -> None:
-    arcs = arcs_of("a", "b", "c", "d", "e", "f", "a")
-    assert arcs[(6, 0)] == (4, 7)
+    live_ranges = ranges_of("a", "b", "c", "d", "e", "f", "a")
+    assert live_ranges[(6, 0)] == (4, 7)
 
 
 @pytest.mark.parametrize("steps", [("a",), ("a", "b"), ("a", "b", "a", "c", "a", "d")])
 def test_what_would_never_leave_is_no_arc(steps: tuple[str, ...]) -> None:
-    method = method_arcs(chain(*steps), frozenset("abcd"))
-    assert "a" in method.always and all(arc.weight != "a" for arc in method.arcs)
+    method = live_ranges(chain(*steps), frozenset("abcd"))
+    assert "a" in method.always and all(live.weight != "a" for live in method.live_ranges)

@@ -50,7 +50,7 @@ def two_methods() -> tuple[list[Schedule], dict[str, Weight]]:
 
 @pytest.fixture
 def gone_through(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """By function: accesses or arcs gone through. Each is linear in them, and together they are what planning takes."""
+    """By function: accesses or live ranges gone through. Each is linear in them, and together they are planning."""
     passed: Counter[str] = Counter()
 
     def counted(module: Any, name: str, key: str, length: Callable[[Any], int]) -> None:
@@ -63,9 +63,9 @@ def gone_through(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(module, name, call)
 
     # As the floor calls it, and as drafts do.
-    counted(ring, "allocate", "floor", lambda method: len(method.arcs))
-    counted(fifo, "allocate", "drafts", lambda method: len(method.arcs))
-    counted(residency, "method_arcs", "arcs", lambda schedule: len(schedule.accesses))
+    counted(ring, "allocate", "floor", lambda method: len(method.live_ranges))
+    counted(fifo, "allocate", "drafts", lambda method: len(method.live_ranges))
+    counted(residency, "live_ranges", "live_ranges", lambda schedule: len(schedule.accesses))
     return passed
 
 
@@ -77,14 +77,14 @@ def test_many_accesses_are_gone_through_a_few_times(
     planner = Planner(schedules, weights, page_bytes=PAGE)
     assert not gone_through
     budgets = [planner.floor_bytes, *(planner.full_bytes * percent // 100 for percent in (25, 50, 90))]
-    assert gone_through["floor"] <= 2 * ACCESSES and gone_through["arcs"] <= 4 * ACCESSES
+    assert gone_through["floor"] <= 2 * ACCESSES and gone_through["live_ranges"] <= 4 * ACCESSES
     for budget_bytes in budgets:
         fresh = Planner(schedules, weights, page_bytes=PAGE)
         gone_through.clear()
         plan = fresh.plan(budget_bytes)
         assert plan.device_bytes <= budget_bytes and plan.ring_bytes > 0
         assert gone_through["drafts"] <= 3 * ACCESSES
-        assert gone_through["arcs"] <= 5 * ACCESSES
+        assert gone_through["live_ranges"] <= 5 * ACCESSES
         assert gone_through["floor"] <= 5 * ACCESSES
     check_plan(plan, schedules, weights, budget_bytes=budget_bytes)
 

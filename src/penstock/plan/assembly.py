@@ -1,4 +1,4 @@
-"""From arcs and their pages to the records of a plan: blocks, ranges, fills, placements, stays."""
+"""From live ranges and their pages to the records of a plan: blocks, ranges, fills, placements, stays."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import chain
 
 from penstock.plan.demand import Demand
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
+from penstock.plan.live_ranges import LaidStay, MethodRanges, issue_position
 from penstock.plan.plan import NO_RANGE, Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
-from penstock.plan.stays import LaidStay, MethodArcs, issue_position
 from penstock.schedule import Schedule
 
 
 def assemble(
     demand: Demand,
     tails: Mapping[str, int],
-    methods: Sequence[MethodArcs],
+    methods: Sequence[MethodRanges],
     laid: Sequence[Sequence[LaidStay]],
     ring_pages: int,
 ) -> Plan:
@@ -39,7 +39,7 @@ class _Assembly:
     def plan(
         self,
         held: Sequence[str],
-        methods: Sequence[MethodArcs],
+        methods: Sequence[MethodRanges],
         laid: Sequence[Sequence[LaidStay]],
         ring_pages: int,
     ) -> Plan:
@@ -84,7 +84,7 @@ class _Assembly:
             self.blocks.append(Block(pages * self.demand.page_bytes, ring=False))
 
     def _method(
-        self, schedule: Schedule, method: MethodArcs, laid_stays: Sequence[LaidStay], ring_begin: int
+        self, schedule: Schedule, method: MethodRanges, laid_stays: Sequence[LaidStay], ring_begin: int
     ) -> MethodPlan:
         first_step = schedule.first_step
         first_steps = [first_step[access.number] for access in schedule.accesses]
@@ -92,13 +92,13 @@ class _Assembly:
         stays: list[Stay] = []
         copies: list[Copy] = []
         range_of: list[int] = []
-        for index, (arc, laid) in enumerate(zip(method.arcs, laid_stays, strict=True)):
-            name = arc.weight
+        for index, (live, laid) in enumerate(zip(method.live_ranges, laid_stays, strict=True)):
+            name = live.weight
             nbytes = self.demand.nbytes[name]
             head_bytes = (self.demand.pages[name] - self.tails[name]) * page_bytes
             range_index = self._range(name, head_bytes, ring_begin, laid)
             range_of.append(range_index)
-            stays.append(Stay(name, nbytes - head_bytes, arc.positions, arc.end_step % count))
+            stays.append(Stay(name, nbytes - head_bytes, live.positions, live.end_step % count))
             for first_page, page_count, begin_step, blocked_until in laid.parts:
                 begin_bytes = head_bytes + first_page * page_bytes
                 part_bytes = min(page_count * page_bytes, nbytes - begin_bytes)

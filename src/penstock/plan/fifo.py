@@ -63,14 +63,18 @@ class Draft:
     @cached_property
     def _stays(self) -> list[Counter[str]]:
         """By method: how often each weight is copied."""
-        return [Counter([arc.weight for arc in method.arcs]) for method in self.few.methods]
+        return [Counter([live.weight for live in method.live_ranges]) for method in self.few.methods]
 
     def plan(self, cut_part: float = 0.0) -> Plan | None:
         """None where a page would be needed before it is free. The laps begin anew after that part of the stays."""
         demand, methods = self.chosen.demand, self.few.methods
         rings = []
         for method in methods:
-            cut = method.arcs[int(len(method.arcs) * cut_part)].first_step if cut_part and method.arcs else 0
+            cut = (
+                method.live_ranges[int(len(method.live_ranges) * cut_part)].first_step
+                if cut_part and method.live_ranges
+                else 0
+            )
             ring = allocate(method, self.tails, cut, ring_pages=self.ring_pages, leads=False)
             if ring is None:
                 return None

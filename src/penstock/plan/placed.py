@@ -48,13 +48,13 @@ class Placed:
         worst: tuple[int, str, int, tuple[str, ...]] | None = None
         for schedule, method in zip(self.chosen.demand.schedules, self.chosen.methods, strict=True):
             by_step = loads(method, self.tails)
-            if not method.arcs or (worst is not None and max(by_step) <= worst[0]):
+            if not method.live_ranges or (worst is not None and max(by_step) <= worst[0]):
                 continue
             step = by_step.index(max(by_step))
             names = tuple(
-                arc.weight
-                for arc in method.arcs
-                if (step - arc.begin_step) % method.step_count <= arc.end_step - arc.begin_step
+                live.weight
+                for live in method.live_ranges
+                if (step - live.begin_step) % method.step_count <= live.end_step - live.begin_step
             )
             worst = (by_step[step], schedule.method, step, names)
         return (None, None, ()) if worst is None else worst[1:]

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.plan.demand import Demand
+from penstock.plan.live_ranges import MethodRanges, live_ranges
 from penstock.plan.ring import peak_load
-from penstock.plan.stays import MethodArcs, method_arcs
 from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """A set of weights that may stream, with their arcs in every method. All others are held whole."""
+    """A set of weights that may stream, with their live ranges in every method. All others are held whole."""
 
     demand: Demand
-    methods: tuple[MethodArcs, ...]
+    methods: tuple[MethodRanges, ...]
     # By weight: how many stays its accesses make, over all methods.
     stays: Mapping[str, int]
 
@@ -167,7 +167,7 @@ class Streaming:
 def streaming(demand: Demand, may_stream: Iterable[str]) -> Streaming:
     """Of the weights in `may_stream`, those whose stays would last all the time in some method are held whole."""
     names = frozenset(may_stream)
-    methods = tuple(method_arcs(schedule, names) for schedule in demand.schedules)
+    methods = tuple(live_ranges(schedule, names) for schedule in demand.schedules)
     return without(demand, methods, frozenset(name for method in methods for name in method.always))
 
 
@@ -177,11 +177,13 @@ def streaming_tails(chosen: Streaming, tails: Mapping[str, int]) -> Streaming:
     return without(chosen.demand, chosen.methods, gone) if gone else chosen
 
 
-def without(demand: Demand, methods: Sequence[MethodArcs], held: frozenset[str]) -> Streaming:
-    """The choice with these arcs, less those of the weights in `held`."""
+def without(demand: Demand, methods: Sequence[MethodRanges], held: frozenset[str]) -> Streaming:
+    """The choice with these live ranges, less those of the weights in `held`."""
     kept = tuple(
-        replace(method, arcs=tuple([arc for arc in method.arcs if arc.weight not in held])) if held else method
+        replace(method, live_ranges=tuple([live for live in method.live_ranges if live.weight not in held]))
+        if held
+        else method
         for method in methods
     )
-    stays = Counter(arc.weight for method in kept for arc in method.arcs)
+    stays = Counter(live.weight for method in kept for live in method.live_ranges)
     return Streaming(demand, kept, dict(stays))

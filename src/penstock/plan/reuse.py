@@ -13,10 +13,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from penstock.plan.candidate_sets import CandidateSets
+from penstock.plan.live_ranges import LiveRange, MethodRanges, join
 from penstock.plan.placed import Placed, lengthen_heads, place
 from penstock.plan.residency import Streaming, without
 from penstock.plan.ring import loads
-from penstock.plan.stays import Arc, MethodArcs, join
 from penstock.plan.tuning import KEPT_ATTEMPTS, KEPT_ROOM_PART, MANY_ACCESSES
 
 # What is dropped first, given a gap and the step at hand.
@@ -24,9 +24,9 @@ Rule = Callable[["Gap", int], int]
 
 
 class Gap(NamedTuple):
-    """Between an arc and the next of its weight, in steps from the run in which it begins."""
+    """Between a live range and the next of its weight, in steps from the run in which it begins."""
 
-    arc: int
+    live: int
     begin_step: int
     end_step: int
     pages: int
@@ -70,7 +70,7 @@ def _placed(chosen: Streaming, budget_pages: int, rule: Rule) -> Placed | None:
     return None
 
 
-def keep(method: MethodArcs, pages: Mapping[str, int], room_pages: int, rule: Rule) -> MethodArcs | None:
+def keep(method: MethodRanges, pages: Mapping[str, int], room_pages: int, rule: Rule) -> MethodRanges | None:
     """The same accesses in fewer stays, whose load is at most `room_pages`; None where it is more as it is."""
     base = loads(method, pages)
     if max(base, default=0) > room_pages:
@@ -84,7 +84,7 @@ def keep(method: MethodArcs, pages: Mapping[str, int], room_pages: int, rule: Ru
     kept = _drop(kept, kept, base, room_pages, rule, closing=True)
     if not many:
         kept = _refill(gaps, kept, base, room_pages)
-    return join(method, frozenset(gap.arc for gap in kept))
+    return join(method, frozenset(gap.live for gap in kept))
 
 
 def _furthest(gap: Gap, step: int) -> int:
@@ -98,20 +98,20 @@ def _most_page_steps(gap: Gap, step: int) -> int:
 RULES: tuple[Rule, ...] = (_furthest, _most_page_steps)
 
 
-def _gaps(method: MethodArcs, pages: Mapping[str, int]) -> list[Gap]:
+def _gaps(method: MethodRanges, pages: Mapping[str, int]) -> list[Gap]:
     count = method.step_count
-    following: dict[str, Arc] = {}
-    first: dict[str, Arc] = {}
-    for arc in method.arcs:
-        first.setdefault(arc.weight, arc)
+    following: dict[str, LiveRange] = {}
+    first: dict[str, LiveRange] = {}
+    for live in method.live_ranges:
+        first.setdefault(live.weight, live)
     gaps: list[Gap] = []
-    for index in reversed(range(len(method.arcs))):
-        arc = method.arcs[index]
-        after = following.get(arc.weight)
-        next_begin = first[arc.weight].begin_step + count if after is None else after.begin_step
-        begin, length = (arc.end_step + 1) % count, next_begin - arc.end_step - 1
-        gaps.append(Gap(index, begin, begin + length - 1, pages[arc.weight]))
-        following[arc.weight] = arc
+    for index in reversed(range(len(method.live_ranges))):
+        live = method.live_ranges[index]
+        after = following.get(live.weight)
+        next_begin = first[live.weight].begin_step + count if after is None else after.begin_step
+        begin, length = (live.end_step + 1) % count, next_begin - live.end_step - 1
+        gaps.append(Gap(index, begin, begin + length - 1, pages[live.weight]))
+        following[live.weight] = live
     return gaps[::-1]
 
 
@@ -134,7 +134,7 @@ def _drop(
     for gap in gaps:
         begins[gap.begin_step].append(gap)
     ends: list[list[Gap]] = [[] for _ in range(2 * count)]
-    # By arc, or its complement for those from the run before: which are inside, what to drop first.
+    # By live range, or its complement for those from the run before: which are inside, what to drop first.
     inside: set[int] = set()
     heap: list[tuple[int, int, Gap]] = []
     kept_pages = 0
@@ -143,18 +143,18 @@ def _drop(
     for gap in before:
         if gap.end_step >= count:
             earlier = gap._replace(begin_step=gap.begin_step - count, end_step=gap.end_step - count)
-            heappush(heap, (-rule(earlier, 0), ~gap.arc, earlier))
+            heappush(heap, (-rule(earlier, 0), ~gap.live, earlier))
             ends[earlier.end_step].append(earlier)
-            inside.add(~gap.arc)
+            inside.add(~gap.live)
             kept_pages += gap.pages
     for step in range(count):
         for gap in begins[step]:
-            if gap.arc in stale:
+            if gap.live in stale:
                 continue
-            heappush(heap, (-rule(gap, step), gap.arc, gap))
+            heappush(heap, (-rule(gap, step), gap.live, gap))
             ends[gap.end_step].append(gap)
-            inside.add(gap.arc)
-            kept[gap.arc] = gap
+            inside.add(gap.live)
+            kept[gap.live] = gap
             kept_pages += gap.pages
         while base[step] + kept_pages > room_pages:
             _, key, gap = heappop(heap)
@@ -162,11 +162,11 @@ def _drop(
                 continue
             inside.discard(key)
             kept_pages -= gap.pages
-            kept.pop(gap.arc, None)
+            kept.pop(gap.live, None)
             if closing and key < 0:
-                stale.add(gap.arc)
+                stale.add(gap.live)
         for gap in ends[step]:
-            key = gap.arc if gap.begin_step >= 0 else ~gap.arc
+            key = gap.live if gap.begin_step >= 0 else ~gap.live
             if key in inside:
                 inside.discard(key)
                 kept_pages -= gap.pages
@@ -177,7 +177,7 @@ def _refill(gaps: Sequence[Gap], kept: Sequence[Gap], base: Sequence[int], room_
     """Gaps that fit in after all, the shortest first."""
     count = len(base)
     load = list(base)
-    chosen = {gap.arc: gap for gap in kept}
+    chosen = {gap.live: gap for gap in kept}
 
     def steps(gap: Gap) -> list[int]:
         return [step % count for step in range(gap.begin_step, gap.end_step + 1)]
@@ -186,8 +186,8 @@ def _refill(gaps: Sequence[Gap], kept: Sequence[Gap], base: Sequence[int], room_
         for step in steps(gap):
             load[step] += gap.pages
     for gap in sorted(gaps, key=lambda gap: gap.end_step - gap.begin_step):
-        if gap.arc not in chosen and all(load[step] + gap.pages <= room_pages for step in steps(gap)):
-            chosen[gap.arc] = gap
+        if gap.live not in chosen and all(load[step] + gap.pages <= room_pages for step in steps(gap)):
+            chosen[gap.live] = gap
             for step in steps(gap):
                 load[step] += gap.pages
     return list(chosen.values())

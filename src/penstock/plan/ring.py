@@ -19,17 +19,19 @@ from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 
 from penstock.plan.demand import Demand
-from penstock.plan.stays import Extent, LaidStay, MethodArcs, Part
-from penstock.plan.tuning import ARCS_TIMES_CUTS, CUTS_AT_LEAST, CUTS_AT_MOST, PART_BYTES, PART_OF_STAY
+from penstock.plan.live_ranges import Extent, LaidStay, MethodRanges, Part
+from penstock.plan.tuning import CUTS_AT_LEAST, CUTS_AT_MOST, PART_BYTES, PART_OF_STAY, RANGES_TIMES_CUTS
 
 # Pages, from the first on, and the last step at which they were read, on the line; None if that was before its
 # beginning.
 _Span = tuple[int, int, int | None]
 
 
-def loads(method: MethodArcs, pages: Mapping[str, int]) -> list[int]:
-    """By step: pages held by the arcs that cover it. A weight that `pages` does not name holds none."""
-    return _loads(method.step_count, ((arc.begin_step, arc.end_step, pages.get(arc.weight, 0)) for arc in method.arcs))
+def loads(method: MethodRanges, pages: Mapping[str, int]) -> list[int]:
+    """By step: pages held by the live ranges that cover it. A weight that `pages` does not name holds none."""
+    return _loads(
+        method.step_count, ((live.begin_step, live.end_step, pages.get(live.weight, 0)) for live in method.live_ranges)
+    )
 
 
 def _loads(count: int, holders: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -43,26 +45,26 @@ def _loads(count: int, holders: Iterable[tuple[int, int, int]]) -> list[int]:
     return list(accumulate(change[:count]))
 
 
-def peak_load(method: MethodArcs, pages: Mapping[str, int]) -> int:
+def peak_load(method: MethodRanges, pages: Mapping[str, int]) -> int:
     return max(loads(method, pages), default=0)
 
 
-def reading_load(method: MethodArcs, pages: Mapping[str, int]) -> int:
+def reading_load(method: MethodRanges, pages: Mapping[str, int]) -> int:
     """The most pages that one step finds in place: between first and last reader, without any copy ahead."""
-    reading = ((arc.first_step, arc.end_step, pages.get(arc.weight, 0)) for arc in method.arcs)
+    reading = ((live.first_step, live.end_step, pages.get(live.weight, 0)) for live in method.live_ranges)
     return max(_loads(method.step_count, reading), default=0)
 
 
-def most_pages(method: MethodArcs, pages: Mapping[str, int]) -> int:
+def most_pages(method: MethodRanges, pages: Mapping[str, int]) -> int:
     """No ring is longer: what crosses the best cut has pages of its own, and the rest is along a line."""
     by_step = loads(method, pages)
     crossing = min((min(by_step[step - 1], by_step[step]) for step in range(len(by_step))), default=0)
     return max(by_step, default=0) + crossing
 
 
-def lost_pages(method: MethodArcs, tails: Mapping[str, int], ring_pages: int) -> int:
+def lost_pages(method: MethodRanges, tails: Mapping[str, int], ring_pages: int) -> int:
     """What is missing at the cut to a whole number of rounds."""
-    return -sum([tails[arc.weight] for arc in method.arcs]) % ring_pages
+    return -sum([tails[live.weight] for live in method.live_ranges]) % ring_pages
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,12 @@ class Ring:
     """The pages of one method's ranges."""
 
     page_count: int
-    # By arc, in the order of its bytes: the first page, how many, and the last step that reads what was in them before.
+    # By live range, in the order of its bytes: the first page, how many, and the last step that reads what was there.
     spans: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 def lay(
-    methods: Sequence[MethodArcs], rings: Sequence[Ring], demand: Demand
+    methods: Sequence[MethodRanges], rings: Sequence[Ring], demand: Demand
 ) -> tuple[tuple[tuple[LaidStay, ...], ...], int]:
     """By method: pages and parts of every stay; and the length of the ring without pages that nobody has."""
     # Pages that somebody has, as extents apart from one another, and how many come before each.
@@ -96,25 +98,25 @@ def lay(
 
     laid = tuple(
         tuple(
-            LaidStay(extents(spans), _parts([span[1:] for span in spans], arc.weight, demand))
-            for arc, spans in zip(method.arcs, ring.spans, strict=True)
+            LaidStay(extents(spans), _parts([span[1:] for span in spans], live.weight, demand))
+            for live, spans in zip(method.live_ranges, ring.spans, strict=True)
         )
         for method, ring in zip(methods, rings, strict=True)
     )
     return laid, before[-1]
 
 
-def shortest(method: MethodArcs, pages: Mapping[str, int], *, enough_pages: int = 0) -> tuple[int, int]:
+def shortest(method: MethodRanges, pages: Mapping[str, int], *, enough_pages: int = 0) -> tuple[int, int]:
     """The fewest pages that the best of several cuts needs, or the first that needs at most `enough_pages`; and that
-    cut. Every range has its pages from the beginning of its arc on: the copy of one overlaps with the step before."""
-    if not method.arcs:
+    cut. Every range has its pages from its beginning on, so that its copy overlaps with the step before."""
+    if not method.live_ranges:
         return 0, 0
     by_step = loads(method, pages)
     enough_pages = max(enough_pages, *by_step)
-    # A cut before step s is crossed by the arcs that cover both s - 1 and s.
+    # A cut before step s is crossed by the live ranges that cover both s - 1 and s.
     crossing = [min(by_step[step - 1], by_step[step]) for step in range(method.step_count)]
     cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))
-    tries = min(max(ARCS_TIMES_CUTS // len(method.arcs), CUTS_AT_LEAST), CUTS_AT_MOST)
+    tries = min(max(RANGES_TIMES_CUTS // len(method.live_ranges), CUTS_AT_LEAST), CUTS_AT_MOST)
     best: tuple[int, int] | None = None
     for cut in cuts[:tries]:
         ring = allocate(method, pages, cut, below_pages=None if best is None else best[0])
@@ -127,7 +129,7 @@ def shortest(method: MethodArcs, pages: Mapping[str, int], *, enough_pages: int 
 
 
 def allocate(
-    method: MethodArcs,
+    method: MethodRanges,
     pages: Mapping[str, int],
     cut: int,
     *,
@@ -138,22 +140,22 @@ def allocate(
     """Pages for every range, on a line that begins with step `cut`; None where `ring_pages` are too few for that.
 
     Without `ring_pages` the ring grows as it must; None as soon as it takes no fewer than `below_pages`. With `leads` a
-    range has its pages from the beginning of its arc on, and without from its first reader on: it is then copied
+    range has its pages from the beginning of its live range on, and without from its first reader on: it is then copied
     before that as far as there is room.
     """
     count = method.step_count
-    spans: list[list[_Span]] = [[] for _ in method.arcs]
-    begins = [((arc.begin_step if leads else arc.first_step) - cut) % count for arc in method.arcs]
+    spans: list[list[_Span]] = [[] for _ in method.live_ranges]
+    begins = [((live.begin_step if leads else live.first_step) - cut) % count for live in method.live_ranges]
     # Pages that come free: when, and the last step until which they are: that of the line's end, or of their crossing
     # range.
     releases: list[tuple[int, int, list[tuple[int, int]]]] = []
     waiting: list[tuple[int, int, int]] = []
     crossing: list[int] = []
     page_count = 0
-    for index, arc in enumerate(method.arcs):
+    for index, live in enumerate(method.live_ranges):
         begin = begins[index]
-        end = begin + arc.end_step - (arc.begin_step if leads else arc.first_step)
-        held = pages[arc.weight]
+        end = begin + live.end_step - (live.begin_step if leads else live.first_step)
+        held = pages[live.weight]
         if end < count:
             waiting.append((begin, -end, index))
         else:
@@ -179,7 +181,7 @@ def allocate(
             if not free[deadline]:
                 insort(deadlines, deadline)
             free[deadline].extend([(first, length, ended) for first, length in released])
-        needed = pages[method.arcs[index].weight]
+        needed = pages[method.live_ranges[index].weight]
         # Best fit: the pages that are wanted back soonest, of those that are free long enough.
         fit = bisect_left(deadlines, end)
         while needed:
@@ -213,7 +215,7 @@ def allocate(
 
 
 def _resolved(
-    method: MethodArcs,
+    method: MethodRanges,
     spans: Sequence[Sequence[_Span]],
     begins: Sequence[int],
     crossing: Sequence[int],
@@ -230,9 +232,9 @@ def _resolved(
     firsts = [first for first, _, _ in last]
     found: list[tuple[tuple[int, int, int], ...]] = []
     is_crossing = frozenset(crossing)
-    for index, (arc, mine) in enumerate(zip(method.arcs, spans, strict=True)):
-        # From the line to the run of the arc's first access.
-        shift = (arc.begin_step if leads else arc.first_step) - begins[index]
+    for index, (live, mine) in enumerate(zip(method.live_ranges, spans, strict=True)):
+        # From the line to the run of the live range's first access.
+        shift = (live.begin_step if leads else live.first_step) - begins[index]
         resolved: list[tuple[int, int, int]] = []
         for first, length, ended in mine:
             if ended is not None:

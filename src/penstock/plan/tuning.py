@@ -35,7 +35,7 @@ KEPT_ATTEMPTS = 4
 KEPT_ROOM_PART = 48
 # Where to cut the cycle is a guess; several are tried, those with the least load first. More where it costs little.
 CUTS_AT_LEAST, CUTS_AT_MOST = 2, 64
-ARCS_TIMES_CUTS = 8192
+RANGES_TIMES_CUTS = 8192
 
 # ---- The search with measured times
 

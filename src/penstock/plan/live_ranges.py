@@ -1,8 +1,8 @@
-"""Which stays a method's streamed weights make, and how long each holds its pages. Time is in steps, cyclic over runs.
+"""The live ranges of a method's streamed weights: how long each holds its pages. Time is in steps, cyclic over runs.
 
-An arc is one stay before it has pages: from the first step during which its copy may be under way to the step of its
-last reader. At the least it covers what the floor counts (see floor.py): the step before its first reader, and every
-earlier step at which it is the next copy. Lookahead makes arcs begin earlier.
+One begins with the first step during which its copy may be under way, and ends with that of its last reader. It covers
+what the floor counts (see floor.py): the step before its first reader, and every earlier step at which it is the next
+copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Extent = tuple[int, int]
 
 
 # Planning makes these by the ten thousand, and a tuple is made several times as fast as a frozen dataclass.
-class Arc(NamedTuple):
+class LiveRange(NamedTuple):
     """One stay in time. `positions` are those of its accesses, in the order in which they come.
 
     Steps count from the run in which the first of the accesses is made: `begin_step` may be negative (the copy is
@@ -35,11 +35,11 @@ class Arc(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MethodArcs:
-    """The arcs of one method, by first access. `always` names the weights that would never leave: they are no arcs."""
+class MethodRanges:
+    """The live ranges of one method, by first access. `always`: the weights that would never leave, which have none."""
 
     step_count: int
-    arcs: tuple[Arc, ...]
+    live_ranges: tuple[LiveRange, ...]
     always: frozenset[str]
 
 
@@ -61,27 +61,27 @@ class LaidStay(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def method_arcs(schedule: Schedule, streamed: Collection[str]) -> MethodArcs:
-    """The shortest arcs that still overlap copies with steps, when the weights in `streamed` (none empty) stream."""
+def live_ranges(schedule: Schedule, streamed: Collection[str]) -> MethodRanges:
+    """The shortest that still overlap copies with steps, when the weights in `streamed` (none empty) stream."""
     count = len(schedule.steps)
     begins = _begin_steps(schedule, streamed)
-    by_weight: dict[str, list[Arc]] = {}
+    by_weight: dict[str, list[LiveRange]] = {}
     first_step, last_step = schedule.first_step, schedule.last_step
     for position, access in enumerate(schedule.accesses):
         name, number = access.weight, access.number
         if name in streamed:
-            arc = Arc(name, (position,), first_step[number], begins[position], last_step[number])
-            by_weight.setdefault(name, []).append(arc)
-    arcs: list[Arc] = []
+            live = LiveRange(name, (position,), first_step[number], begins[position], last_step[number])
+            by_weight.setdefault(name, []).append(live)
+    live_ranges: list[LiveRange] = []
     always: set[str] = set()
     for name, alone in by_weight.items():
         joined = alone if len(alone) == 1 else _join(alone, count)
-        for arc in joined:
-            if arc.end_step - arc.begin_step + 1 >= count:
+        for live in joined:
+            if live.end_step - live.begin_step + 1 >= count:
                 always.add(name)
         if name not in always:
-            arcs += joined
-    return MethodArcs(count, tuple(sorted(arcs, key=_first_position)), frozenset(always))
+            live_ranges += joined
+    return MethodRanges(count, tuple(sorted(live_ranges, key=_first_position)), frozenset(always))
 
 
 def issue_position(first_steps: Sequence[int], begin_step: int, step_count: int) -> int:
@@ -93,8 +93,8 @@ def issue_position(first_steps: Sequence[int], begin_step: int, step_count: int)
     return bisect_left(first_steps, begin_step % step_count) if begin_step else len(first_steps)
 
 
-def _first_position(arc: Arc) -> int:
-    return arc.positions[0]
+def _first_position(live: LiveRange) -> int:
+    return live.positions[0]
 
 
 def _begin_steps(schedule: Schedule, streamed: Collection[str]) -> list[int]:
@@ -126,14 +126,14 @@ def _begin_steps(schedule: Schedule, streamed: Collection[str]) -> list[int]:
     return begins
 
 
-def _join(alone: Sequence[Arc], step_count: int) -> list[Arc]:
-    """One weight's arcs, those that overlap or touch made one: a single copy serves them all at no cost in pages."""
-    joined: list[Arc] = []
-    for arc in alone:
-        if joined and arc.begin_step <= joined[-1].end_step + 1:
-            joined[-1] = _union(joined[-1], arc)
+def _join(alone: Sequence[LiveRange], step_count: int) -> list[LiveRange]:
+    """One weight's, those that overlap or touch made one: a single copy serves them all at no cost in pages."""
+    joined: list[LiveRange] = []
+    for live in alone:
+        if joined and live.begin_step <= joined[-1].end_step + 1:
+            joined[-1] = _union(joined[-1], live)
         else:
-            joined.append(arc)
+            joined.append(live)
     # Across the end of the run; what crosses it may then reach the stay before it in turn.
     while len(joined) > 1:
         if joined[-1].begin_step <= joined[-2].end_step + 1:
@@ -146,37 +146,37 @@ def _join(alone: Sequence[Arc], step_count: int) -> list[Arc]:
     return joined
 
 
-def join(method: MethodArcs, kept: frozenset[int]) -> MethodArcs:
+def join(method: MethodRanges, kept: frozenset[int]) -> MethodRanges:
     """Arcs whose index is in `kept` made one with the next of their weight, across the end of the run too."""
     of_weight: dict[str, list[int]] = {}
-    for index, arc in enumerate(method.arcs):
-        of_weight.setdefault(arc.weight, []).append(index)
-    arcs: list[Arc] = []
+    for index, live in enumerate(method.live_ranges):
+        of_weight.setdefault(live.weight, []).append(index)
+    live_ranges: list[LiveRange] = []
     always = set(method.always)
     for name, indices in of_weight.items():
         if kept.issuperset(indices):
             always.add(name)
             continue
-        # Begin after an arc that is not joined with the next: no stay then goes round further than the list.
+        # Begin after a live range that is not joined with the next: no stay then goes round further than the list.
         start = next(turn for turn, index in enumerate(indices) if index not in kept) + 1
-        joined: Arc | None = None
+        joined: LiveRange | None = None
         for turn in range(start, start + len(indices)):
             later = method.step_count * (turn >= len(indices))
             index = indices[turn % len(indices)]
-            arc = method.arcs[index]
+            live = method.live_ranges[index]
             if joined is None:
-                joined, of_run = arc, later
+                joined, of_run = live, later
             else:
                 shift = later - of_run
-                shifted = arc._replace(begin_step=arc.begin_step + shift, end_step=arc.end_step + shift)
+                shifted = live._replace(begin_step=live.begin_step + shift, end_step=live.end_step + shift)
                 joined = _union(joined, shifted)
             if index not in kept:
-                arcs.append(joined)
+                live_ranges.append(joined)
                 joined = None
-    return replace(method, arcs=tuple(sorted(arcs, key=_first_position)), always=frozenset(always))
+    return replace(method, live_ranges=tuple(sorted(live_ranges, key=_first_position)), always=frozenset(always))
 
 
-def _union(one: Arc, other: Arc) -> Arc:
+def _union(one: LiveRange, other: LiveRange) -> LiveRange:
     return one._replace(
         positions=one.positions + other.positions,
         begin_step=min(one.begin_step, other.begin_step),
