@@ -96,11 +96,14 @@ class Search:
     def _first_aheads(self, cap: int) -> set[int]:
         """Beside the usual room a whole tail, so that stays take turns with two of them; or of equal tails more and
         more, since how much pays depends on how uneven steps are."""
+        usual = self._ahead_pages
         if self._is_short:
-            return {self._ahead_pages}
+            return {usual}
+        if self._least_ahead_pages:
+            return {usual, 2 * usual, 4 * usual} if cap == EVEN else {max(usual, cap)}
         if cap != EVEN:
-            return {self._ahead_pages, cap}
-        return {self._ahead_pages, *(2**k for k in range((self._budget_pages // 4).bit_length()))}
+            return {usual, cap}
+        return {usual, *(2**k for k in range((self._budget_pages // 4).bit_length()))}
 
     def _try(self, point: Point) -> Found | None:
         """None where it was tried before, there is no time left, it is slower at the best, or it does not close."""

@@ -42,7 +42,7 @@ RANGES_TIMES_CUTS = 8192
 # What is acted out, in accesses, bounds the time that planning takes: about a second for Llama-3-8B on two cores.
 WORK_ACCESSES = 25_000
 # Without measured times each candidate is acted out on several machines.
-NOMINAL_WORK_ACCESSES = 4_500
+NOMINAL_WORK_ACCESSES = 3_000
 LEAST_TRIALS = 3
 # From one cap to the next. On five rows of the record, 1.2 changed no time by more than 0.1%.
 CAP_FACTOR = 1.3
