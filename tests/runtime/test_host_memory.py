@@ -21,7 +21,7 @@ from penstock.runtime.host_memory import (
     memory_limit_bytes,
     prefault_with_progress,
 )
-from penstock.runtime.registration_probe import probe_registration
+from penstock.runtime.registration_probe import RegistrationProbe, probe_registration
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -302,6 +302,24 @@ def test_a_probe_that_hangs_is_killed(tmp_path: Path, weights: Path) -> None:
     if pid_file.exists():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid_file.read_text()), 0)
+
+
+def test_a_probe_is_begun_before_it_is_asked_and_goes_if_nobody_asks(tmp_path: Path, weights: Path) -> None:
+    begun, pid_file = tmp_path / "begun", tmp_path / "pid"
+    os.mkfifo(begun)
+    body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nopen({str(begun)!r}, 'w').close()\n"
+    first = RegistrationProbe(weights, 0, command=child(tmp_path, body))
+    begun.open().close()  # once it has begun; nobody has asked yet
+    second = RegistrationProbe(weights, 0, command=child(tmp_path, body + "while True: signal.pause()"))
+    begun.open().close()
+    first.require()
+    second.require()  # has the first one's answer
+    second.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    assert starts(tmp_path) == 2
+    RegistrationProbe(weights, 0, command=child(tmp_path, "sys.exit(4)")).require()
+    assert starts(tmp_path) == 2
 
 
 def test_an_interrupted_probe_leaves_no_process_and_no_answer(tmp_path: Path, weights: Path) -> None:

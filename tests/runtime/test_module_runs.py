@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import BelowFloorError, IdentityError, InputError, PackageError
+from penstock.plan.tuning import NOMINAL_COPY_LATENCY_S, NOMINAL_LINK_BYTES_PER_S
 from penstock.runtime.module import POISON_VARIABLE
 from penstock.verify.module import PoisonedModule
 from tests.harness import bits, leaves
@@ -60,14 +62,18 @@ def test_from_the_floor_to_everything(
     with penstock.Module(program_path(name), EVERYTHING, **SETUPS[setup]) as full:
         asked = budgets(full)
     streamed: list[int] = []
+    link_s: list[float] = []
     for budget in asked:
         with penstock.Module(program_path(name), budget, **SETUPS[setup]) as module:
             assert module.budget_bytes == budget
             run = Watched(module)
             assert same(play(run, SCRIPTS[name]), resident_bits(name))
             streamed.append(run.total.bytes_streamed)
-    # More budget never streams more; the floor streams, and everything streams nothing but lru's first loads.
-    assert streamed == sorted(streamed, reverse=True) or setup == "lru"
+            copies_s = run.total.copies * NOMINAL_COPY_LATENCY_S
+            link_s.append(copies_s + run.total.bytes_streamed / NOMINAL_LINK_BYTES_PER_S)
+    # More budget hardly ever keeps the link busy for longer, and by little: planning is a search. The floor streams, and
+    # everything streams nothing but lru's first loads.
+    assert setup == "lru" or all(after <= 1.05 * before for before, after in pairwise(link_s))
     assert streamed[0] > streamed[-1]
     assert streamed[-1] == 0 or setup == "lru"
 

@@ -49,7 +49,7 @@ from penstock.runtime.recorder import Recording
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
-from penstock.runtime.weights_source import prepare_source, read_weights_index, stored_bytes
+from penstock.runtime.weights_source import begin_probe, prepare_source, read_weights_index, stored_bytes
 from penstock.weights import verify_checksums
 
 LOGGER = logging.getLogger("penstock")
@@ -128,6 +128,10 @@ class Module:
             verify_checksums(index)
         deliver_interrupt()
         with ExitStack() as stack:
+            # Its child makes a CUDA context, which takes as long as planning does.
+            probe = begin_probe(index, self.device, cap_bytes=options.host_memory_cap_bytes)
+            if probe is not None:
+                stack.callback(probe.close)
             driver = (
                 open_cuda_driver(self.device.index)
                 if self.device.type == "cuda"
@@ -146,7 +150,7 @@ class Module:
             installed = self._policy.arrange(self._choice.budget_bytes, known)
             prepared = prepare_source(
                 index,
-                self.device,
+                probe,
                 cap_bytes=options.host_memory_cap_bytes,
                 extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self.program.host_state_bytes,
             )

@@ -40,6 +40,46 @@ _lock = threading.Lock()
 _answers: dict[tuple[int, int], str | None] = {}
 
 
+class RegistrationProbe:
+    """A child that tries. It is begun here and asked later, so that its start goes on beside other work.
+
+    Asked once per process, device and file system: where the answer is known there is no child.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device_index: int,
+        timeout_s: float = 30.0,
+        *,
+        command: Sequence[str] = (sys.executable, "-m", "penstock.runtime.registration_probe"),
+    ) -> None:
+        self._path = os.fspath(path)
+        self._device_index = device_index
+        self._timeout_s = timeout_s
+        self._key = (device_index, Path(path).stat().st_dev)
+        self._child = None if self._key in _answers else _start([*command, self._path, str(device_index)])
+
+    def require(self) -> None:
+        """Waits for the answer. Raises RegistrationError when the file cannot be registered."""
+        with _lock:
+            if self._key not in _answers:
+                assert self._child is not None, "there is a child unless there was an answer, and answers stay"
+                child, self._child = self._child, None
+                _answers[self._key] = _answer(child, self._timeout_s)
+            problem = _answers[self._key]
+        if problem is not None:
+            raise RegistrationError(
+                f"weights file {self._path} cannot be registered with device {self._device_index}: {problem}; {_REMEDY}"
+            )
+
+    def close(self) -> None:
+        """Nobody will ask any more, or another's child has answered."""
+        if self._child is not None:
+            child, self._child = self._child, None
+            _kill(child)
+
+
 def probe_registration(
     path: str | os.PathLike[str],
     device_index: int,
@@ -47,25 +87,17 @@ def probe_registration(
     *,
     command: Sequence[str] = (sys.executable, "-m", "penstock.runtime.registration_probe"),
 ) -> None:
-    """Raise RegistrationError when the file cannot be registered; asked once per process, device and file system."""
-    key = (device_index, Path(path).stat().st_dev)
-    with _lock:
-        if key not in _answers:
-            _answers[key] = _ask([*command, os.fspath(path), str(device_index)], timeout_s)
-        problem = _answers[key]
-    if problem is not None:
-        raise RegistrationError(
-            f"weights file {os.fspath(path)} cannot be registered with device {device_index}: {problem}; {_REMEDY}"
-        )
+    """Begins and asks at once."""
+    with contextlib.closing(RegistrationProbe(path, device_index, timeout_s, command=command)) as probe:
+        probe.require()
 
 
-def _ask(command: list[str], timeout_s: float) -> str | None:
-    """The problem in words, or None."""
+def _start(command: list[str]) -> subprocess.Popen[str]:
     # The child must find this package as this process did, whatever put it on the path.
     package_root = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
     python_path = package_root if not inherited else package_root + os.pathsep + inherited
-    child = subprocess.Popen(
+    return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -75,6 +107,10 @@ def _ask(command: list[str], timeout_s: float) -> str | None:
         text=True,
         errors="replace",
     )
+
+
+def _answer(child: subprocess.Popen[str], timeout_s: float) -> str | None:
+    """The problem in words, or None."""
     try:
         output, _ = child.communicate(timeout=timeout_s)
         # An interrupt at the terminal ends no child in a session of its own, but the answer is not wanted any more.

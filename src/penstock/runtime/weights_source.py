@@ -19,7 +19,7 @@ from penstock.runtime.host_memory import (
     chunk_ends,
     prefault_with_progress,
 )
-from penstock.runtime.registration_probe import probe_registration
+from penstock.runtime.registration_probe import RegistrationProbe
 from penstock.runtime.session import HostSource
 from penstock.weights import Entry, WeightsIndex, read_index
 
@@ -41,24 +41,32 @@ class PreparedSource:
 
 def prepare_source(
     index: WeightsIndex,
-    device: torch.device,
+    probe: RegistrationProbe | None,
     *,
     cap_bytes: int | None,
     extra_bytes: int,
 ) -> PreparedSource:
     """Everything that can be refused before memory is pinned is refused here.
 
+    `probe`: of a file that is registered with a GPU.
     `cap_bytes`: of the pinned buffers that weights pass through; None: the file is registered as it is mapped.
     `extra_bytes` are what else is held there: of the soft driver, whose device memory is host memory too, and state.
     """
-    return _registered(index, device, extra_bytes) if cap_bytes is None else _staged(cap_bytes, extra_bytes)
+    return _registered(index, probe, extra_bytes) if cap_bytes is None else _staged(cap_bytes, extra_bytes)
 
 
-def _registered(index: WeightsIndex, device: torch.device, extra_bytes: int) -> PreparedSource:
+def begin_probe(index: WeightsIndex, device: torch.device, *, cap_bytes: int | None) -> RegistrationProbe | None:
+    """Of registering the file, where that is what will be done with it."""
+    if device.type != "cuda" or cap_bytes is not None:
+        return None
+    return RegistrationProbe(index.path, device.index)
+
+
+def _registered(index: WeightsIndex, probe: RegistrationProbe | None, extra_bytes: int) -> PreparedSource:
     path = Path(index.path)
     check_host_memory(bytes_to_pin(path) + extra_bytes, f"{path}, all of which is held in memory")
-    if device.type == "cuda":
-        probe_registration(path, device.index)
+    if probe is not None:
+        probe.require()
     prefault_with_progress(path)
     ends = chunk_ends(_extents(index), index.file_bytes)
     return PreparedSource(HostSource(chunk_ends=ends), PinnedFile(path), index.file_bytes)
