@@ -71,8 +71,8 @@ def test_from_the_floor_to_everything(
             streamed.append(run.total.bytes_streamed)
             copies_s = run.total.copies * NOMINAL_COPY_LATENCY_S
             link_s.append(copies_s + run.total.bytes_streamed / NOMINAL_LINK_BYTES_PER_S)
-    # More budget hardly ever keeps the link busy for longer, and by little: planning is a search. The floor streams, and
-    # everything streams nothing but lru's first loads.
+    # More budget seldom keeps the link busy for longer, and then by little: planning is a search. The floor streams,
+    # and everything streams nothing but lru's first loads.
     assert setup == "lru" or all(after <= 1.05 * before for before, after in pairwise(link_s))
     assert streamed[0] > streamed[-1]
     assert streamed[-1] == 0 or setup == "lru"
