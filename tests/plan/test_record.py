@@ -18,6 +18,7 @@ SLACK = 1.005
 # Without times. A longer ring means more bytes and fewer waits: what is better depends on the machine, so that no plan
 # is the best on all. The record's planner stood at another place of that choice.
 SLACK_WITHOUT_TIMES = 1.11
+BYTES_SLACK_WITHOUT_TIMES = 1.15
 
 
 def _compare(name: str, pages: str, budgets: tuple[int, ...], machines: tuple[str, ...]) -> list[float]:
@@ -29,7 +30,7 @@ def _compare(name: str, pages: str, budgets: tuple[int, ...], machines: tuple[st
         at = (name, pages, row.budget)
         assert row.floor_bytes <= before.floor_bytes, at
         assert row.full_bytes == before.full_bytes, at
-        assert row.bytes_streamed <= SLACK_WITHOUT_TIMES * before.bytes_streamed, at
+        assert row.bytes_streamed <= BYTES_SLACK_WITHOUT_TIMES * before.bytes_streamed, at
         for machine in MACHINES:
             ratios.append(row.usual_s[machine] / before.usual_s[machine])
             assert ratios[-1] <= SLACK_WITHOUT_TIMES, (*at, machine)

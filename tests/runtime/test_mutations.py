@@ -25,6 +25,7 @@ NEED_TORCH = {"fetch", "tensor_at", "fetched_position", "forget_tensors"}
 NEVER_RECORDED = "an event that was never recorded is no wait"
 GIVES_BACK_NOTHING = "to give back what is not there fails, and nobody is told"
 EQUIVALENT = {
+    "trace.cpp step_begins: if (open_step_ < 0) taken for true": "the span that was open has no end, and is dropped",
     "streaming_session.cpp follow_last_run: if (has_run_) taken for true": NEVER_RECORDED,
     "streaming_session.cpp finish: if (has_run_) taken for true": NEVER_RECORDED,
     "streaming_session.cpp drain: if (has_run_) taken for true": NEVER_RECORDED,
