@@ -26,7 +26,7 @@ def fewest_pages(schedule: Schedule, pages: dict[str, int], budgets: list[int]) 
 
     Every weight is held, or streams and is kept through any of the gaps between its stays. What that takes is taken for
     the load alone, which is less than what fixed addresses may need. Two things are not tried: a head that is held
-    while the tail streams, and a ring that is taken in laps; with these a plan may copy less.
+    while the tail streams, and a ring that is taken in turn; with these a plan may copy less.
     """
     best = dict.fromkeys(budgets, sum(pages[access.weight] for access in schedule.accesses))
     for held in itertools.product((False, True), repeat=len(pages)):

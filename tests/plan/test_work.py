@@ -90,7 +90,7 @@ def test_many_accesses_are_gone_through_a_few_times(
 
 
 @pytest.mark.parametrize("program", [decoder, any_sizes, two_methods])
-def test_a_budget_well_above_the_floor_needs_no_colouring(
+def test_a_budget_well_above_the_floor_needs_no_exact_floor(
     program: Callable[[], tuple[list[Schedule], dict[str, Weight]]], gone_through: Counter[str]
 ) -> None:
     schedules, weights = program()

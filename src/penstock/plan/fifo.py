@@ -38,7 +38,7 @@ class Draft:
 
     @property
     def lost_pages(self) -> int:
-        """What is missing to a whole lap where one run meets the next."""
+        """What is missing to a whole ring where one run meets the next."""
         return max((lost_pages(method, self.tails, self.ring_pages) for method in self.few.methods), default=0)
 
     def link_s(self, calibration: Calibration) -> float:
@@ -66,7 +66,7 @@ class Draft:
         return [Counter([live.weight for live in method.live_ranges]) for method in self.few.methods]
 
     def plan(self, cut_part: float = 0.0) -> Plan | None:
-        """None where a page would be needed before it is free. The laps begin anew after that part of the stays."""
+        """None where a page would be needed before it is free. The ring begins anew after that part of the stays."""
         demand, methods = self.chosen.demand, self.few.methods
         rings = []
         for method in methods:

@@ -28,8 +28,8 @@ from penstock.plan.tuning import (
     LOOKAHEAD_BYTES,
     LOOKAHEAD_PART,
     LOOKAHEAD_PART_OF_STREAM,
-    NOMINAL_WORK_ACCESSES,
-    WORK_ACCESSES,
+    MEASURED_TRIALS,
+    NOMINAL_TRIALS,
 )
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -87,7 +87,7 @@ class Planner:
         )
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
-        """The plan that takes the least time within the budget, or without a calibration the one that moves the least.
+        """The plan that takes the least time within the budget: by the times that were measured, or on nominal machines.
 
         Raises BelowFloorError where no plan is safe and still overlaps.
         """
@@ -123,14 +123,14 @@ class Planner:
                 known,
                 ahead_pages,
                 least_ahead_pages=0 if is_measured else ahead_pages,
-                work_accesses=WORK_ACCESSES if is_measured else NOMINAL_WORK_ACCESSES,
+                trials=MEASURED_TRIALS if is_measured else NOMINAL_TRIALS,
             ).run()
             if found:
                 return found
         return []
 
     def _refuse_below_floor(self, budget_bytes: int) -> None:
-        # The exact floor takes a colouring, which a budget well above it can do without.
+        # The exact floor takes time to find, which a budget well above it can do without.
         if surely_fits(self._sets, budget_bytes // self._page_bytes):
             return
         if budget_bytes < self.floor_bytes:

@@ -55,7 +55,7 @@ def cheapest_kept(sets: CandidateSets, budget_pages: int) -> Placed | None:
 def _placed(chosen: Streaming, budget_pages: int, rule: Rule) -> Placed | None:
     room_pages = budget_pages - chosen.resident_pages(chosen.whole)
     if chosen.demand.access_count > MANY_ACCESSES:
-        # What the cycle costs is left free at once, rather than found out by colouring twice.
+        # What the cycle costs is left free at once, rather than found out by placing twice.
         room_pages -= room_pages // KEPT_ROOM_PART
     for _ in range(KEPT_ATTEMPTS):
         methods = [keep(method, chosen.whole, room_pages, rule) for method in chosen.methods]

@@ -1,4 +1,4 @@
-"""The search for the fastest plan whose stays take the ring in turn: candidates in the order of a bound, each acted
+"""The search for the fastest plan whose weights take the ring in turn: candidates in the order of a bound, each acted
 out, and then the neighbours of the best. What is not tried is slower at the best, or was one of too many.
 """
 
@@ -13,12 +13,12 @@ from penstock.plan.fifo import EVEN, Draft, FifoChoices
 from penstock.plan.plan import Plan
 from penstock.plan.residency import Streaming
 from penstock.plan.simulator import predicted_s
-from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LEAST_TRIALS, LENGTHS, MANY_ACCESSES, MORE_PAGES, WORK_ACCESSES
+from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LENGTHS, MANY_ACCESSES, MEASURED_TRIALS, MORE_PAGES, Trials
 
 
 class Point(NamedTuple):
     """A candidate: a set of weights, by number; a cap on their tails, and how far copies may run ahead, in pages; where
-    the laps begin anew, in parts of a run."""
+    the ring begins anew, in parts of a run."""
 
     chosen: int
     cap: int
@@ -50,7 +50,7 @@ class Search:
         ahead_pages: int,
         *,
         least_ahead_pages: int = 0,
-        work_accesses: int = WORK_ACCESSES,
+        trials: Trials = MEASURED_TRIALS,
     ) -> None:
         self._choices = [FifoChoices(chosen, budget_pages) for chosen in sets]
         self._calibrations = calibrations
@@ -60,7 +60,7 @@ class Search:
         accesses = max((chosen.demand.access_count for chosen in sets), default=1)
         # Each draft takes a while then.
         self._is_short = accesses > MANY_ACCESSES
-        self._trials_left = max(LEAST_TRIALS, work_accesses // max(accesses, 1))
+        self._trials_left = trials.of(accesses)
         self._drafts: dict[tuple[int, int, int], tuple[float, Draft] | None] = {}
         self._tried: set[Point] = set()
         self._found: list[Found] = []
@@ -141,12 +141,12 @@ class Search:
                 yield point._replace(cap=other, cut=0)
                 # The ring as many tails long as before.
                 yield point._replace(cap=other, ahead_pages=round(ahead * other / cap) if cap else ahead, cut=0)
-        yield from self._near_laps(point)[:2]
+        yield from self._near_whole_rings(point)[:2]
         for cut in range(1, CUTS):
             yield point._replace(cut=cut)
 
-    def _near_laps(self, point: Point) -> list[Point]:
-        """With longer rings, those first with which a run comes out nearest to a whole number of laps."""
+    def _near_whole_rings(self, point: Point) -> list[Point]:
+        """With longer rings, those first with which a run comes out nearest to a whole number of rings."""
         found = []
         grain = max(1, point.ahead_pages // LENGTHS)
         for more in range(grain, 2 * point.ahead_pages, grain):

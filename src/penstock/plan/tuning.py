@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # ---- What copies cost
 
 # What one copy costs beside its bytes, in bytes of the link: 4 to 5 us of a link of 55 GB/s, measured on an H200. A
@@ -17,7 +19,7 @@ PART_OF_STAY = 8
 # bridges steps of uneven length. Never more than this part of the budget.
 LOOKAHEAD_BYTES = 32 * 2**20
 LOOKAHEAD_PART = 32
-# In laps, never more than this part of what does not fit: it would cost more than the steps it bridges.
+# Never more than this part of what does not fit, either: it would cost more than the steps it bridges.
 LOOKAHEAD_PART_OF_STREAM = 96
 
 # ---- How much is tried. More of it takes longer and finds little: planning is to take a second at most.
@@ -37,16 +39,28 @@ KEPT_ROOM_PART = 48
 CUTS_AT_LEAST, CUTS_AT_MOST = 2, 64
 RANGES_TIMES_CUTS = 8192
 
-# ---- The search with measured times
+# ---- The search
 
-# What is acted out, in accesses, bounds the time that planning takes: about a second for Llama-3-8B on two cores.
-WORK_ACCESSES = 25_000
-# Without measured times each candidate is acted out on several machines.
-NOMINAL_WORK_ACCESSES = 3_000
-LEAST_TRIALS = 3
+
+class Trials(NamedTuple):
+    """How many candidates are acted out: so many accesses of them in all, which bounds the time that planning takes."""
+
+    accesses: int
+    most: int
+    least: int = 3
+
+    def of(self, access_count: int) -> int:
+        return max(self.least, min(self.most, self.accesses // max(access_count, 1)))
+
+
+# About a second for Llama-3-8B on two cores.
+MEASURED_TRIALS = Trials(accesses=25_000, most=1_000)
+# Without measured times each candidate is acted out on several machines. A program of a few accesses gains nothing after
+# so many, and is planned in milliseconds.
+NOMINAL_TRIALS = Trials(accesses=3_000, most=24)
 # From one cap to the next. On five rows of the record, 1.2 changed no time by more than 0.1%.
 CAP_FACTOR = 1.3
-# Places that are tried for the beginning of the laps.
+# Places that are tried for the beginning of the ring.
 CUTS = 8
 # Candidates whose neighbours are tried. With six, one of five rows of the record was 0.3% faster, at twice the time.
 CLIMBS = 3
