@@ -35,7 +35,7 @@ def default_handler() -> Iterator[None]:
 class Subject:
     def __init__(self, path: Path, folder: Path, wanted: list[torch.Tensor], full_bytes: int, cuda_graph: bool) -> None:
         self._path, self._folder, self._wanted, self._cuda_graph = path, folder, wanted, cuda_graph
-        floor = floor_of(path, "planned")
+        floor = floor_of(path, "auto")
         self.low, self.high = (floor + int((full_bytes - floor) * part) for part in (0.2, 0.6))
         self.module = self._load()
         self._token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
