@@ -218,3 +218,19 @@ def test_compiled_files_have_the_names_that_we_look_for() -> None:
 
     assert '"wrapper.cpp"' in inspect.getsource(codecache)
     assert constants.AOTINDUCTOR_DIR == "data/aotinductor/"
+
+
+def test_a_program_for_a_gpu_asks_for_no_vectors_of_the_cpu() -> None:
+    from torch._inductor import cpu_vec_isa
+
+    from penstock.torch_private.inductor import _without_cpu_vectors
+
+    before = cpu_vec_isa.valid_vec_isa_list
+    with _without_cpu_vectors(torch.device("cuda")):
+        assert cpu_vec_isa.pick_vec_isa() is cpu_vec_isa.invalid_vec_isa
+    with pytest.raises(ValueError), _without_cpu_vectors(torch.device("cuda")):
+        raise ValueError
+    # Others who compile for the CPU in this process keep theirs.
+    assert cpu_vec_isa.valid_vec_isa_list is before
+    with _without_cpu_vectors(torch.device("cpu")):
+        assert cpu_vec_isa.valid_vec_isa_list is before
