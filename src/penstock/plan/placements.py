@@ -75,7 +75,7 @@ class PlacementPlanner:
         return self._lowest.floor() if below is None else below.floor()
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
-        """The plan that takes the least time within the budget: by the times that were measured, or on nominal machines.
+        """The plan that takes the least time within the budget, by measured times or on nominal machines.
 
         Raises BelowFloorError where no plan is safe and still overlaps.
         """

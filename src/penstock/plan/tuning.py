@@ -55,8 +55,8 @@ class Trials(NamedTuple):
 
 # About a second for Llama-3-8B on two cores.
 MEASURED_TRIALS = Trials(accesses=25_000, most=1_000)
-# Without measured times each candidate is acted out on several machines. A program of a few accesses gains nothing after
-# so many, and is planned in milliseconds.
+# Without measured times each candidate is acted out on several machines. With a few accesses nothing is gained
+# after so many.
 NOMINAL_TRIALS = Trials(accesses=3_000, most=24)
 # From one cap to the next. On five rows of the record, 1.2 changed no time by more than 0.1%.
 CAP_FACTOR = 1.3
