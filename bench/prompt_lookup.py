@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "right": right,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu",
-        "model": str(given.checkpoint.name) if given.checkpoint else None,
+        "checkpoint": given.checkpoint.name if given.checkpoint else None,
         "budget_bytes": model.budget_bytes,
         "weight_bytes": model.weight_bytes,
         "rows": compare(model, tasks),
