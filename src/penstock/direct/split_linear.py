@@ -195,7 +195,7 @@ class SplitLinear:
         bias: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
-        options: Options = Options(),  # noqa: B008 - frozen
+        options: Options = Options(),
         host_bytes: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """On the current stream. `host_bytes`, one int64 on the device, is added what was asked of the host."""
