@@ -16,6 +16,8 @@ from penstock.direct import availability
 from penstock.direct.failures import KernelCompileError, KernelDeviceError
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
 from penstock.placement_names import PLANNED
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link
 from penstock.runtime.options import Asked, judge
 from penstock.runtime.session import Session
 from penstock.verify.module import PoisonedModule
@@ -245,3 +247,77 @@ def test_a_gpu_that_fails_the_check_still_runs_the_program(
     assert options.linear.summary() == [f"no weight is split: {failure}"]
     with pytest.raises(DeviceError, match=f"does not go with a GPU without the kernel for it: {failure}"):
         judge(loaded, gpu, Asked(placement="split"))
+
+
+# ---- by measured times
+
+
+def rows_on_device(module: penstock.Module) -> dict[str, int]:
+    assert module.plan is not None
+    placements = (placement for method in module.plan.methods for placement in method.placements)
+    return {placement.weight: placement.head_bytes for placement in placements if placement.head_bytes is not None}
+
+
+def test_a_split_module_is_calibrated_by_itself(program: Path, resident: list[Tensor]) -> None:
+    with opened(program, "1TiB", placement="stream") as module:
+        copying_bytes = module.floor_bytes
+    with opened(program, copying_bytes, placement="split") as module:
+        assert module.plan is not None
+        before = module.plan.split_weights
+        for in_place in (False, True):
+            with module.calibrate(in_place=in_place):
+                for _ in range(3):
+                    assert same(results(module), resident)
+                # Steps are timed with their weights on the device: copied there; or everything in host memory.
+                assert module.plan is not None and not module.plan.split_weights
+                assert bool(module.plan.direct_weights) == in_place
+                assert (module.last_run.copies > 0) != in_place
+            assert module.calibration is not None and bool(module.calibration.direct_step_s) == in_place
+            # Nothing is copied any more. How much of each weight is on the device is as the times were.
+            assert module.plan is not None and not any(method.copies for method in module.plan.methods)
+            assert in_place or module.plan.split_weights == before
+            assert same(results(module), resident)
+            assert module.device_memory()[0] <= copying_bytes
+        known = module.calibration
+        module.set_budget(copying_bytes - PAGE)
+        with pytest.raises(PenstockError, match=f"takes {copying_bytes} bytes; the budget is {copying_bytes - PAGE}"):
+            with module.calibrate():
+                pass
+        assert module.calibration == known
+        assert same(results(module), resident)
+
+
+def test_what_costs_more_on_the_host_has_more_on_the_device(program: Path, resident: list[Tensor]) -> None:
+    """Ratios per operation: by times in which one weight's rows on the host cost a hundred times as much."""
+    methods = penstock.read_program(program).methods
+    steps = {method.name: method.schedule for method in methods}
+    favoured = {"up.0.weight", "down.2.weight"}
+
+    def direct_s(method: str) -> tuple[float, ...]:
+        schedule = steps[method]
+        dear = {schedule.first_step[access.number] for access in schedule.accesses if access.weight in favoured}
+        return tuple(1e-1 if step in dear else 1e-3 for step in range(len(schedule.steps)))
+
+    times = Calibration(
+        Link(1e9), {name: (1e-6,) * len(one.steps) for name, one in steps.items()}, {n: direct_s(n) for n in steps}
+    )
+    with opened(program, "1TiB", placement="split") as module:
+        budget = module.full_bytes // 2
+    found = {}
+    for known in (None, times):
+        with opened(program, budget, placement="split", calibration=known) as module:
+            found[known is not None] = rows_on_device(module)
+            whole = set(module.plan.direct_weights) | set(rows_on_device(module))  # type: ignore[union-attr]
+            assert same(results(module), resident)
+            assert module.device_memory()[0] <= budget
+            if known is not None:
+                # All of it on the device, where the others have less than before.
+                assert not favoured & whole
+    assert found[True] != found[False] and favoured & set(found[False])
+
+
+def test_in_place_there_is_nothing_to_calibrate(program: Path) -> None:
+    with opened(program, 0, placement="in-place") as module:
+        with pytest.raises(PenstockError, match='placement="in-place" makes none'), module.calibrate():
+            pass
+        results(module)

@@ -345,11 +345,13 @@ class Module:
         self._say()
 
     @contextmanager
-    def _recorded(self, start: Callable[[], Recording], plan: Callable[[Recording, int], None]) -> Iterator[None]:
+    def _recorded(
+        self, start: Callable[[int], Recording], plan: Callable[[Recording, int], None]
+    ) -> Iterator[None]:
         recording: Recording | None = None
         try:
             with self._operation():
-                recording = start()
+                recording = start(self.budget_bytes)
             yield
             with self._operation():
                 plan(recording, self.budget_bytes)

@@ -96,6 +96,20 @@ REFUSALS = (
     ),
     Refusal(
         'placement="in-place"',
+        "calibration=",
+        "a calibration is to plan copies by, and nothing is copied",
+        PenstockError,
+        lambda o: o.asked.placement == "in-place" and o.asked.calibration is not None,
+    ),
+    Refusal(
+        'placement="split"',
+        'calibration="first-runs"',
+        "steps are timed with their weights on the device, and the first runs read them on both sides; use calibrate()",
+        PenstockError,
+        lambda o: o.asked.placement == "split" and o.asked.calibration == "first-runs",
+    ),
+    Refusal(
+        'placement="in-place"',
         "a cap on host memory",
         "kernels read weights where they lie in host memory, and under a cap no weight stays there",
         PenstockError,

@@ -43,8 +43,8 @@ class PlanInstaller:
         self.recorder = Recorder(session)
         self.calibration: Calibration | None = None
         self._installed: InstalledPlan | None = None
-        # While everything is read in place to be timed: what was arranged before.
-        self._before_direct: InstalledPlan | None = None
+        # While another plan is there to be timed: what was arranged before.
+        self._before_timing: InstalledPlan | None = None
 
     @property
     def installed(self) -> InstalledPlan:
@@ -71,9 +71,9 @@ class PlanInstaller:
             self.record_first_runs()
 
     def _end_recording(self, by: str) -> None:
-        """For something newer. A calibration of reads in place leaves with its plan."""
+        """For something newer. A plan that was there to be timed leaves with it."""
         self.recorder.end(by)
-        self._leave_direct()
+        self._leave_timing()
 
     def start_trace(self, name: str, keep: Callable[[list[Span]], None]) -> Recording:
         self._end_recording(name)
@@ -81,14 +81,18 @@ class PlanInstaller:
 
     # ---- by the times of copies and steps
 
-    def start_calibration(self) -> Recording:
+    def start_calibration(self, budget_bytes: int) -> Recording:
         if self.plan is None:
             raise PenstockError('calibrate() is for a plan, and placement="lru" makes none')
+        assert isinstance(self._policy, PlannedPolicy)
         self._end_recording("another calibrate()")
-        return self.recorder.start("calibrate()")
+        return self._start_timing("calibrate()", self._policy.arrange_to_time_steps(budget_bytes))
 
     def plan_by(self, recording: Recording, budget_bytes: int) -> None:
-        calibration = calibration_of(self.recorder.stop(recording), self._schedules, self._planned())
+        plan = self._planned()
+        spans = self.recorder.stop(recording)
+        self._leave_timing()
+        calibration = calibration_of(spans, self._schedules, plan)
         self._install(self._policy.arrange(budget_bytes, calibration))
         self.calibration = calibration
 
@@ -118,25 +122,17 @@ class PlanInstaller:
 
     # ---- by the times of reads in place
 
-    def start_direct_calibration(self) -> Recording:
+    def start_direct_calibration(self, _budget_bytes: int) -> Recording:
         policy = self._policy
         if self.calibration is None or not isinstance(policy, PlannedPolicy):
             raise PenstockError("calibrate(in_place=True) compares with what calibrate() measures: use that first")
         self._end_recording("calibrate(in_place=True)")
-        installed = policy.arrange_in_place()
-        before = self.installed
-        self._install(installed)
-        self._before_direct = before
-        try:
-            return self.recorder.start("calibrate(in_place=True)")
-        except PenstockError:
-            self._leave_direct()
-            raise
+        return self._start_timing("calibrate(in_place=True)", policy.arrange_in_place())
 
     def plan_by_direct(self, recording: Recording, budget_bytes: int) -> None:
         plan = self._planned()
         spans = self.recorder.stop(recording)
-        self._leave_direct()
+        self._leave_timing()
         assert self.calibration is not None
         calibration = replace(self.calibration, direct_step_s=step_times(spans, self._schedules, plan))
         check_direct_times(calibration, self._schedules)
@@ -148,11 +144,23 @@ class PlanInstaller:
         if recording is self.recorder.current:
             self._end_recording("nobody")
         elif self.recorder.current is None:
-            # Its end failed half-way: the plan in which everything is read in place must not outlive it.
-            self._leave_direct()
+            # Its end failed half-way: the plan that was there to be timed must not outlive it.
+            self._leave_timing()
 
-    def _leave_direct(self) -> None:
-        before, self._before_direct = self._before_direct, None
+    def _start_timing(self, name: str, installed: InstalledPlan | None) -> Recording:
+        """With another plan until it ends, where one is given."""
+        if installed is not None:
+            before = self.installed
+            self._install(installed)
+            self._before_timing = before
+        try:
+            return self.recorder.start(name)
+        except PenstockError:
+            self._leave_timing()
+            raise
+
+    def _leave_timing(self) -> None:
+        before, self._before_timing = self._before_timing, None
         if before is not None:
             self._install(before)
 

@@ -142,13 +142,35 @@ class PlannedPolicy(Policy):
 
     def arrange_in_place(self) -> InstalledPlan:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
-        if self._placement != "auto":
+        if self._placement not in ("auto", "split"):
             raise PenstockError(
-                'reads in place are timed to choose between them and copies, which placement="auto" with host_memory='
-                f'"registered" does; this module plans as placement={self._placement!r}'
+                'reads in place are timed to choose by them, which placement="auto" and "split" with host_memory='
+                f'"registered" do; this module plans as placement={self._placement!r}'
             )
-        planner = PlacementPlanner(self._schedules, self._weights, page_bytes=self._page_bytes, placement="in-place")
+        planner = self._planner_as("in-place")
         return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
+
+    def arrange_to_time_steps(self, budget_bytes: int) -> InstalledPlan | None:
+        """Steps are timed with their weights on the device, which a split weight is not: everything is copied then.
+        None where the plan as it is will do."""
+        if self._placement == "in-place":
+            raise PenstockError(
+                'calibrate() is to plan copies by, and placement="in-place" makes none; '
+                'load it with placement="auto" or "split", which choose by both'
+            )
+        if self._placement != "split":
+            return None
+        planner = self._planner_as("stream")
+        if budget_bytes < planner.floor_bytes:
+            raise PenstockError(
+                f"calibrate() times steps with their weights on the device, and copying them there takes "
+                f"{planner.floor_bytes} bytes; the budget is {budget_bytes}. Calibrate with a larger one, and call "
+                "set_budget() then"
+            )
+        return self._proved(planner.plan(budget_bytes), budget_bytes)
+
+    def _planner_as(self, placement: str) -> PlacementPlanner:
+        return PlacementPlanner(self._schedules, self._weights, page_bytes=self._page_bytes, placement=placement)
 
 
 class LruPolicy(Policy):
