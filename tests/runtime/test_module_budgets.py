@@ -136,7 +136,8 @@ def test_the_value_at_load_then_the_baked_one_then_an_automatic_one(chain: Path,
 def test_a_baked_budget_can_be_overruled_by_an_automatic_one(chain: Path, kept: KeptDrivers) -> None:
     """Asking for "auto" is asking: this program has no bound for it, and its baked value is not taken instead."""
     with pytest.raises(
-        BudgetError, match=r"no automatic budget for method 'forward'.*of input 'x' has no highest value"
+        BudgetError,
+        match=r"no automatic budget, and no device_memory, for method 'forward'.*of input 'x' has no highest value",
     ):
         penstock.Module(chain, "auto")
 

@@ -40,7 +40,12 @@ def with_linears(program: Program) -> Program:
 
 def combinations() -> list[Asked]:
     rows = itertools.product(
-        PLACEMENTS, ("registered", "1MiB"), (None, "first-runs", TIMES), (False, True), (None, Limits(), "measured")
+        PLACEMENTS,
+        ("registered", "1MiB"),
+        (None, "first-runs", TIMES),
+        (False, True),
+        (None, Limits(), "measured"),
+        (None, "1GiB"),
     )
     return [Asked(*row) for row in rows]
 
@@ -73,14 +78,14 @@ def test_every_combination_is_judged_as_the_table_says(program: Program, monkeyp
                 or (lru and (capped or linears or asked.calibration is not None))
                 or (asked.cuda_graph and (device is CPU or lru or capped or is_delegate))
                 or (asked.split_limits is not None and not (kernel and device is GPU))
-                or (is_delegate and asked.calibration == "first-runs")
+                or (is_delegate and (asked.calibration == "first-runs" or asked.device_memory is not None))
             )
             assert (told is not None) == wrong, (asked, device, linears, is_delegate, told)
             judged += 1
             if told is not None:
                 used |= {f"{row.option} does not go with {row.beside}" for row in REFUSALS if row.beside in told}
                 assert any(told.startswith(f"{row.option} does not go with {row.beside}: ") for row in REFUSALS)
-    assert judged == 2 * 180 * 8
+    assert judged == 2 * 360 * 8
     assert used == {f"{row.option} does not go with {row.beside}" for row in REFUSALS}, "a row that refuses nothing"
 
 

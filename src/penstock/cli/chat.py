@@ -72,6 +72,7 @@ def chat(
     folder: Path,
     max_new_tokens: int | None,
     budget: str | None,
+    device_memory: str | None,
     cache_length: int | None,
     device: str | None,
     dtype: str | None,
@@ -98,6 +99,7 @@ def chat(
         model = load_model(
             folder,
             budget=budget,
+            device_memory=device_memory,
             cache_length=cache_length,
             device=device,
             dtype=dtype,

@@ -50,6 +50,7 @@ def generate(
     prompt: str,
     max_new_tokens: int,
     budget: str | None,
+    device_memory: str | None,
     cache_length: int | None,
     device: str | None,
     dtype: str | None,
@@ -80,6 +81,7 @@ def generate(
         model = load_model(
             folder,
             budget=budget,
+            device_memory=device_memory,
             cache_length=cache_length,
             device=device,
             dtype=dtype,

@@ -25,6 +25,7 @@ def model_options(command: Decorated) -> Decorated:
     for option in reversed(
         (
             click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: auto."),
+            click.option("--device-memory", help="In its place: one total for weights, KV cache and activations."),
             click.option("--cache-length", type=click.IntRange(min=1), help="Tokens that the KV cache has room for."),
             click.option("--device", help="cuda, cuda:1 or cpu. Default: a GPU if there is one."),
             click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's."),
@@ -117,6 +118,7 @@ def load_model(
     folder: Path,
     *,
     budget: str | None,
+    device_memory: str | None,
     cache_length: int | None,
     device: str | None,
     dtype: str | None,
@@ -131,6 +133,7 @@ def load_model(
     return load(
         folder,
         budget,
+        device_memory=device_memory,
         cache_length=cache_length,
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),

@@ -61,6 +61,7 @@ class RunReport:
 @click.command(short_help="Run a program inside a budget.")
 @click.argument("program", type=click.Path(path_type=Path))
 @click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: the baked one, else auto.")
+@click.option("--device-memory", help="In its place: one total for weights, state and activations.")
 @click.option("--inputs", type=click.Path(path_type=Path), required=True, help=".pt, .npz or .safetensors.")
 @click.option("--method", help="Default: forward, or the only one.")
 @click.option(
@@ -89,6 +90,7 @@ class RunReport:
 def run(
     program: Path,
     budget: str | None,
+    device_memory: str | None,
     inputs: Path,
     method: str | None,
     placement: str,
@@ -117,6 +119,8 @@ def run(
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
     options = {"placement": placement, "host_memory": host_memory}
+    if device_memory is not None:
+        options["device_memory"] = device_memory
     if trace is not None and write_step_times is not None:
         raise click.UsageError("--trace and --write-step-times record the same runs in different ways; give one")
     refuse_unwritable(trace, write_step_times, out)

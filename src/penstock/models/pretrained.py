@@ -64,6 +64,8 @@ def from_pretrained(
     name               a folder with config.json and .safetensors files, or a name such as "org/model" that transformers
                        finds in its cache or on its hub
     budget             device memory for weights, like "8GiB"; by default what is free
+    device_memory      in the place of a budget, as an option of penstock.Module: one total for weights, KV cache and
+                       activations
     cache_length       how many tokens the KV cache holds (by default 4096, or fewer if the model was made for fewer)
     batch              the most rows that run together: inputs times beams
     device, dtype      where it runs and as what; by default the GPU, and what the checkpoint says

@@ -84,11 +84,15 @@ def automatic_terms(
     return AutomaticTerms(
         free_bytes=memory.free_bytes,
         held_bytes=held_bytes or 0,
-        # Graphs keep theirs, and runs that are no replays need as much again.
-        activation_bytes=activation_bound_bytes(program) * (2 if cuda_graph else 1),
+        activation_bytes=activation_bytes(program, cuda_graph=cuda_graph),
         state_bytes=device_state_bytes(program, device) if held_bytes is None else 0,
         reserve_bytes=reserve_bytes(device, memory.total_bytes),
     )
+
+
+def activation_bytes(program: Program, *, cuda_graph: bool) -> int:
+    """Graphs keep theirs, and runs that are no replays need as much again."""
+    return activation_bound_bytes(program) * (2 if cuda_graph else 1)
 
 
 def device_state_bytes(program: Program, device: torch.device) -> int:
@@ -107,9 +111,9 @@ def activation_bound_bytes(program: Program) -> int:
     for method in program.methods:
         if method.activation_bound_bytes is None:
             raise BudgetError(
-                f"there is no automatic budget for method {method.name!r}: {_unbounded(method)}, so the memory it "
-                'needs beside the weights has no bound; pass a budget (budget="8GiB", say), or export with a highest '
-                "value for every dynamic size"
+                f"there is no automatic budget, and no device_memory, for method {method.name!r}: "
+                f"{_unbounded(method)}, so the memory it needs beside the weights has no bound; pass a budget "
+                '(budget="8GiB", say), or export with a highest value for every dynamic size'
             )
         bounds.append(method.activation_bound_bytes)
     return max(bounds)

@@ -1,5 +1,5 @@
-"""Which budget holds. At load: the value given, then the one baked at export, then an automatic one. Later: what is
-given to set_budget."""
+"""Which budget holds. At load: the value given, or what a total leaves, then the one baked at export, then an automatic
+one. Later: what is given to set_budget."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Literal
 from penstock.budget import format_bytes, mb_to_bytes, parse_bytes
 from penstock.errors import BelowFloorError, BudgetError
 
-Source = Literal["load", "change", "baked", "automatic"]
+Source = Literal["load", "total", "change", "baked", "automatic"]
 
 AUTOMATIC = "auto"
 _MIB = 2**20
 _ORIGINS: dict[Source, str] = {
     "load": "given at load",
+    "total": "what device_memory leaves",
     "change": "given to set_budget",
     "baked": "baked at export",
     "automatic": "automatic",
@@ -52,6 +53,8 @@ def choose_budget(
     *,
     budget: int | str | None,
     weight_offload_budget_mb: int | None,
+    device_memory: int | str | None = None,
+    granted: Callable[[], int] | None = None,
     baked_bytes: int | None,
     automatic: Callable[[], int],
     floor_bytes: int,
@@ -59,12 +62,23 @@ def choose_budget(
 ) -> BudgetChoice:
     """At load. `full_bytes` is what all weights take when every one is resident.
 
-    `automatic` is called only when its answer is needed; it raises its own error below the floor, with its terms.
+    `granted` is what `device_memory` leaves. It and `automatic` are called only when their answer is needed; they raise
+    their own errors below the floor, with their terms.
     """
-    if budget is not None and weight_offload_budget_mb is not None:
-        raise BudgetError(
-            f"budget={budget!r} and weight_offload_budget_mb={weight_offload_budget_mb!r} were both given; pass one"
+    given = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("budget", budget),
+            ("weight_offload_budget_mb", weight_offload_budget_mb),
+            ("device_memory", device_memory),
         )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise BudgetError(f"{given[0]} and {given[1]} were both given; pass one")
+    if device_memory is not None:
+        assert granted is not None
+        return _within(granted(), "total", floor_bytes, full_bytes)
     asked_bytes, source = _asked(budget, weight_offload_budget_mb, baked_bytes, automatic)
     return _within(asked_bytes, source, floor_bytes, full_bytes)
 

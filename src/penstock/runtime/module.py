@@ -36,6 +36,7 @@ from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
+from penstock.runtime.device_memory import grant
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
@@ -74,6 +75,7 @@ class Module:
         budget: int | str | None = None,
         *,
         weight_offload_budget_mb: int | None = None,
+        device_memory: int | str | None = None,
         weights: str | os.PathLike[str] | None = None,
         placement: str = "auto",
         device: str | torch.device | None = None,
@@ -91,7 +93,7 @@ class Module:
         self._traces: list[Trace] = []
         self._runners: dict[str, MethodRunner] = {}
         self.path = Path(path)
-        asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits)
+        asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits, device_memory)
         try:
             refuse_options(before)
             for name in before:
@@ -117,7 +119,7 @@ class Module:
     ) -> None:
         """Between its parts, where it can be given up, an interrupt is delivered: everything is then given back."""
         poison = _poison_asked()
-        given = budget if budget is not None else weight_offload_budget_mb
+        given = next((one for one in (budget, weight_offload_budget_mb, asked.device_memory) if one is not None), None)
         self.program: Program = read_offloaded(self.path, budget=given)
         self.device = resolve_device(self.program, device)
         check_build(self.program, self.device)
@@ -345,9 +347,7 @@ class Module:
         self._say()
 
     @contextmanager
-    def _recorded(
-        self, start: Callable[[int], Recording], plan: Callable[[Recording, int], None]
-    ) -> Iterator[None]:
+    def _recorded(self, start: Callable[[int], Recording], plan: Callable[[Recording, int], None]) -> Iterator[None]:
         recording: Recording | None = None
         try:
             with self._operation():
@@ -513,11 +513,19 @@ class Module:
         return choose_budget(
             budget=budget,
             weight_offload_budget_mb=mb,
+            device_memory=self._options.asked.device_memory,
+            granted=self._granted_budget,
             baked_bytes=baked_bytes,
             automatic=self._automatic_budget,
             floor_bytes=self._policy.floor_for(self._times),
             full_bytes=self._policy.full_bytes,
         )
+
+    def _granted_budget(self) -> int:
+        asked = self._options.asked
+        assert asked.device_memory is not None
+        granted = grant(asked.device_memory, self.program, self.device, cuda_graph=asked.cuda_graph)
+        return granted.weights_bytes(self._policy.floor_for(self._times))
 
     def _automatic_budget(self) -> int:
         terms = automatic_terms(

@@ -29,6 +29,7 @@ class Asked:
     calibration: Calibration | Literal["first-runs"] | None = None
     cuda_graph: bool = False
     split_limits: Limits | Literal["measured"] | None = None
+    device_memory: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,13 @@ class Refusal:
 
 
 REFUSALS = (
+    Refusal(
+        "device_memory=",
+        "a .pte",
+        "ExecuTorch plans memory for state and activations; pass a budget for the weights",
+        PenstockError,
+        lambda o: o.asked.device_memory is not None and o.is_delegate,
+    ),
     Refusal(
         "cuda_graph=True",
         "a .pte",
