@@ -42,14 +42,13 @@ def test_generate(folder: Path, options: list[str], capfd: pytest.CaptureFixture
     inputs = tokenizer(PROMPT, return_tensors="pt")
     wanted = load_with_transformers(folder).generate(**inputs, max_new_tokens=12, do_sample=False)
     text = tokenizer.decode(wanted[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    for budget in ("auto", "300KiB"):
+    for memory in (("--budget", "auto"), ("--budget", "300KiB"), ("--device-memory", "1GiB")):
         code = main(
             [
                 "generate",
                 str(folder),
                 PROMPT,
-                "--budget",
-                budget,
+                *memory,
                 "--greedy",
                 "--max-new-tokens",
                 "12",

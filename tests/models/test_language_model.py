@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -333,6 +334,20 @@ def test_below_the_floor(folder: Path, cache_dir: Path, model: Any) -> None:
     with pytest.raises(BelowFloorError, match="The KV cache and other state take .* a GPU needs about") as caught:
         load(folder, cache_dir, model.floor_bytes - 1)
     assert caught.value.floor_bytes == model.floor_bytes
+
+
+def test_one_total_for_weights_cache_and_activations(folder: Path, cache_dir: Path, model: Any, reference: Any) -> None:
+    with pytest.raises(BelowFloorError, match="the smallest for this program is") as caught:
+        load(folder, cache_dir, device_memory=0)
+    least = int(re.findall(r"smallest for this program is (\d+) bytes", str(caught.value))[0])
+    assert least > model.floor_bytes + model.state_bytes
+    with pytest.raises(BelowFloorError):
+        load(folder, cache_dir, device_memory=least - 1)
+    made = load(folder, cache_dir, device_memory=least)
+    assert made.budget_bytes == model.floor_bytes
+    wanted, found = (each.generate(_ids(6), max_new_tokens=8, do_sample=False) for each in (reference, made))
+    made.close()
+    assert wanted.tolist() == found.tolist()
 
 
 def test_a_second_start_compiles_nothing(
