@@ -181,7 +181,7 @@ class Method {
              "multiple of " + text(memory_.alignment()));
     if (access.stay >= 0) check_pieces(access);
     int64_t streamed = access.stay >= 0 ? method_.stays[(size_t)access.stay].bytes : 0;
-    int64_t bytes = access.is_split() ? access.head_bytes : access.bytes;
+    int64_t bytes = access.is_split() ? access.prefix_bytes : access.bytes;
     PieceRecord read{access.source_offset_bytes, bytes, access.range, access.range_offset_bytes};
     for (const Span& span : memory_.spans(read)) {
       if (memory_.streams(span.block)) streamed -= span.bytes;

@@ -70,7 +70,7 @@ AccessRecord read_access(Reader& in, const PlanRecord& plan, int64_t stays) {
   access.range_offset_bytes = in.next();
   access.stay = in.next(-1, access.range == kDirect ? 0 : stays);
   // Only what has a range can be split: into two parts that both have bytes, of which the first does not stream.
-  access.head_bytes = in.next(-1, access.range < 0 ? 0 : access.bytes);
+  access.prefix_bytes = in.next(-1, access.range < 0 ? 0 : access.bytes);
   if (access.is_split()) {
     in.last(1, 1, access.bytes);
     in.last(2, -1, 0);
@@ -78,7 +78,7 @@ AccessRecord read_access(Reader& in, const PlanRecord& plan, int64_t stays) {
   // Whether it lies in the file, the source knows.
   access.source_offset_bytes = in.next(0, INT64_MAX - access.bytes);
   int64_t limit = access.range == kDirect ? INT64_MAX - 1 : access.range < 0 ? 0 : plan.ranges[access.range].bytes;
-  in.last(4, 0, limit - (access.is_split() ? access.head_bytes : access.bytes) + 1);
+  in.last(4, 0, limit - (access.is_split() ? access.prefix_bytes : access.bytes) + 1);
   return access;
 }
 

@@ -29,11 +29,11 @@ struct AccessRecord {
   int64_t range;  // -1: a weight without bytes; kDirect: read where it lies in host memory
   int64_t range_offset_bytes;  // of a direct access: where it begins in the weights file
   int64_t stay;  // -1: resident
-  int64_t head_bytes;  // -1: not split; else so many are at range_offset_bytes, the rest is read where it lies
+  int64_t prefix_bytes;  // -1: not split; else so many are at range_offset_bytes, the rest is read where it lies
   int64_t source_offset_bytes;  // where the weight begins in the weights file
 
-  bool is_split() const { return head_bytes >= 0; }
-  int64_t in_place_bytes() const { return range == kDirect ? bytes : is_split() ? bytes - head_bytes : 0; }
+  bool is_split() const { return prefix_bytes >= 0; }
+  int64_t in_place_bytes() const { return range == kDirect ? bytes : is_split() ? bytes - prefix_bytes : 0; }
 };
 
 // One weight in the ring, from its copies to its last reader.

@@ -39,20 +39,20 @@ void PlannedSession::multiply(const LinearRequest& request, TensorHandle* out) {
 LinearCase PlannedSession::case_of(int64_t position, const LinearOperands& operands) const {
   const AccessRecord& access = plan_.methods[method_].accesses[position];
   int64_t row_bytes = operands.depth() * 2, bytes = operands.rows() * row_bytes;
-  int64_t head_bytes = access.is_split() ? access.head_bytes : access.range == kDirect ? 0 : access.bytes;
-  if (bytes != access.bytes || head_bytes % row_bytes)
+  int64_t prefix_bytes = access.is_split() ? access.prefix_bytes : access.range == kDirect ? 0 : access.bytes;
+  if (bytes != access.bytes || prefix_bytes % row_bytes)
     throw CoreError(Failure::divergence, "the linear of access " + text(access.number) + " is of " +
                                              text(operands.rows()) + " rows of " + text(row_bytes) +
                                              " bytes; the plan has " + text(access.bytes) + " bytes, of them " +
-                                             text(head_bytes) + " in device memory, and needs whole rows");
+                                             text(prefix_bytes) + " in device memory, and needs whole rows");
   LinearCase which{};
   which.method = method_;
   which.access = access.number;
   which.tokens = operands.tokens();
   which.rows = operands.rows();
   which.depth = operands.depth();
-  which.head_rows = head_bytes / row_bytes;
-  which.head_address = head_bytes ? address_of(access) : 0;
+  which.head_rows = prefix_bytes / row_bytes;
+  which.head_address = prefix_bytes ? address_of(access) : 0;
   which.tail_address = methods_[method_].in_place[position];
   which.is_bf16 = operands.is_bf16();
   return which;

@@ -97,7 +97,7 @@ void PlannedSession::find_in_place() {
       Address address = 0;
       if (access.range == kDirect) address = source_.direct(access.range_offset_bytes, access.bytes);
       if (access.is_split())
-        address = source_.direct(access.source_offset_bytes + access.head_bytes, access.bytes - access.head_bytes);
+        address = source_.direct(access.source_offset_bytes + access.prefix_bytes, access.bytes - access.prefix_bytes);
       methods_[m].in_place.push_back(address);
     }
 }

@@ -25,7 +25,7 @@ struct Counters {
   int64_t pool_ns = 0;
   // Of the runs, those that were launched as a graph. Their stalls are not measured.
   int64_t replays = 0;
-  // Of weights that kernels read where they lie, as a whole or but for their head: all that they could have read. A
+  // Of weights that kernels read where they lie, as a whole or but for their prefix: all that they could have read. A
   // gather reads only some rows of it.
   int64_t bytes_in_place = 0;
 };

@@ -46,7 +46,7 @@ def times(program: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("part", "placings"), [(0, {"streamed"}), (50, {"head+tail"}), (80, {"resident", "head+tail"})]
+    ("part", "placings"), [(0, {"streamed"}), (50, {"prefix+suffix"}), (80, {"resident", "prefix+suffix"})]
 )
 def test_placements_and_bytes_are_the_planners(cli: Cli, program: Path, part: int, placings: set[str]) -> None:
     ours = planner(program)
@@ -64,7 +64,7 @@ def test_placements_and_bytes_are_the_planners(cli: Cli, program: Path, part: in
     assert {row["weight"]: row["resident_bytes"] for row in rows if row["resident_bytes"]} == held
     for row in rows:
         assert row["resident_bytes"] + row["streamed_bytes"] == row["nbytes"]
-        placing = {(True, False): "resident", (True, True): "head+tail", (False, True): "streamed"}
+        placing = {(True, False): "resident", (True, True): "prefix+suffix", (False, True): "streamed"}
         assert row["placing"] == placing[row["resident_bytes"] > 0, row["streamed_bytes"] > 0]
     assert plan.direct_weights == ("table.weight",) and {row["placing"] for row in rows} >= placings
 
@@ -204,7 +204,7 @@ def test_split_weights(cli: Cli, program: Path, tmp_path: Path) -> None:
     assert told["device_bytes"] == plan.device_bytes <= budget and told["floor_bytes"] == 0
     rows = {row["weight"]: row for row in told["placements"]}
     assert {name for name, row in rows.items() if row["placing"] == "split"} == set(plan.split_weights) != set()
-    heads = {one.weight: one.head_bytes for one in plan.methods[0].placements if one.head_bytes is not None}
+    heads = {one.weight: one.prefix_bytes for one in plan.methods[0].placements if one.prefix_bytes is not None}
     for name, row in rows.items():
         assert row["resident_bytes"] + row["in_place_bytes"] == row["nbytes"] and row["streamed_bytes"] == 0
         assert row["resident_bytes"] == heads.get(name, 0)

@@ -124,14 +124,14 @@ def test_a_stay_that_a_run_finds_in_the_wrong_pages(plan: Plan) -> None:
         return tuple(block for block in ranges[index].blocks if plan.blocks[block].ring)
 
     here, there = next(pair for pair in pairwise(in_order) if len(ring_of(pair[0])) == len(ring_of(pair[1])))
-    head = tuple(block for block in ranges[there].blocks if not plan.blocks[block].ring)
-    ranges[there] = dataclasses.replace(ranges[there], blocks=head + ring_of(here))
+    prefix = tuple(block for block in ranges[there].blocks if not plan.blocks[block].ring)
+    ranges[there] = dataclasses.replace(ranges[there], blocks=prefix + ring_of(here))
     broken = dataclasses.replace(plan, ranges=tuple(ranges))
     refused(broken, "may overwrite|should find it in|no range maps")
 
 
 def test_a_piece_too_short_or_elsewhere(plan: Plan) -> None:
-    # A stay in one piece, with a head.
+    # A stay in one piece, with a prefix.
     parts = Counter(copy.stay for copy in plan.methods[0].copies)
     copy = next(c for c in plan.methods[0].copies if parts[c.stay] == 1 and c.piece.range_offset_bytes)
     piece, stay = copy.piece, copy.stay
@@ -148,7 +148,7 @@ def test_a_piece_too_short_or_elsewhere(plan: Plan) -> None:
     refused(with_stay(with_copies(plan, twice), stay, nbytes=2 * piece.nbytes), "overlap")
 
 
-def test_a_head_that_is_not_filled(plan: Plan) -> None:
+def test_a_prefix_that_is_not_filled(plan: Plan) -> None:
     for index in range(len(plan.fills)):
         refused(dataclasses.replace(plan, fills=plan.fills[:index] + plan.fills[index + 1 :]), "is not filled")
 
@@ -308,7 +308,7 @@ def fields(plan: Plan) -> Iterator[tuple[str, Callable[[Any], Plan]]]:
         piece: of_piece,
         copy: ("stay", "issue_before", "wait_step"),
         stay: ("nbytes", "last_step", "accesses"),
-        placement: ("number", "nbytes", "range_index", "range_offset_bytes", "stay", "head_bytes"),
+        placement: ("number", "nbytes", "range_index", "range_offset_bytes", "stay", "prefix_bytes"),
     }
     for change, names in changes.items():
         for name in names:
@@ -323,7 +323,7 @@ def test_whatever_a_number_is_the_check_says_so_by_its_own_error(plan: Plan) -> 
     for what, put in fields(plan):
         for value in (-1, -3, 2**62, 2**64, 1.5, "1", None):
             # To wait for nothing is another fault, and to be resident, or not split, is none.
-            if value is None and what in ("copy wait_step", "placement head_bytes"):
+            if value is None and what in ("copy wait_step", "placement prefix_bytes"):
                 continue
             with pytest.raises(PlanError):
                 check_plan(put(value), [SCHEDULE], WEIGHTS)

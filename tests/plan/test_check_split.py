@@ -23,11 +23,11 @@ HEAD = 512 * ROW
 
 @pytest.fixture
 def plan() -> Plan:
-    """Heads beside a ring."""
+    """Prefixes beside a ring."""
     choice = PlacementPlanner([SCHEDULE], WEIGHTS, page_bytes=PAGE, placement="split")._split_from(1)
     made = choice.divided(choice.floor_bytes + 30 * PAGE, choice.floor_bytes, None, {})
     check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=choice.floor_bytes + 30 * PAGE)
-    assert made.split_weights == ("x", "y") and made.ring_bytes and made.methods[0].placements[0].head_bytes == HEAD
+    assert made.split_weights == ("x", "y") and made.ring_bytes and made.methods[0].placements[0].prefix_bytes == HEAD
     return made
 
 
@@ -58,12 +58,13 @@ def test_only_a_linear_access_that_is_not_pinned_is_split(plan: Plan) -> None:
     refused(plan, "'y' is split, but pinned", with_access(Y, pinned=True))
 
 
-def test_a_head_is_rows_by_sixteen_and_not_all_of_them(plan: Plan) -> None:
-    for head_bytes in (0, HEAD - ROW, HEAD - 8, HEAD - 8 * ROW, 1000 * ROW, 1008 * ROW, -16 * ROW):
+def test_a_prefix_is_rows_by_sixteen_and_not_all_of_them(plan: Plan) -> None:
+    for prefix_bytes in (0, HEAD - ROW, HEAD - 8, HEAD - 8 * ROW, 1000 * ROW, 1008 * ROW, -16 * ROW):
         refused(
-            with_placements(plan, X, head_bytes=head_bytes), f"its head has {head_bytes} of 16000 bytes; needs a part"
+            with_placements(plan, X, prefix_bytes=prefix_bytes),
+            f"its prefix has {prefix_bytes} of 16000 bytes; needs some",
         )
-    check_plan(with_placements(plan, X, head_bytes=HEAD - 16 * ROW), [SCHEDULE], WEIGHTS)
+    check_plan(with_placements(plan, X, prefix_bytes=HEAD - 16 * ROW), [SCHEDULE], WEIGHTS)
 
 
 def test_a_weight_must_lie_row_by_row(plan: Plan) -> None:
@@ -72,20 +73,20 @@ def test_a_weight_must_lie_row_by_row(plan: Plan) -> None:
         refused(plan, "needs rows, one by one", weights=other)
 
 
-def test_accesses_share_one_head(plan: Plan) -> None:
-    refused(with_placements(plan, X[1:], head_bytes=HEAD - 16 * ROW), "another access has 8192 bytes in range")
+def test_accesses_share_one_prefix(plan: Plan) -> None:
+    refused(with_placements(plan, X[1:], prefix_bytes=HEAD - 16 * ROW), "another access has 8192 bytes in range")
     other = plan.methods[0].placements[Y].range_index
     refused(with_placements(plan, X[1:], range_index=other), f"8192 bytes in range {other}; another access has")
 
 
-def test_a_head_lies_at_the_beginning_of_a_range_and_in_no_stay(plan: Plan) -> None:
+def test_a_prefix_lies_at_the_beginning_of_a_range_and_in_no_stay(plan: Plan) -> None:
     for changes in ({"stay": 0}, {"range_index": DIRECT}, {"range_index": -1}):
-        refused(with_placements(plan, X, **changes), "needs a range that begins with its head, and no stay")
+        refused(with_placements(plan, X, **changes), "needs a range that begins with its prefix, and no stay")
     refused(with_placements(plan, X, range_index=999), "the range of 'x' is 999")
-    refused(with_placements(plan, X, range_offset_bytes=256), "needs a range that begins with its head")
+    refused(with_placements(plan, X, range_offset_bytes=256), "needs a range that begins with its prefix")
 
 
-def test_a_head_must_be_filled_to_its_end(plan: Plan) -> None:
+def test_a_prefix_must_be_filled_to_its_end(plan: Plan) -> None:
     index = next(index for index, piece in enumerate(plan.fills) if piece.weight == "x")
 
     def with_fill(**changes: Any) -> Plan:
@@ -93,14 +94,14 @@ def test_a_head_must_be_filled_to_its_end(plan: Plan) -> None:
         fills[index] = dataclasses.replace(fills[index], **changes)
         return dataclasses.replace(plan, fills=tuple(fills))
 
-    refused(with_fill(nbytes=HEAD - 1), "'x' is split, but its head is not filled at byte 0")
-    refused(with_fill(weight="y"), "'x' is split, but its head is not filled")
-    refused(with_fill(weight_offset_bytes=ROW), "'x' is split, but its head is not filled")
-    refused(dataclasses.replace(plan, fills=plan.fills[:index] + plan.fills[index + 1 :]), "its head is not filled")
-    refused(with_placements(plan, X, head_bytes=HEAD + 16 * ROW), "are not all within range")
+    refused(with_fill(nbytes=HEAD - 1), "'x' is split, but its prefix is not filled at byte 0")
+    refused(with_fill(weight="y"), "'x' is split, but its prefix is not filled")
+    refused(with_fill(weight_offset_bytes=ROW), "'x' is split, but its prefix is not filled")
+    refused(dataclasses.replace(plan, fills=plan.fills[:index] + plan.fills[index + 1 :]), "its prefix is not filled")
+    refused(with_placements(plan, X, prefix_bytes=HEAD + 16 * ROW), "are not all within range")
 
 
-def test_nobody_else_writes_to_a_head(plan: Plan) -> None:
+def test_nobody_else_writes_to_a_prefix(plan: Plan) -> None:
     at = plan.methods[0].placements[0].range_index
     over = Piece("a", 0, ROW, at, HEAD - ROW)
     refused(dataclasses.replace(plan, fills=(*plan.fills, over)), "the fills of 'x' and 'a' overlap")
@@ -110,13 +111,13 @@ def test_nobody_else_writes_to_a_head(plan: Plan) -> None:
     refused(dataclasses.replace(plan, methods=(broken,)), "copies into resident block")
 
 
-def test_a_head_in_the_ring(plan: Plan) -> None:
+def test_a_prefix_in_the_ring(plan: Plan) -> None:
     at = plan.methods[0].placements[0].range_index
     ring = [index for index, block in enumerate(plan.blocks) if block.ring]
     fills = tuple(piece for piece in plan.fills if piece.weight != "x")
     ranges = list(plan.ranges)
     ranges[at] = Range(4 * PAGE, tuple(ring[:4]))
-    # The block that was the head's is still mapped somewhere.
+    # The block that was the prefix's is still mapped somewhere.
     ranges.append(plan.ranges[at])
-    shorter = with_placements(plan, X, head_bytes=4 * PAGE)
-    refused(dataclasses.replace(shorter, ranges=tuple(ranges), fills=fills), "its head lies in ring block")
+    shorter = with_placements(plan, X, prefix_bytes=4 * PAGE)
+    refused(dataclasses.replace(shorter, ranges=tuple(ranges), fills=fills), "its prefix lies in ring block")

@@ -38,8 +38,8 @@ def test_the_worst_pair_and_the_copy_after_it() -> None:
 
 def test_wraps_from_the_last_step_to_the_first() -> None:
     # The head and the embedding meet between two runs: nothing within one run is as large.
-    floor = floor_bytes([chain("embedding", "x", "y", "head")], weights_of(embedding=500, x=5, y=4, head=500))
-    assert floor == Floor(1005, 0, 1005, "forward", 3, ("embedding", "head"), "x")
+    floor = floor_bytes([chain("embedding", "x", "y", "prefix")], weights_of(embedding=500, x=5, y=4, prefix=500))
+    assert floor == Floor(1005, 0, 1005, "forward", 3, ("embedding", "prefix"), "x")
 
 
 def test_of_equal_steps_the_first_is_named() -> None:
@@ -416,7 +416,7 @@ def llama_3_8b(*, fused_norms: bool) -> tuple[Schedule, dict[str, Weight]]:
     return chain(*steps), weights
 
 
-HEAD_BYTES, MLP_BYTES, Q_BYTES, NORM_BYTES = 1_050_673_152, 117_440_512, 33_554_432, 8192
+PREFIX_BYTES, MLP_BYTES, Q_BYTES, NORM_BYTES = 1_050_673_152, 117_440_512, 33_554_432, 8192
 
 
 @pytest.mark.parametrize("granularity_bytes", [1, PAGE])
@@ -438,10 +438,10 @@ def test_llama_3_8b_exactly() -> None:
     schedule, weights = llama_3_8b(fused_norms=False)
     direct = frozenset({"embedding"})
     plain = floor_bytes([schedule], weights)
-    assert plain.floor_bytes == 2 * HEAD_BYTES + NORM_BYTES
+    assert plain.floor_bytes == 2 * PREFIX_BYTES + NORM_BYTES
     assert (plain.pair, plain.next_copy) == (("norm", "lm_head"), "embedding")
     plain = floor_bytes([schedule], weights, direct=direct)
-    assert plain.floor_bytes == HEAD_BYTES + MLP_BYTES + NORM_BYTES
+    assert plain.floor_bytes == PREFIX_BYTES + MLP_BYTES + NORM_BYTES
     assert (plain.pair, plain.next_copy) == (("31.down", "norm"), "lm_head")
 
 
@@ -450,10 +450,10 @@ def test_llama_3_8b_with_norms_fused_and_resident_exactly() -> None:
     norms = frozenset(name for name in weights if name.endswith("norm"))
     dense = floor_bytes([schedule], weights, resident=norms)
     assert dense.resident_bytes == 65 * NORM_BYTES
-    assert dense.transient_bytes == 2 * HEAD_BYTES + MLP_BYTES
+    assert dense.transient_bytes == 2 * PREFIX_BYTES + MLP_BYTES
     assert (dense.pair, dense.next_copy) == (("31.down", "lm_head"), "embedding")
     dense = floor_bytes([schedule], weights, resident=norms, direct=frozenset({"embedding"}))
-    assert dense.transient_bytes == HEAD_BYTES + 2 * MLP_BYTES
+    assert dense.transient_bytes == PREFIX_BYTES + 2 * MLP_BYTES
     assert (dense.pair, dense.next_copy) == (("31.up", "31.down"), "lm_head")
 
 

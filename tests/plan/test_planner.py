@@ -63,16 +63,16 @@ def test_with_everything_resident_nothing_streams_and_weights_share_pages() -> N
         assert streamed_bytes(plan) == 0 and plan.methods[0].warm.bytes_hit == 4497
 
 
-def test_between_the_two_tails_of_equal_length_stream_and_the_rest_is_resident() -> None:
+def test_between_the_two_suffixes_of_equal_length_stream_and_the_rest_is_resident() -> None:
     names = [f"w{index}" for index in range(12)]
     schedule, weights = chain(*names), weights_of(**dict.fromkeys(names, 100))
     plan = make_plan([schedule], weights, budget_bytes=600, page_bytes=1)
     check_plan(plan, [schedule], weights, budget_bytes=600)
-    tails = [stay.nbytes for stay in plan.methods[0].stays]
+    suffixes = [stay.nbytes for stay in plan.methods[0].stays]
     # One of them may be what is left over.
-    assert len(tails) >= 6 and len({*tails} - {min(tails)}) <= 1
-    # What streams is what is not resident; the ring, about two tails, is all the rest of the budget.
-    assert 1200 - 600 < sum(tails) == 1200 - plan.resident_bytes <= 1200 - 600 + 3 * max(tails) + 600 // 32
+    assert len(suffixes) >= 6 and len({*suffixes} - {min(suffixes)}) <= 1
+    # What streams is what is not resident; the ring, about two suffixes, is all the rest of the budget.
+    assert 1200 - 600 < sum(suffixes) == 1200 - plan.resident_bytes <= 1200 - 600 + 3 * max(suffixes) + 600 // 32
 
 
 def test_a_weight_read_twice_in_a_row_is_copied_once() -> None:
@@ -90,7 +90,7 @@ def test_a_weight_read_on_both_sides_of_the_end_of_a_run_stays_across_it() -> No
     assert stay.accesses == (10, 0) and stay.crosses_end and stay.last_step == 0
 
 
-def test_a_weight_read_far_apart_is_copied_twice_into_two_ranges_with_one_head() -> None:
+def test_a_weight_read_far_apart_is_copied_twice_into_two_ranges_with_one_prefix() -> None:
     names = [f"w{index}" for index in range(10)]
     steps = [*names[:5], "tied", *names[5:], "tied"]
     weights = weights_of(tied=100, **dict.fromkeys(names, 100))
@@ -130,7 +130,7 @@ def test_a_pinned_weight_is_resident_in_every_method() -> None:
     assert all(placed.stay is None for m in floor.plan.methods for placed in m.placements if placed.weight == "p")
 
 
-def test_methods_share_heads_and_take_turns_with_the_ring() -> None:
+def test_methods_share_prefixes_and_take_turns_with_the_ring() -> None:
     names = [f"w{index}" for index in range(12)]
     weights = weights_of(**dict.fromkeys(names, 4096 * 8))
     schedules = [chain(*names, method="prefill"), chain(*reversed(names), method="decode")]

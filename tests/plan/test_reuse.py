@@ -25,8 +25,8 @@ def fewest_pages(schedule: Schedule, pages: dict[str, int], budgets: list[int]) 
     """By budget: the fewest pages that any choice of whole weights copies in a run.
 
     Every weight is held, or streams and is kept through any of the gaps between its stays. What that takes is taken for
-    the load alone, which is less than what fixed addresses may need. Two things are not tried: a head that is held
-    while the tail streams, and a ring that is taken in turn; with these a plan may copy less.
+    the load alone, which is less than what fixed addresses may need. Two things are not tried: a prefix that is held
+    while the suffix streams, and a ring that is taken in turn; with these a plan may copy less.
     """
     best = dict.fromkeys(budgets, sum(pages[access.weight] for access in schedule.accesses))
     for held in itertools.product((False, True), repeat=len(pages)):

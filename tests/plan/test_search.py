@@ -59,16 +59,16 @@ def test_a_draft_keeps_to_its_cap_and_fills_the_budget_to_the_page(cap: int, bud
     chosen = streaming(demand, demand.nbytes)
     draft = FifoChoices(chosen, budget_pages).draft(cap, ahead_pages=2)
     if draft is None:
-        # Tails of so few pages leave more resident than there is room for.
+        # Suffixes of so few pages leave more resident than there is room for.
         assert cap and 8 * (5 - cap) + cap + 2 > budget_pages
         return
-    assert chosen.resident_pages(draft.tails) + draft.ring_pages == budget_pages
-    assert max(draft.tails.values()) <= (cap or 5)
+    assert chosen.resident_pages(draft.suffixes) + draft.ring_pages == budget_pages
+    assert max(draft.suffixes.values()) <= (cap or 5)
     if cap != EVEN:
-        assert sum(tail < cap for tail in draft.tails.values()) <= 1, "whole tails, and one for the rest"
+        assert sum(suffix < cap for suffix in draft.suffixes.values()) <= 1, "whole suffixes, and one for the rest"
 
 
-def test_tails_are_spread_over_the_schedule_and_seldom_streamed_weights_go_first() -> None:
+def test_suffixes_are_spread_over_the_schedule_and_seldom_streamed_weights_go_first() -> None:
     demand = Demand.of(
         [chain("a", "often", "b", "c", "d", "often", "e", "f")],
         weights_of(a=4 * PAGE, b=4 * PAGE, c=4 * PAGE, d=4 * PAGE, e=4 * PAGE, f=4 * PAGE, often=4 * PAGE),
@@ -76,7 +76,7 @@ def test_tails_are_spread_over_the_schedule_and_seldom_streamed_weights_go_first
     )
     draft = FifoChoices(streaming(demand, demand.nbytes), 28 - 12 + 5).draft(4, ahead_pages=1)
     assert draft is not None and draft.ring_pages == 5
-    assert list(draft.tails) == ["a", "c", "e"] or list(draft.tails) == ["b", "d", "f"]
+    assert list(draft.suffixes) == ["a", "c", "e"] or list(draft.suffixes) == ["b", "d", "f"]
 
 
 def test_copies_alone_take_no_longer_than_the_plan() -> None:
@@ -105,8 +105,8 @@ def test_of_equally_fast_plans_the_one_that_moves_least_is_taken() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_beside_all_tails_and_rings_there_are(seed: int) -> None:
-    """Every choice of tails for six weights of up to three pages, each with the ring that fills the budget."""
+def test_beside_all_suffixes_and_rings_there_are(seed: int) -> None:
+    """Every choice of suffixes for six weights of up to three pages, each with the ring that fills the budget."""
     draw = random.Random(seed)
     names = [f"w{index}" for index in range(6)]
     sizes = {name: draw.randint(1, 3) for name in names}
@@ -116,8 +116,8 @@ def test_beside_all_tails_and_rings_there_are(seed: int) -> None:
     budget_pages = max(6, sum(sizes.values()) * 2 // 3)
     chosen = streaming(demand, demand.nbytes)
     best_s = float("inf")
-    for tails in itertools.product(*(range(size + 1) for size in sizes.values())):
-        kept = {name: tail for name, tail in zip(names, tails, strict=True) if tail}
+    for suffixes in itertools.product(*(range(size + 1) for size in sizes.values())):
+        kept = {name: suffix for name, suffix in zip(names, suffixes, strict=True) if suffix}
         ring_pages = budget_pages - chosen.resident_pages(kept)
         if not kept or ring_pages < 1:
             continue

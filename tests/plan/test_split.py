@@ -1,4 +1,4 @@
-"""Weights that are split: where their heads lie, how much of each, and that what comes out is a plan."""
+"""Weights that are split: where their prefixes lie, how much of each, and that what comes out is a plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
-from penstock.plan.heads import Spare, SplittableWeight, allocate_prefixes, host_curves
 from penstock.plan.link import Link
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import DIRECT, SPLIT_ROWS, Plan
+from penstock.plan.prefixes import Spare, SplittableWeight, allocate_prefixes, host_curves
 from penstock.plan.simulator import simulate
-from penstock.plan.tuning import HEAD_GRAIN_ROWS
+from penstock.plan.tuning import PREFIX_GRAIN_ROWS
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.runtime.rig import chain
@@ -57,9 +57,9 @@ def kinds(plan: Plan, method: int = 0) -> list[str]:
     return [kind(index) for index in range(len(plan.methods[method].placements))]
 
 
-def heads(plan: Plan) -> dict[str, int]:
+def prefixes(plan: Plan) -> dict[str, int]:
     placed = (one for method in plan.methods for one in method.placements)
-    return {one.weight: one.head_bytes for one in placed if one.head_bytes is not None}
+    return {one.weight: one.prefix_bytes for one in placed if one.prefix_bytes is not None}
 
 
 # ---- by hand
@@ -80,7 +80,7 @@ def test_linear_weights_leave_the_floor_and_the_rest_streams() -> None:
         split.plan(split.floor_bytes - 1)
 
 
-def test_what_the_rest_leaves_goes_to_heads() -> None:
+def test_what_the_rest_leaves_goes_to_prefixes() -> None:
     weights = matrices(x=1000, y=1000, a=64, b=64)
     schedule = linear(chain("a", "x", "b", "y", "x"), ["x", "y"])
     split = planner([schedule], weights)
@@ -89,10 +89,10 @@ def test_what_the_rest_leaves_goes_to_heads() -> None:
     check_plan(plan, [schedule], weights, budget_bytes=budget)
     assert kinds(plan) == ["resident", "split", "resident", "split", "split"]
     # 15 pages of 32 rows are 480 rows, of which 384 are a multiple of 128: 12 pages. Of six left over x takes four.
-    assert heads(plan) == {"x": 512 * ROW, "y": 384 * ROW} and plan.split_weights == ("x", "y")
+    assert prefixes(plan) == {"x": 512 * ROW, "y": 384 * ROW} and plan.split_weights == ("x", "y")
     assert not plan.direct_weights
     first, second = plan.methods[0].placements[1], plan.methods[0].placements[4]
-    assert (first.range_index, first.head_bytes) == (second.range_index, second.head_bytes)
+    assert (first.range_index, first.prefix_bytes) == (second.range_index, second.prefix_bytes)
     assert (first.range_offset_bytes, first.stay) == (0, None)
     assert first.in_place_bytes == 488 * ROW
     fill = next(piece for piece in plan.fills if piece.weight == "x")
@@ -168,7 +168,7 @@ def test_a_weight_that_is_also_read_otherwise() -> None:
     assert set(kinds(split.plan(split.full_bytes))) == {"resident"}
 
 
-def test_two_methods_share_a_head() -> None:
+def test_two_methods_share_a_prefix() -> None:
     weights = matrices(x=1000, y=500)
     schedules = [
         linear(chain("x", "y", method="prefill"), ["x", "y"]),
@@ -176,12 +176,12 @@ def test_two_methods_share_a_head() -> None:
     ]
     plan = planner(schedules, weights).plan(20 * PAGE)
     check_plan(plan, schedules, weights, budget_bytes=20 * PAGE)
-    placed = [{one.weight: (one.range_index, one.head_bytes) for one in method.placements} for method in plan.methods]
+    placed = [{one.weight: (one.range_index, one.prefix_bytes) for one in method.placements} for method in plan.methods]
     assert placed[0] == placed[1] and len(plan.ranges) == len(plan.fills) == 2
 
 
-def test_small_weights_are_held_before_any_head() -> None:
-    """Of a weight that fits in a page there is no head: it would take the page all the same."""
+def test_small_weights_are_held_before_any_prefix() -> None:
+    """Of a weight that fits in a page there is no prefix: it would take the page all the same."""
     weights = matrices(small=30, tiny=8, x=1000)
     schedule = linear(chain("small", "tiny", "x"), weights)
     split = planner([schedule], weights)
@@ -215,11 +215,11 @@ def test_a_program_without_linear_weights_plans_as_without_times() -> None:
         assert split.plan(budget).methods[0].warm == auto.plan(budget).methods[0].warm
 
 
-# ---- heads
+# ---- prefixes
 
 
 def shared(rows: dict[str, int], pages: int, times: dict[str, tuple[float, float]] | None = None) -> dict[str, int]:
-    """Rows of the heads, and of weights held whole."""
+    """Rows of the prefixes, and of weights held whole."""
     weights = matrices(**rows)
     curves = {}
     if times is not None:
@@ -227,16 +227,16 @@ def shared(rows: dict[str, int], pages: int, times: dict[str, tuple[float, float
         schedule = linear(chain(*times), rows)
         curves = host_curves([schedule], Calibration(Link(1e9), {"forward": resident_s}, {"forward": direct_s}))
     found = allocate_prefixes(list(weights.values()), [], curves, Spare(pages, PAGE, 256))
-    taken = sum(-(-nbytes // PAGE) for nbytes in found.head_bytes.values())
+    taken = sum(-(-nbytes // PAGE) for nbytes in found.prefix_bytes.values())
     held_bytes = sum(-(-weights[name].nbytes // 256) * 256 for name in found.whole)
     assert taken + -(-held_bytes // PAGE) <= pages
-    return {name: nbytes // ROW for name, nbytes in found.head_bytes.items()} | {
+    return {name: nbytes // ROW for name, nbytes in found.prefix_bytes.items()} | {
         name: rows[name] for name in found.whole
     }
 
 
-def test_heads_are_multiples_of_128_rows_or_else_of_16() -> None:
-    assert HEAD_GRAIN_ROWS == 128 and SPLIT_ROWS == 16
+def test_prefixes_are_multiples_of_128_rows_or_else_of_16() -> None:
+    assert PREFIX_GRAIN_ROWS == 128 and SPLIT_ROWS == 16
     # A page has 32 rows.
     assert [shared({"x": 1000}, pages).get("x", 0) for pages in range(10)] == [
         0,
@@ -290,7 +290,7 @@ def test_a_step_takes_its_part_of_the_time_in_place_and_no_less_than_resident() 
     weights = matrices(x=1024, y=1024)
     schedule = linear(chain("x", "y"), weights)
     plan = planner([schedule], weights).plan(32 * PAGE)
-    assert heads(plan) == {"x": 512 * ROW, "y": 512 * ROW}
+    assert prefixes(plan) == {"x": 512 * ROW, "y": 512 * ROW}
     link = Link(1e9)
 
     def run_s(x_s: float, y_s: float) -> float:
@@ -321,7 +321,7 @@ def test_copies_stand_still_for_the_part_in_place() -> None:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_many_weights_are_gone_through_a_few_times(timed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted, because times would depend on the machine: how often a head is made longer for what rounding leaves."""
+    """Counted, because times would depend on the machine: how often a prefix grows by what rounding leaves."""
     count = 2_000
     rows = {f"w{index}": 200 + index * 37 % 1000 for index in range(count)}
     times = {name: (rows[name] * 1e-9, rows[name] * 1e-7) for name in rows} if timed else None
@@ -329,9 +329,9 @@ def test_many_weights_are_gone_through_a_few_times(timed: bool, monkeypatch: pyt
     made_longer: Counter[int] = Counter()
     longer = SplittableWeight.longer
 
-    def counted(weight: SplittableWeight, head_bytes: int) -> int:
+    def counted(weight: SplittableWeight, prefix_bytes: int) -> int:
         made_longer[pages] += 1
-        return longer(weight, head_bytes)
+        return longer(weight, prefix_bytes)
 
     monkeypatch.setattr(SplittableWeight, "longer", counted)
     for pages in (total_pages // 10, total_pages // 2, total_pages * 9 // 10):

@@ -44,7 +44,7 @@ def test_at_no_budget_is_auto_slower_than_a_pure_placement(llama: tuple[Schedule
     for budget in (8_000_000_000, 14_000_000_000):
         seconds = seconds_by_placement(schedule, weights, calibration, budget)
         assert seconds["auto"] <= 1.02 * min(seconds.values())
-        # Heads hide behind the link what whole weights are read for after it.
+        # Prefixes hide behind the link what whole weights are read for after it.
         assert seconds["split"] < seconds["in-place"]
 
 

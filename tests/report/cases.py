@@ -85,7 +85,7 @@ def a_report(*, hostile: bool = False, **changes: Any) -> ReportData:
             identical=True,
         ),
         weights=(
-            WeightResidency("embed.weight", "float32", (1024, 2048), 8 * MIB, 4 * MIB, 4 * MIB, "head+tail"),
+            WeightResidency("embed.weight", "float32", (1024, 2048), 8 * MIB, 4 * MIB, 4 * MIB, "prefix+suffix"),
             WeightResidency("norm.weight", "float32", (2048,), 8192, 8192, 0, "resident"),
             WeightResidency(weight, "bfloat16", (3, 1048577), 6 * MIB + 7, 0, 6 * MIB + 7, "streamed"),
         ),

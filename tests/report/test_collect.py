@@ -72,14 +72,14 @@ def test_it_is_what_the_module_and_its_plan_say(decoder: Path, tmp_path: Path) -
     assert sum(weight.streamed_bytes for weight in data.weights) == warm.bytes_streamed > 0
     assert sum(weight.resident_bytes for weight in data.weights) == sum(piece.nbytes for piece in plan.fills)
     kinds = {weight.kind for weight in data.weights}
-    assert "resident" in kinds and kinds & {"head+tail", "streamed"}
+    assert "resident" in kinds and kinds & {"prefix+suffix", "streamed"}
     # An embedding is gathered from where it lies, and is neither filled nor copied.
     in_place = [weight.name for weight in data.weights if weight.kind == "in place"]
     assert in_place == list(plan.direct_weights) == ["embed.weight"]
     for weight in data.weights:
         if weight.kind == "resident":
             assert (weight.resident_bytes, weight.streamed_bytes) == (weight.nbytes, 0)
-        if weight.kind == "head+tail":
+        if weight.kind == "prefix+suffix":
             assert 0 < weight.resident_bytes < weight.nbytes
             assert weight.resident_bytes + weight.streamed_bytes == weight.nbytes
     # The runs are the trace's.
@@ -138,7 +138,7 @@ def test_split_weights_are_called_so(tmp_path: Path) -> None:
                 module(*args)
             found.append(collect(module, tmp_path / "trace.json", [a_point(module)], method="forward"))
             assert module.plan is not None
-            heads = {one.weight: one.head_bytes for one in module.plan.methods[0].placements if one.is_split}
+            heads = {one.weight: one.prefix_bytes for one in module.plan.methods[0].placements if one.is_split}
             kinds = {weight.name: weight.kind for weight in found[-1].weights}
             assert {name for name, kind in kinds.items() if kind == "split"} == set(heads)
             for weight in found[-1].weights:
@@ -150,7 +150,7 @@ def test_split_weights_are_called_so(tmp_path: Path) -> None:
     # Copies were seen, but nobody has timed the reads in host memory.
     assert floor.summary.copies and floor.curve == ()
     write_report(tmp_path / "report.html", above)
-    assert "a tail read in host memory" in Parsed((tmp_path / "report.html").read_text()).all("main")[0].text
+    assert "a suffix read in host memory" in Parsed((tmp_path / "report.html").read_text()).all("main")[0].text
 
 
 def test_under_lru_nothing_is_said_of_a_plan(decoder: Path, tmp_path: Path) -> None:

@@ -55,30 +55,30 @@ def split_plan(model: Model, head_rows: dict[str, int]) -> Plan:
     for name, weight in model.weights.items():
         rows, row_bytes = weight.shape[0], weight.nbytes // weight.shape[0]
         streamed = head_rows[name] == STREAMED
-        head_bytes = weight.nbytes if head_rows[name] in (WHOLE, STREAMED, rows) else head_rows[name] * row_bytes
-        if not head_bytes:
+        prefix_bytes = weight.nbytes if head_rows[name] in (WHOLE, STREAMED, rows) else head_rows[name] * row_bytes
+        if not prefix_bytes:
             placed[name] = (DIRECT, None)
             continue
-        pages = -(-head_bytes // PAGE)
+        pages = -(-prefix_bytes // PAGE)
         ranges.append(Range(pages * PAGE, tuple(range(len(blocks), len(blocks) + pages))))
         blocks += [Block(PAGE, streamed)] * pages
-        piece = Piece(name, 0, head_bytes, len(ranges) - 1, 0)
+        piece = Piece(name, 0, prefix_bytes, len(ranges) - 1, 0)
         if streamed:
             at = positions[name]
             copies.append(Copy(len(stays), piece, at, at))
-            stays.append(Stay(name, head_bytes, (at,), at))
+            stays.append(Stay(name, prefix_bytes, (at,), at))
         else:
             fills.append(piece)
-        placed[name] = (len(ranges) - 1, head_bytes if head_bytes < weight.nbytes else None)
+        placed[name] = (len(ranges) - 1, prefix_bytes if prefix_bytes < weight.nbytes else None)
     placements = [
-        Placement(access.number, access.weight, model.weights[access.weight].nbytes, where, 0, None, head_bytes)
+        Placement(access.number, access.weight, model.weights[access.weight].nbytes, where, 0, None, prefix_bytes)
         for access in schedule.accesses
-        for where, head_bytes in [placed[access.weight]]
+        for where, prefix_bytes in [placed[access.weight]]
     ]
     for stay, record in enumerate(stays):
         old = placements[record.accesses[0]]
         placements[record.accesses[0]] = Placement(
-            old.number, old.weight, old.nbytes, old.range_index, 0, stay, old.head_bytes
+            old.number, old.weight, old.nbytes, old.range_index, 0, stay, old.prefix_bytes
         )
     method = MethodPlan("forward", tuple(placements), tuple(stays), tuple(copies), len(schedule.steps))
     return Plan(PAGE, tuple(blocks), tuple(ranges), tuple(fills), (method,))

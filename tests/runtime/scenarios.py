@@ -648,7 +648,7 @@ def what_is_read_in_place_is_counted(folder: Path) -> None:
     # A head of one page in device memory: the rest is read where it lies, by a kernel that knows of both.
     whole = planner.plan(planner.full_bytes)
     (method,) = whole.methods
-    placements = [replace(one, head_bytes=PAGE) if one.weight == "b" else one for one in method.placements]
+    placements = [replace(one, prefix_bytes=PAGE) if one.weight == "b" else one for one in method.placements]
     with Rig(model) as rig:
         rig.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
         _addresses(rig)

@@ -77,13 +77,13 @@ def test_every_row_is_multiplied_wherever_it_lies(tmp_path: Path, dtype: torch.d
         for head_rows in [*SPLITS, STREAMED]:
             plan = rig.install_plan(split_plan(model, {"a": head_rows}))
             assert plan.methods[0].placements[0].is_split == (head_rows > 0)
-            assert rig.session.memory()[0] == plan.device_bytes == -(-_head_bytes(head_rows) // PAGE) * PAGE
+            assert rig.session.memory()[0] == plan.device_bytes == -(-_prefix_bytes(head_rows) // PAGE) * PAGE
             for _ in range(3):
                 assert torch.equal(products(rig, [Call(x, bias)])[0], wanted)
                 rig.check_counters()
 
 
-def _head_bytes(head_rows: int) -> int:
+def _prefix_bytes(head_rows: int) -> int:
     return (ROWS if head_rows in (WHOLE, STREAMED) else head_rows) * DEPTH * 2
 
 
@@ -401,9 +401,9 @@ def test_a_recipe_is_asked_for_once_for_each_case(model: Model) -> None:
         case = preparing.cases[0]
         assert (case.method, case.rows, case.depth, case.head_rows, case.is_bf16) == (0, ROWS, DEPTH, 48, 1)
         nbytes = model.weights["a"].nbytes
-        head_bytes = 48 * DEPTH * 2
-        assert ctypes.string_at(case.head_address, head_bytes) == model.content["a"][:head_bytes]
-        assert ctypes.string_at(case.tail_address, nbytes - head_bytes) == model.content["a"][head_bytes:]
+        prefix_bytes = 48 * DEPTH * 2
+        assert ctypes.string_at(case.head_address, prefix_bytes) == model.content["a"][:prefix_bytes]
+        assert ctypes.string_at(case.tail_address, nbytes - prefix_bytes) == model.content["a"][prefix_bytes:]
         # Another plan has other addresses, also of as many rows; and another offer other kernels.
         for head_rows in (0, 48):
             rig.install_plan(split_plan(model, {"a": head_rows, "b": WHOLE}))

@@ -255,7 +255,7 @@ def test_a_gpu_that_fails_the_check_still_runs_the_program(
 def rows_on_device(module: penstock.Module) -> dict[str, int]:
     assert module.plan is not None
     placements = (placement for method in module.plan.methods for placement in method.placements)
-    return {placement.weight: placement.head_bytes for placement in placements if placement.head_bytes is not None}
+    return {placement.weight: placement.prefix_bytes for placement in placements if placement.prefix_bytes is not None}
 
 
 def test_a_split_module_is_calibrated_by_itself(program: Path, resident: list[Tensor]) -> None:

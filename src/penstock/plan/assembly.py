@@ -14,27 +14,27 @@ from penstock.schedule import Schedule
 
 def assemble(
     demand: Demand,
-    tails: Mapping[str, int],
+    suffixes: Mapping[str, int],
     methods: Sequence[MethodRanges],
     laid: Sequence[Sequence[LaidStay]],
     ring_pages: int,
 ) -> Plan:
-    """Weights in `tails` (pages, none 0) are resident but for their tail, all others as a whole."""
-    held = [name for name in demand.nbytes if name not in tails]
-    return _Assembly(demand, tails).plan(held, methods, laid, ring_pages)
+    """Weights in `suffixes` (pages, none 0) are resident but for their suffix, all others as a whole."""
+    held = [name for name in demand.nbytes if name not in suffixes]
+    return _Assembly(demand, suffixes).plan(held, methods, laid, ring_pages)
 
 
 class _Assembly:
-    def __init__(self, demand: Demand, tails: Mapping[str, int]) -> None:
+    def __init__(self, demand: Demand, suffixes: Mapping[str, int]) -> None:
         self.demand = demand
-        self.tails = tails
+        self.suffixes = suffixes
         self.blocks: list[Block] = []
         self.ranges: list[Range] = []
         self.fills: list[Piece] = []
         # Where weights that are resident as a whole lie: range and offset.
         self.held_at: dict[str, tuple[int, int]] = {}
-        self.head_blocks: dict[str, tuple[int, ...]] = {}
-        self.filled_heads: set[str] = set()
+        self.prefix_blocks: dict[str, tuple[int, ...]] = {}
+        self.filled_prefixes: set[str] = set()
 
     def plan(
         self,
@@ -48,8 +48,8 @@ class _Assembly:
         else:
             for name in held:
                 self._hold([name])
-        for name, tail in self.tails.items():
-            self._block_for_head(name, self.demand.pages[name] - tail)
+        for name, suffix in self.suffixes.items():
+            self._block_for_prefix(name, self.demand.pages[name] - suffix)
         ring_begin = len(self.blocks)
         self.blocks += [Block(self.demand.page_bytes, ring=True)] * ring_pages
         planned = [
@@ -78,8 +78,8 @@ class _Assembly:
             self.ranges.append(Range(nbytes, (len(self.blocks),)))
             self.blocks.append(Block(nbytes, ring=False))
 
-    def _block_for_head(self, name: str, pages: int) -> None:
-        self.head_blocks[name] = (len(self.blocks),) if pages else ()
+    def _block_for_prefix(self, name: str, pages: int) -> None:
+        self.prefix_blocks[name] = (len(self.blocks),) if pages else ()
         if pages:
             self.blocks.append(Block(pages * self.demand.page_bytes, ring=False))
 
@@ -95,12 +95,12 @@ class _Assembly:
         for index, (live, laid) in enumerate(zip(method.live_ranges, laid_stays, strict=True)):
             name = live.weight
             nbytes = self.demand.nbytes[name]
-            head_bytes = (self.demand.pages[name] - self.tails[name]) * page_bytes
-            range_index = self._range(name, head_bytes, ring_begin, laid)
+            prefix_bytes = (self.demand.pages[name] - self.suffixes[name]) * page_bytes
+            range_index = self._range(name, prefix_bytes, ring_begin, laid)
             range_of.append(range_index)
-            stays.append(Stay(name, nbytes - head_bytes, live.positions, live.end_step % count))
+            stays.append(Stay(name, nbytes - prefix_bytes, live.positions, live.end_step % count))
             for first_page, page_count, begin_step, blocked_until in laid.parts:
-                begin_bytes = head_bytes + first_page * page_bytes
+                begin_bytes = prefix_bytes + first_page * page_bytes
                 part_bytes = min(page_count * page_bytes, nbytes - begin_bytes)
                 piece = Piece(name, begin_bytes, part_bytes, range_index, begin_bytes)
                 issue_before = issue_position(first_steps, begin_step, count)
@@ -113,16 +113,16 @@ class _Assembly:
             len(schedule.steps),
         )
 
-    def _range(self, name: str, head_bytes: int, ring_begin: int, laid: LaidStay) -> int:
+    def _range(self, name: str, prefix_bytes: int, ring_begin: int, laid: LaidStay) -> int:
         ring = chain.from_iterable(
             range(ring_begin + first, ring_begin + first + length) for first, length in laid.extents
         )
         nbytes = self.demand.pages[name] * self.demand.page_bytes
-        self.ranges.append(Range(nbytes, (*self.head_blocks[name], *ring)))
-        # All ranges of a weight show the same head: it is filled once, through the first of them.
-        if head_bytes and name not in self.filled_heads:
-            self.fills.append(Piece(name, 0, head_bytes, len(self.ranges) - 1, 0))
-            self.filled_heads.add(name)
+        self.ranges.append(Range(nbytes, (*self.prefix_blocks[name], *ring)))
+        # All ranges of a weight show the same prefix: it is filled once, through the first of them.
+        if prefix_bytes and name not in self.filled_prefixes:
+            self.fills.append(Piece(name, 0, prefix_bytes, len(self.ranges) - 1, 0))
+            self.filled_prefixes.add(name)
         return len(self.ranges) - 1
 
     def _placements(self, schedule: Schedule, stays: Sequence[Stay], range_of: Sequence[int]) -> tuple[Placement, ...]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from penstock.errors import PlanError
 from penstock.plan.check_memory import Filled, Layout, Pages, check_fills, check_piece, resident_matches, whole
-from penstock.plan.check_split import check_heads, check_split
+from penstock.plan.check_split import check_prefixes, check_split
 from penstock.plan.plan import DIRECT, NO_RANGE, MethodPlan, Piece, Placement, Plan, Stay
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
@@ -40,7 +40,7 @@ def check_plan(
     layout = Layout(plan)
     if budget_bytes is not None and plan.device_bytes > budget_bytes:
         raise PlanError(f"the plan takes {plan.device_bytes} bytes of a budget of {budget_bytes}")
-    check_heads(plan)
+    check_prefixes(plan)
     filled = check_fills(plan, layout, weights)
     if [method.method for method in plan.methods] != [schedule.method for schedule in schedules]:
         raise PlanError("the plan's methods are not those of the schedules, in their order")
@@ -157,8 +157,8 @@ class _Records:
         if access.pinned and placed.stay is not None:
             raise PlanError(f"{where}: {access.weight!r} is pinned, but streams")
         whole(placed.range_index, DIRECT, self._layout.range_count, f"{where}: the range of {access.weight!r}")
-        if placed.head_bytes is not None:
-            check_split(self._layout, access, placed, placed.head_bytes, weight, self._filled, self._where)
+        if placed.prefix_bytes is not None:
+            check_split(self._layout, access, placed, placed.prefix_bytes, weight, self._filled, self._where)
             return
         if nbytes == 0 or placed.is_direct:
             # Nothing of ours is ever written there: there is no more to it.

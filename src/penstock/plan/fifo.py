@@ -1,8 +1,8 @@
-"""Choices whose stays take the ring in turn, as a FIFO: a cap on tails, a length of the ring, and what streams then.
+"""Choices whose stays take the ring in turn, as a FIFO: a cap on suffixes, a length of the ring, and what streams then.
 
 The pages that do not fit beside the ring must stream. Which of them is one greedy: weights that a run streams least
-often go first, and of equals tails are spread evenly over the schedule, so that copies are. What is not convex, and is
-searched, is the cap: long tails mean few copies and a long ring, short ones many copies and a short ring.
+often go first, and of equals suffixes are spread evenly over the schedule, so that copies are. What is not convex, and
+is searched, is the cap: long suffixes mean few copies and a long ring, short ones many copies and a short ring.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cached_property
 from penstock.plan.assembly import assemble
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
-from penstock.plan.residency import Streaming, streaming_tails
+from penstock.plan.residency import Streaming, streaming_suffixes
 from penstock.plan.ring import allocate, lay, lost_pages, reading_load
 from penstock.plan.tuning import CAP_FACTOR
 
-# In the place of a cap: tails as equal as they can be.
+# In the place of a cap: suffixes as equal as they can be.
 EVEN = 0
 
 
@@ -29,22 +29,22 @@ class Draft:
     """What streams, and through a ring of what length: before stays have pages."""
 
     chosen: Streaming
-    tails: Mapping[str, int]
+    suffixes: Mapping[str, int]
     ring_pages: int
 
     @cached_property
     def few(self) -> Streaming:
-        return streaming_tails(self.chosen, self.tails)
+        return streaming_suffixes(self.chosen, self.suffixes)
 
     @property
     def lost_pages(self) -> int:
         """What is missing to a whole ring where one run meets the next."""
-        return max((lost_pages(method, self.tails, self.ring_pages) for method in self.few.methods), default=0)
+        return max((lost_pages(method, self.suffixes, self.ring_pages) for method in self.few.methods), default=0)
 
     def link_s(self, calibration: Calibration) -> float:
         """No plan of it takes less: one copy for every stay of the methods that were timed."""
         link = calibration.link
-        copy_s = {name: link.copy_s(nbytes) for name, nbytes in self._tail_bytes.items()}
+        copy_s = {name: link.copy_s(nbytes) for name, nbytes in self._suffix_bytes.items()}
         return sum(
             copy_s[name] * count
             for schedule, counts in zip(self.chosen.demand.schedules, self._stays, strict=True)
@@ -53,11 +53,11 @@ class Draft:
         )
 
     @cached_property
-    def _tail_bytes(self) -> dict[str, int]:
+    def _suffix_bytes(self) -> dict[str, int]:
         demand = self.chosen.demand
         return {
-            name: demand.nbytes[name] - (demand.pages[name] - tail) * demand.page_bytes
-            for name, tail in self.tails.items()
+            name: demand.nbytes[name] - (demand.pages[name] - suffix) * demand.page_bytes
+            for name, suffix in self.suffixes.items()
         }
 
     @cached_property
@@ -75,11 +75,11 @@ class Draft:
                 if cut_part and method.live_ranges
                 else 0
             )
-            ring = allocate(method, self.tails, cut, ring_pages=self.ring_pages, leads=False)
+            ring = allocate(method, self.suffixes, cut, ring_pages=self.ring_pages, leads=False)
             if ring is None:
                 return None
             rings.append(ring)
-        return assemble(demand, self.tails, methods, *lay(methods, rings, demand))
+        return assemble(demand, self.suffixes, methods, *lay(methods, rings, demand))
 
 
 class FifoChoices:
@@ -93,7 +93,7 @@ class FifoChoices:
     @cached_property
     def caps(self) -> list[int]:
         """To begin with. EVEN is the least cap."""
-        even = self.chosen.tails_beside(self.budget_pages - 1)
+        even = self.chosen.suffixes_beside(self.budget_pages - 1)
         if even is None:
             return []
         cap = max(1, *even.values())
@@ -112,11 +112,11 @@ class FifoChoices:
         least = self._least_ring_of(cap)
         if least is None:
             return None
-        tails = self._tails(self.budget_pages - least - ahead_pages, cap)
-        if tails is None:
+        suffixes = self._suffixes(self.budget_pages - least - ahead_pages, cap)
+        if suffixes is None:
             return None
         ring_pages = least + ahead_pages
-        return Draft(self.chosen, {name: tail for name, tail in tails.items() if tail}, ring_pages)
+        return Draft(self.chosen, {name: suffix for name, suffix in suffixes.items() if suffix}, ring_pages)
 
     def _least_ring_of(self, cap: int) -> int | None:
         if cap not in self._least:
@@ -124,22 +124,22 @@ class FifoChoices:
         return self._least[cap]
 
     def _least_ring(self, cap: int) -> int | None:
-        """A longer ring leaves less room for heads, so that tails and the ring grow: until one holds the other."""
+        """A longer ring leaves less room for prefixes, so suffixes and the ring grow: until one holds the other."""
         length = 1
         while True:
-            tails = self._tails(self.budget_pages - length, cap)
-            if tails is None:
+            suffixes = self._suffixes(self.budget_pages - length, cap)
+            if suffixes is None:
                 return None
-            few = streaming_tails(self.chosen, tails)
-            load = max((reading_load(method, tails) for method in few.methods), default=0)
+            few = streaming_suffixes(self.chosen, suffixes)
+            load = max((reading_load(method, suffixes) for method in few.methods), default=0)
             if load <= length:
                 return length
             length = load
 
-    def _tails(self, resident_pages: int, cap: int) -> dict[str, int] | None:
-        """Tails beside which no more than so many pages are resident; None where there are none."""
+    def _suffixes(self, resident_pages: int, cap: int) -> dict[str, int] | None:
+        """Suffixes beside which no more than so many pages are resident; None where there are none."""
         if cap == EVEN:
-            return self.chosen.tails_beside(resident_pages)
+            return self.chosen.suffixes_beside(resident_pages)
         streamed = self.chosen.demand.full_pages - resident_pages
         for _ in range(8):
             found = _under_cap(self.chosen, cap, max(streamed, 0))
@@ -155,10 +155,10 @@ class FifoChoices:
 
 
 def _under_cap(chosen: Streaming, cap: int, streamed_pages: int) -> dict[str, int] | None:
-    """Of weights that stream equally often those that are long enough for the cap go first: equal tails take over one
-    another's place."""
+    """Of weights that stream equally often those that are long enough for the cap go first: equal suffixes take over
+    one another's place."""
     pages, left = chosen.whole, streamed_pages
-    tails: dict[str, int] = {}
+    suffixes: dict[str, int] = {}
     # One page of these would be next to nothing.
     left_out = frozenset(chosen.stubs if cap == 1 else ())
     for equals in chosen.seldom_first:
@@ -166,27 +166,27 @@ def _under_cap(chosen: Streaming, cap: int, streamed_pages: int) -> dict[str, in
         for names in ([n for n in equals if pages[n] >= cap], [n for n in equals if pages[n] < cap]):
             capacity = sum(min(pages[name], cap) for name in names)
             if left < capacity:
-                tails.update(_spread({name: min(pages[name], cap) for name in names}, capacity, left))
-                return tails
-            tails.update((name, min(pages[name], cap)) for name in names)
+                suffixes.update(_spread({name: min(pages[name], cap) for name in names}, capacity, left))
+                return suffixes
+            suffixes.update((name, min(pages[name], cap)) for name in names)
             left -= capacity
-    return tails if left <= 0 else None
+    return suffixes if left <= 0 else None
 
 
 def _spread(sizes: Mapping[str, int], capacity: int, wanted: int) -> dict[str, int]:
     """Whole sizes that come to `wanted`, evenly over all of them; and one part for the rest."""
-    tails: dict[str, int] = {}
+    suffixes: dict[str, int] = {}
     due, left = 0, wanted
     for name, size in sizes.items():
         due += size * wanted
         taken = min(size, left)
         if taken and 2 * due >= taken * capacity:
-            tails[name] = taken
+            suffixes[name] = taken
             left -= taken
             due -= taken * capacity
     for name, size in sizes.items():
-        more = min(size - tails.get(name, 0), left)
+        more = min(size - suffixes.get(name, 0), left)
         if more:
-            tails[name] = tails.get(name, 0) + more
+            suffixes[name] = suffixes.get(name, 0) + more
             left -= more
-    return tails
+    return suffixes

@@ -10,7 +10,7 @@ from functools import cached_property
 from penstock.plan.assembly import assemble
 from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.plan import Plan
-from penstock.plan.residency import Streaming, streaming_tails
+from penstock.plan.residency import Streaming, streaming_suffixes
 from penstock.plan.ring import allocate, lay, loads, most_pages, shortest
 from penstock.plan.tuning import LOOKAHEAD_BYTES, LOOKAHEAD_PART
 
@@ -20,17 +20,17 @@ class Placed:
     """A choice, the length of the ring that it needs, and by method where its line begins."""
 
     chosen: Streaming
-    tails: Mapping[str, int]
+    suffixes: Mapping[str, int]
     ring_pages: int
     cuts: tuple[int, ...]
 
     @cached_property
     def total_pages(self) -> int:
-        return self.chosen.resident_pages(self.tails) + self.ring_pages
+        return self.chosen.resident_pages(self.suffixes) + self.ring_pages
 
     @cached_property
     def cost_bytes(self) -> int:
-        return self.chosen.cost_bytes(self.tails)
+        return self.chosen.cost_bytes(self.suffixes)
 
     def plan(self, budget_pages: int) -> Plan:
         """What is left of the budget goes to the ring, so that copies run further ahead."""
@@ -38,16 +38,16 @@ class Placed:
         ring_pages = self.ring_pages + budget_pages - self.total_pages
         rings = []
         for method, cut in zip(methods, self.cuts, strict=True):
-            ring = allocate(method, self.tails, cut, ring_pages=ring_pages)
+            ring = allocate(method, self.suffixes, cut, ring_pages=ring_pages)
             assert ring is not None, "more pages than are needed are enough"
             rings.append(ring)
-        return assemble(demand, self.tails, methods, *lay(methods, rings, demand))
+        return assemble(demand, self.suffixes, methods, *lay(methods, rings, demand))
 
     def worst_step(self) -> tuple[str | None, int | None, tuple[str, ...]]:
         """The method and step with the largest load, of equals the first, and the weights that make it."""
         worst: tuple[int, str, int, tuple[str, ...]] | None = None
         for schedule, method in zip(self.chosen.demand.schedules, self.chosen.methods, strict=True):
-            by_step = loads(method, self.tails)
+            by_step = loads(method, self.suffixes)
             if not method.live_ranges or (worst is not None and max(by_step) <= worst[0]):
                 continue
             step = by_step.index(max(by_step))
@@ -60,11 +60,11 @@ class Placed:
         return (None, None, ()) if worst is None else worst[1:]
 
 
-def place(chosen: Streaming, tails: Mapping[str, int], *, enough_pages: int = 0) -> Placed:
+def place(chosen: Streaming, suffixes: Mapping[str, int], *, enough_pages: int = 0) -> Placed:
     """`enough_pages` in all are good enough; without, as few as can be found."""
-    enough_pages -= chosen.resident_pages(tails)
-    found = [shortest(method, tails, enough_pages=enough_pages) for method in chosen.methods]
-    return Placed(chosen, tails, max((pages for pages, _ in found), default=0), tuple(cut for _, cut in found))
+    enough_pages -= chosen.resident_pages(suffixes)
+    found = [shortest(method, suffixes, enough_pages=enough_pages) for method in chosen.methods]
+    return Placed(chosen, suffixes, max((pages for pages, _ in found), default=0), tuple(cut for _, cut in found))
 
 
 def lowest(sets: CandidateSets) -> Placed:
@@ -94,14 +94,14 @@ def _surely_fits(chosen: Streaming, budget_pages: int) -> bool:
     return all(most_pages(method, chosen.whole) <= room_pages for method in chosen.methods)
 
 
-def lengthen_heads(placed: Placed, budget_pages: int) -> Placed:
-    """What is left of the budget, but for what copies need to run ahead, goes to the heads."""
+def lengthen_prefixes(placed: Placed, budget_pages: int) -> Placed:
+    """What is left of the budget, but for what copies need to run ahead, goes to the prefixes."""
     chosen = placed.chosen
     reserved = min(LOOKAHEAD_BYTES // chosen.demand.page_bytes, budget_pages // LOOKAHEAD_PART)
     spare_pages = budget_pages - placed.total_pages - reserved
     if spare_pages <= 0:
         return placed
-    tails = {name: tail for name, tail in chosen.shorten(placed.tails, spare_pages).items() if tail}
-    longer = place(streaming_tails(chosen, tails), tails, enough_pages=budget_pages)
-    # Seldom do shorter tails need more pages on a cycle.
+    suffixes = {name: suffix for name, suffix in chosen.shorten(placed.suffixes, spare_pages).items() if suffix}
+    longer = place(streaming_suffixes(chosen, suffixes), suffixes, enough_pages=budget_pages)
+    # Seldom do shorter suffixes need more pages on a cycle.
     return longer if longer.total_pages <= budget_pages else placed

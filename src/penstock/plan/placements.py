@@ -13,9 +13,9 @@ from penstock.plan.below_copying import BelowCopying, below_copying
 from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default, stand_ins, with_direct
-from penstock.plan.heads import host_curves
 from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan, Planner
+from penstock.plan.prefixes import host_curves
 from penstock.plan.simulator import predicted_s
 from penstock.plan.split_choice import SplitChoice
 from penstock.plan.tuning import DRAFTS_KEPT, SIZES_TRIED
@@ -143,7 +143,7 @@ class PlacementPlanner:
         return [self._split_from(size) for size in _sizes_tried(sizes - {0})] if self._can_split else []
 
     def _split_plans(self, budget_bytes: int, calibration: Calibration) -> list[Plan]:
-        """Memory divided between heads and everything else in many ways: the fastest.
+        """Memory divided between prefixes and everything else in many ways: the fastest.
 
         That is found with everything else planned without the times of steps, which takes a tenth as long.
         """

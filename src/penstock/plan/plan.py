@@ -1,8 +1,8 @@
 """A plan: where every weight lies, and when every copy is issued. Plain data, from the planner to the core.
 
-Device memory is made of blocks (physical) that are mapped into ranges (virtual addresses). A weight's head may lie in a
-resident block; its tail, or all of it, comes and goes in ring pages that many ranges share. One coming and going is a
-stay: copied once, read by one or more accesses, then overwritten. Addresses never change while a plan lives.
+Device memory is made of blocks (physical) that are mapped into ranges (virtual addresses). A weight's prefix may lie in
+a resident block; its suffix, or all of it, comes and goes in ring pages that many ranges share. One coming and going is
+a stay: copied once, read by one or more accesses, then overwritten. Addresses never change while a plan lives.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Placement:
     """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident.
 
     `range_index` is NO_RANGE for a weight without bytes in a plan without ranges, and DIRECT for one that is read where
-    it lies in host memory. A split weight is read on both sides by one launch: its range holds the head alone, and what
-    follows the head is read in host memory.
+    it lies in host memory. A split weight is read on both sides by one launch: its range holds the prefix alone, and
+    what follows the prefix is read in host memory.
     """
 
     number: int
@@ -96,7 +96,7 @@ class Placement:
     range_offset_bytes: int
     stay: int | None
     # None: not split. Otherwise at least one row, and not all of them: that would be direct, or resident.
-    head_bytes: int | None = None
+    prefix_bytes: int | None = None
 
     @property
     def is_direct(self) -> bool:
@@ -104,21 +104,21 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        return self.head_bytes is not None
+        return self.prefix_bytes is not None
 
     @property
     def in_place_bytes(self) -> int:
         """What of it is read where it lies in host memory."""
         if self.is_direct:
             return self.nbytes
-        return 0 if self.head_bytes is None else self.nbytes - self.head_bytes
+        return 0 if self.prefix_bytes is None else self.nbytes - self.prefix_bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What one run of a method moves. S7: what is counted while running equals this.
 
-    Weights that are read in place, as a whole or but for their head, are no hits. What lies in host memory of each is
+    Weights that are read in place, as a whole or but for their prefix, are no hits. What lies in host memory of each is
     counted at every access: how much of it a kernel then reads is its own business, so this is a bound from above.
     """
 

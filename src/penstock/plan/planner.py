@@ -18,7 +18,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.demand import Demand
 from penstock.plan.nominal import nominal
-from penstock.plan.placed import Placed, lengthen_heads, lowest, place, surely_fits
+from penstock.plan.placed import Placed, lengthen_prefixes, lowest, place, surely_fits
 from penstock.plan.plan import Plan
 from penstock.plan.residency import streaming
 from penstock.plan.reuse import cheapest_kept
@@ -103,7 +103,7 @@ class Planner:
         kept = cheapest_kept(self._sets, budget_pages) if not found or self._demand.reuses else None
         self._refuse_below_floor(budget_bytes)
         if not found and kept is None:
-            kept = lengthen_heads(self._lowest, budget_pages)
+            kept = lengthen_prefixes(self._lowest, budget_pages)
         if kept is not None:
             plan = kept.plan(budget_pages)
             found.append((sum(self.predicted_s(plan, one) for one in known), plan))
@@ -168,8 +168,8 @@ def _collector_paused() -> Iterator[None]:
 
 def _reason(placed: Placed) -> str:
     page_bytes = placed.chosen.demand.page_bytes
-    held_bytes = placed.chosen.resident_pages(placed.tails) * page_bytes
-    held_count = len(placed.chosen.demand.nbytes) - len(placed.tails)
+    held_bytes = placed.chosen.resident_pages(placed.suffixes) * page_bytes
+    held_count = len(placed.chosen.demand.nbytes) - len(placed.suffixes)
     method, step_index, names = placed.worst_step()
     held = f"{held_bytes} bytes for weights held all the time ({held_count} of them)"
     if method is None:

@@ -1,7 +1,7 @@
 """What stays on the device for good and what streams: the choices among which the planner picks, and their cost.
 
-A choice names the weights that are held whole and gives each of the others a tail, in pages, that streams; the head
-before it is resident. Equal tails keep the ring small (as long as a few tails, not weights) and spread the copies.
+A choice names the weights that are held whole and gives each of the others a suffix, in pages, that streams; the prefix
+before it is resident. Equal suffixes keep the ring small (as long as a few of them, not of weights) and spread copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Streaming:
 
     @cached_property
     def whole(self) -> dict[str, int]:
-        """Tails that leave no head: everything that may stream does."""
+        """Suffixes that leave no prefix: everything that may stream does."""
         return {name: self.demand.pages[name] for name in self.stays}
 
     @property
@@ -37,9 +37,9 @@ class Streaming:
         return max(self.whole.values(), default=0)
 
     def level(self, pages: int) -> dict[str, int]:
-        """Tails cut to at most this many pages, or two where the last one holds too little for a copy."""
-        tails = {name: min(size, pages) for name, size in self.whole.items()}
-        return tails if pages > 1 else tails | dict.fromkeys(self.stubs, 2)
+        """Suffixes cut to at most this many pages, or two where the last one holds too little for a copy."""
+        suffixes = {name: min(size, pages) for name, size in self.whole.items()}
+        return suffixes if pages > 1 else suffixes | dict.fromkeys(self.stubs, 2)
 
     @cached_property
     def stubs(self) -> list[str]:
@@ -47,28 +47,28 @@ class Streaming:
         last_bytes, small_bytes = self.demand.last_page_bytes, self.demand.small_copy_bytes
         return [name for name, size in self.whole.items() if size > 1 and last_bytes[name] < small_bytes]
 
-    def resident_pages(self, tails: Mapping[str, int]) -> int:
-        """Pages of the weights held whole (a tail of no pages makes one) and of the heads."""
+    def resident_pages(self, suffixes: Mapping[str, int]) -> int:
+        """Pages of the weights held whole (a suffix of no pages makes one) and of the prefixes."""
         pages = self.demand.pages
-        streamed = [name for name, tail in tails.items() if tail]
-        heads = sum([pages[name] - tails[name] for name in streamed])
-        return heads + self.demand.held_pages_without(streamed)
+        streamed = [name for name, suffix in suffixes.items() if suffix]
+        prefixes = sum([pages[name] - suffixes[name] for name in streamed])
+        return prefixes + self.demand.held_pages_without(streamed)
 
-    def ring_load(self, tails: Mapping[str, int]) -> int:
-        return max((peak_load(method, tails) for method in self.methods), default=0)
+    def ring_load(self, suffixes: Mapping[str, int]) -> int:
+        return max((peak_load(method, suffixes) for method in self.methods), default=0)
 
-    def cost_bytes(self, tails: Mapping[str, int]) -> int:
+    def cost_bytes(self, suffixes: Mapping[str, int]) -> int:
         """What one warm run of every method moves, and what the copies cost beside it: one for each stay."""
         nbytes, pages, page_bytes = self.demand.nbytes, self.demand.pages, self.demand.page_bytes
         stays = self.stays
         cost = 0
-        for name, tail in tails.items():
-            if tail:
-                cost += stays[name] * (nbytes[name] - (pages[name] - tail) * page_bytes + COPY_OVERHEAD_BYTES)
+        for name, suffix in suffixes.items():
+            if suffix:
+                cost += stays[name] * (nbytes[name] - (pages[name] - suffix) * page_bytes + COPY_OVERHEAD_BYTES)
         return cost
 
     def least_cost_bytes(self, budget_pages: int) -> int:
-        """No tails of this choice cost less: everything that is not held streams, and the ring takes no room."""
+        """No suffixes of this choice cost less: everything that is not held streams, and the ring takes no room."""
         streamed_pages = max(0, sum(self.whole.values()) - (budget_pages - self._held_pages))
         # At best the weights that stream least often make up for all of it, and only as many as are needed.
         cost = 0
@@ -104,26 +104,26 @@ class Streaming:
             sums.append(sums[-1] + size)
         return sizes, sums
 
-    def head_pages(self, level: int) -> int:
-        """Pages of the heads when tails are cut to this many pages: resident_pages(self.level(level)), for a level
-        above 0, less what is held whole. Quick, because planning asks for it over and over."""
+    def prefix_pages(self, level: int) -> int:
+        """Pages of the prefixes when suffixes are cut to this many pages: resident_pages(self.level(level)), for a
+        level above 0, less what is held whole. Quick, because planning asks for it over and over."""
         sizes, sums = self._sizes
         longer = len(sizes) - bisect_right(sizes, level)
         return sums[longer] - longer * level
 
-    def tails_beside(self, resident_pages: int) -> dict[str, int] | None:
-        """The shortest tails of about equal length whose heads fit into so many pages; None if not even none do."""
+    def suffixes_beside(self, resident_pages: int) -> dict[str, int] | None:
+        """The shortest suffixes of about equal length whose prefixes fit into so many pages; None if none do."""
         room_pages = resident_pages - self._held_pages
         low, high = 1, self.largest_pages
-        if not high or self.head_pages(high) > room_pages:
+        if not high or self.prefix_pages(high) > room_pages:
             return None
         while low < high:
             middle = (low + high) // 2
-            if self.head_pages(middle) <= room_pages:
+            if self.prefix_pages(middle) <= room_pages:
                 high = middle
             else:
                 low = middle + 1
-        return self.shorten(self.level(high), room_pages - self.head_pages(high))
+        return self.shorten(self.level(high), room_pages - self.prefix_pages(high))
 
     @cached_property
     def _held_pages(self) -> int:
@@ -136,13 +136,13 @@ class Streaming:
         often = [name for name, count in self.stays.items() if count > least]
         return sorted(often, key=lambda name: -self.stays[name])
 
-    def shorten(self, tails: Mapping[str, int], spare_pages: int) -> dict[str, int]:
-        """Tails cut further by as many pages in all: each page saved at the head is one that no run copies again.
+    def shorten(self, suffixes: Mapping[str, int], spare_pages: int) -> dict[str, int]:
+        """Suffixes cut further by as many pages in all: each page saved at the prefix is one that no run copies again.
 
-        Weights that stream more often than others go first. Among the rest the longest tails lose a page each, and
+        Weights that stream more often than others go first. Among the rest the longest suffixes lose a page each, and
         where there are not enough pages for all of them, evenly over the schedule.
         """
-        shorter = dict(tails)
+        shorter = dict(suffixes)
         for name in self._often:
             if not spare_pages:
                 break
@@ -152,14 +152,14 @@ class Streaming:
                 spare_pages -= taken
         longest = max(shorter.values(), default=0) if spare_pages else 0
         while spare_pages and longest:
-            names = [name for name, tail in shorter.items() if tail == longest]
+            names = [name for name, suffix in shorter.items() if suffix == longest]
             taken = min(len(names), spare_pages)
             for turn in range(taken):
                 shorter[names[turn * len(names) // taken]] -= 1
             spare_pages -= taken
             longest -= 1
         for name in self.stubs:
-            if shorter.get(name) == 1 and tails[name] > 1:
+            if shorter.get(name) == 1 and suffixes[name] > 1:
                 shorter[name] = 2
         return shorter
 
@@ -171,9 +171,9 @@ def streaming(demand: Demand, may_stream: Iterable[str]) -> Streaming:
     return without(demand, methods, frozenset(name for method in methods for name in method.always))
 
 
-def streaming_tails(chosen: Streaming, tails: Mapping[str, int]) -> Streaming:
-    """The same, less the weights whose tails have no pages left, or that have none."""
-    gone = frozenset(name for name in chosen.stays if not tails.get(name))
+def streaming_suffixes(chosen: Streaming, suffixes: Mapping[str, int]) -> Streaming:
+    """The same, less the weights whose suffixes have no pages left, or that have none."""
+    gone = frozenset(name for name in chosen.stays if not suffixes.get(name))
     return without(chosen.demand, chosen.methods, gone) if gone else chosen
 
 

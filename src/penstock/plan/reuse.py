@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.plan.candidate_sets import CandidateSets
 from penstock.plan.live_ranges import LiveRange, MethodRanges, join
-from penstock.plan.placed import Placed, lengthen_heads, place
+from penstock.plan.placed import Placed, lengthen_prefixes, place
 from penstock.plan.residency import Streaming, without
 from penstock.plan.ring import loads
 from penstock.plan.tuning import KEPT_ATTEMPTS, KEPT_ROOM_PART, MANY_ACCESSES
@@ -44,7 +44,7 @@ def cheapest_kept(sets: CandidateSets, budget_pages: int) -> Placed | None:
                 placed = _placed(chosen, budget_pages, rule)
                 if placed is None:
                     continue
-                placed = lengthen_heads(placed, budget_pages)
+                placed = lengthen_prefixes(placed, budget_pages)
                 if best is None or placed.cost_bytes < best.cost_bytes:
                     best = placed
             if many:

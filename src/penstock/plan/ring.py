@@ -62,9 +62,9 @@ def most_pages(method: MethodRanges, pages: Mapping[str, int]) -> int:
     return max(by_step, default=0) + crossing
 
 
-def lost_pages(method: MethodRanges, tails: Mapping[str, int], ring_pages: int) -> int:
+def lost_pages(method: MethodRanges, suffixes: Mapping[str, int], ring_pages: int) -> int:
     """What is missing at the cut to a whole number of rounds."""
-    return -sum([tails[live.weight] for live in method.live_ranges]) % ring_pages
+    return -sum([suffixes[live.weight] for live in method.live_ranges]) % ring_pages
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LENGTHS, MANY_ACCESSES, 
 
 
 class Point(NamedTuple):
-    """A candidate: a set of weights, by number; a cap on their tails, and how far copies may run ahead, in pages; where
-    the ring begins anew, in parts of a run."""
+    """A candidate: a set of weights, by number; a cap on their suffixes, and how far copies may run ahead, in pages;
+    where the ring begins anew, in parts of a run."""
 
     chosen: int
     cap: int
@@ -94,8 +94,8 @@ class Search:
         ]
 
     def _first_aheads(self, cap: int) -> set[int]:
-        """Beside the usual room a whole tail, so that stays take turns with two of them; or of equal tails more and
-        more, since how much pays depends on how uneven steps are."""
+        """Beside the usual room a whole suffix, so that stays take turns with two of them; or of equal suffixes more
+        and more, since how much pays depends on how uneven steps are."""
         usual = self._ahead_pages
         if self._is_short:
             return {usual}
@@ -139,7 +139,7 @@ class Search:
         for other in sorted(others, key=lambda other: (abs(other - cap), other)):
             if 0 < other <= caps[-1] or other == EVEN:
                 yield point._replace(cap=other, cut=0)
-                # The ring as many tails long as before.
+                # The ring as many suffixes long as before.
                 yield point._replace(cap=other, ahead_pages=round(ahead * other / cap) if cap else ahead, cut=0)
         yield from self._near_whole_rings(point)[:2]
         for cut in range(1, CUTS):

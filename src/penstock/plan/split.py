@@ -1,6 +1,6 @@
 """Weights that are read on both sides by one launch, put into a plan that reads them in host memory alone.
 
-Whatever else the plan does stays as it is: heads get blocks and ranges of their own, which nobody else knows.
+Whatever else the plan does stays as it is: prefixes get blocks and ranges of their own, which nobody else knows.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.plan.heads import Heads
 from penstock.plan.plan import Block, MethodPlan, Piece, Placement, Plan, Range
+from penstock.plan.prefixes import Prefixes
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
 IsSplit = Callable[[Access], bool]
 
 
-def with_heads(
+def with_prefixes(
     plan: Plan,
     schedules: Sequence[Schedule],
     weights: Mapping[str, Weight],
-    heads: Heads,
+    prefixes: Prefixes,
     is_split: IsSplit,
     alignment_bytes: int,
 ) -> Plan:
-    """The plan with these heads, and with weights that are held whole though it reads them in place."""
+    """The plan with these prefixes, and with weights that are held whole though it reads them in place."""
     blocks, ranges, fills = list(plan.blocks), list(plan.ranges), list(plan.fills)
 
     def add_range(nbytes: int) -> None:
@@ -35,17 +35,17 @@ def with_heads(
     # Range and offset.
     whole_at: dict[str, tuple[int, int]] = {}
     end_bytes = 0
-    for name in heads.whole:
+    for name in prefixes.whole:
         begin_bytes = -(-end_bytes // alignment_bytes) * alignment_bytes
         whole_at[name] = (len(ranges), begin_bytes)
         fills.append(Piece(name, 0, weights[name].nbytes, *whole_at[name]))
         end_bytes = begin_bytes + weights[name].nbytes
-    if heads.whole:
+    if prefixes.whole:
         add_range(end_bytes)
-    head_at: dict[str, int] = {}
-    for name, nbytes in heads.head_bytes.items():
-        head_at[name] = len(ranges)
-        fills.append(Piece(name, 0, nbytes, head_at[name], 0))
+    prefix_at: dict[str, int] = {}
+    for name, nbytes in prefixes.prefix_bytes.items():
+        prefix_at[name] = len(ranges)
+        fills.append(Piece(name, 0, nbytes, prefix_at[name], 0))
         add_range(nbytes)
 
     def placed(access: Access, found: Placement) -> Placement:
@@ -53,8 +53,8 @@ def with_heads(
         if found.is_direct and name in whole_at:
             range_index, offset_bytes = whole_at[name]
             return replace(found, range_index=range_index, range_offset_bytes=offset_bytes)
-        if found.is_direct and name in head_at and is_split(access):
-            return replace(found, range_index=head_at[name], head_bytes=heads.head_bytes[name])
+        if found.is_direct and name in prefix_at and is_split(access):
+            return replace(found, range_index=prefix_at[name], prefix_bytes=prefixes.prefix_bytes[name])
         return found
 
     def method(schedule: Schedule, found: MethodPlan) -> MethodPlan:

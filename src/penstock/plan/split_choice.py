@@ -1,4 +1,4 @@
-"""The plans where given accesses are split: the others are planned as if those read nothing, and heads get the rest."""
+"""The plans where given accesses are split: others are planned as if those read nothing, and prefixes get the rest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand
 from penstock.plan.direct import IsDirect, stand_ins, with_direct
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
-from penstock.plan.heads import Spare, allocate_prefixes, host_curves
 from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan, Planner
+from penstock.plan.prefixes import Spare, allocate_prefixes, host_curves
 from penstock.plan.ratios import TimeCurve
-from penstock.plan.split import IsSplit, with_heads
-from penstock.plan.tuning import HEAD_PARTS, HEAD_PARTS_OF_MANY, MANY_ACCESSES
+from penstock.plan.split import IsSplit, with_prefixes
+from penstock.plan.tuning import MANY_ACCESSES, PREFIX_PARTS, PREFIX_PARTS_OF_MANY
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -50,17 +50,17 @@ class SplitChoice:
         return replace(found, plan=self._whole(found.plan))
 
     def plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
-        """Heads get what everything else leaves, which is nothing where that does not fit."""
+        """Prefixes get what everything else leaves, which is nothing where that does not fit."""
         if budget_bytes >= self.full_bytes:
             return Planner(self._schedules, self._weights, page_bytes=self._page_bytes).plan(budget_bytes)
         return self.divided(budget_bytes, budget_bytes, calibration, host_curves(self._schedules, calibration))
 
     def divisions(self, budget_bytes: int) -> list[int]:
-        """Bytes that everything else might get, so that heads get more and more. None below the floor."""
+        """Bytes that everything else might get, so that prefixes get more and more. None below the floor."""
         above_bytes = budget_bytes - self.floor_bytes
         if above_bytes < 0:
             return []
-        parts = HEAD_PARTS if self._demand.access_count <= MANY_ACCESSES else HEAD_PARTS_OF_MANY
+        parts = PREFIX_PARTS if self._demand.access_count <= MANY_ACCESSES else PREFIX_PARTS_OF_MANY
         # More than it can use makes no difference to the rest.
         rests = (min(budget_bytes - int(above_bytes * part), self._rest.full_bytes) for part in parts)
         return [pages * self._page_bytes for pages in dict.fromkeys(rest // self._page_bytes for rest in rests)]
@@ -68,17 +68,17 @@ class SplitChoice:
     def divided(
         self, budget_bytes: int, rest_bytes: int, calibration: Calibration | None, curves: Mapping[str, TimeCurve]
     ) -> Plan:
-        """Everything else within `rest_bytes`, and heads, by these curves, in what that leaves."""
+        """Everything else within `rest_bytes`, and prefixes, by these curves, in what that leaves."""
         rest = self._whole(self._rest.plan(rest_bytes, calibration))
         unheld = frozenset(rest.direct_weights)
         pages = (budget_bytes - rest.device_bytes) // self._page_bytes
-        heads = allocate_prefixes(
+        prefixes = allocate_prefixes(
             [self._weights[name] for name in self._split if name in unheld],
             [self._weights[name] for name in self._tables if name in unheld],
             curves,
             Spare(pages, self._page_bytes, self._alignment_bytes),
         )
-        return with_heads(rest, self._schedules, self._weights, heads, self._may_be_split, self._alignment_bytes)
+        return with_prefixes(rest, self._schedules, self._weights, prefixes, self._may_be_split, self._alignment_bytes)
 
     @cached_property
     def _rest(self) -> Planner:

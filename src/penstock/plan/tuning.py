@@ -15,7 +15,7 @@ COPY_OVERHEAD_BYTES = 256 * 1024
 # A copy below this is held back for the pages after it, if it is also a small part of its stay.
 PART_BYTES = 4 * 2**20
 PART_OF_STAY = 8
-# Room that is left to copies running ahead rather than spent on longer heads: 0.6 ms of a link of 55 GB/s, which
+# Room that is left to copies running ahead rather than spent on longer prefixes: 0.6 ms of a link of 55 GB/s, which
 # bridges steps of uneven length. Never more than this part of the budget.
 LOOKAHEAD_BYTES = 32 * 2**20
 LOOKAHEAD_PART = 32
@@ -74,13 +74,13 @@ AS_FAST = 1.0002
 # Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
 # those that make a ring long.
 SIZES_TRIED = 6
-# Of plans with heads, so many are worked out.
+# Of plans with prefixes, so many are worked out.
 DRAFTS_KEPT = 2
-# Of the memory above what everything else needs, so much is tried for heads.
-HEAD_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-HEAD_PARTS_OF_MANY = (0.0, 0.5, 1.0)
-# Rows that a head has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
-HEAD_GRAIN_ROWS = 128
+# Of the memory above what everything else needs, so much is tried for prefixes.
+PREFIX_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PREFIX_PARTS_OF_MANY = (0.0, 0.5, 1.0)
+# Rows that a prefix has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
+PREFIX_GRAIN_ROWS = 128
 # Where a budget is too small for copying: beyond so many times what copying takes at its own floor it is refused. A
 # slower run would be no answer.
 WORTHWHILE_TIMES = 1.5

@@ -157,7 +157,7 @@ def _weights(module: Module, method: str) -> tuple[WeightResidency, ...]:
 
     def kind(weight: Weight) -> PlacementKind:
         if weight.name in staying:
-            return "head+tail" if resident[weight.name] else "streamed"
+            return "prefix+suffix" if resident[weight.name] else "streamed"
         if weight.name in split:
             return "split"
         # Neither filled nor copied, and yet it has bytes: kernels read them in host memory.

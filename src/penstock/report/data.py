@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# "head+tail": a resident head and a streamed tail. "in place": kernels read it where it lies in host memory. "split":
-# they read a resident head and, in host memory, what follows it. "on demand": under placement="lru" nothing is decided
-# before a run.
-PlacementKind = Literal["resident", "head+tail", "streamed", "in place", "split", "on demand"]
+# "prefix+suffix": a resident prefix and a streamed suffix. "in place": kernels read it where it lies in host memory.
+# "split": they read a resident prefix and, in host memory, what follows it. "on demand": under placement="lru" nothing
+# is decided before a run.
+PlacementKind = Literal["resident", "prefix+suffix", "streamed", "in place", "split", "on demand"]
 
 
 @dataclass(frozen=True)

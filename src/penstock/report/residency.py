@@ -50,10 +50,10 @@ def _residency_said(data: ReportData) -> str:
 
 _KINDS = {
     "resident": "resident",
-    "head+tail": "with a resident head and a streamed tail",
+    "prefix+suffix": "with a resident prefix and a streamed suffix",
     "streamed": "streamed whole",
     "in place": "read in place in host memory",
-    "split": "with a resident head and a tail read in host memory",
+    "split": "with a resident prefix and a suffix read in host memory",
     "on demand": "copied on demand, least recently used out first",
 }
 

@@ -54,7 +54,7 @@ def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
         # A direct access has no range to be offset in: here stands where it lies in the file.
         yield offsets[placement.weight] if placement.is_direct else placement.range_offset_bytes
         yield -1 if placement.stay is None else placement.stay
-        yield -1 if placement.head_bytes is None else placement.head_bytes
+        yield -1 if placement.prefix_bytes is None else placement.prefix_bytes
         yield offsets[placement.weight]
     for stay in method.stays:
         yield stay.nbytes

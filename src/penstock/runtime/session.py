@@ -34,7 +34,7 @@ class Stats:
     pool_ns: int
     # Of the runs, those that were launched as a CUDA graph.
     replays: int = 0
-    # Of weights that kernels read in host memory, as a whole or but for their head: all that they could have read. A
+    # Of weights that kernels read in host memory, as a whole or but for their prefix: all that they could have read. A
     # gather reads only some rows of it.
     bytes_in_place: int = 0
 

@@ -1,4 +1,4 @@
-"""How long a head each split weight gets: device memory shared out, by measured times or evenly, in rows and pages."""
+"""How long a prefix each split weight gets: device memory shared out, by times or evenly, in rows and pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import SPLIT_ROWS
 from penstock.plan.ratios import Operation, TimeCurve, allocate, uniform
-from penstock.plan.tuning import HEAD_GRAIN_ROWS
+from penstock.plan.tuning import PREFIX_GRAIN_ROWS
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
@@ -20,7 +20,7 @@ _CORNER_DIGITS = 6
 
 @dataclass(frozen=True)
 class Spare:
-    """Pages to give away: to heads of their own, and to whole weights that share them."""
+    """Pages to give away: to prefixes of their own, and to whole weights that share them."""
 
     pages: int
     page_bytes: int
@@ -28,11 +28,11 @@ class Spare:
 
 
 @dataclass(frozen=True)
-class Heads:
+class Prefixes:
     """What lies on the device of weights that would be read in host memory."""
 
     # By weight, and never all of it.
-    head_bytes: Mapping[str, int]
+    prefix_bytes: Mapping[str, int]
     # Those that lie there as a whole, one after the other.
     whole: tuple[str, ...]
 
@@ -52,36 +52,36 @@ class SplittableWeight:
         return self.nbytes // self.rows
 
     @property
-    def may_have_head(self) -> bool:
-        """A head takes pages of its own: of a weight that fits in one, all or nothing."""
+    def may_have_prefix(self) -> bool:
+        """A prefix takes pages of its own: of a weight that fits in one, all or nothing."""
         return self.nbytes > self.page_bytes and self.rows > SPLIT_ROWS
 
-    def head_in(self, pages: int) -> int:
-        """Bytes of the longest head in so many pages."""
+    def prefix_in(self, pages: int) -> int:
+        """Bytes of the longest prefix in so many pages."""
         rows = min(pages * self.page_bytes // self.row_bytes, self.rows - 1)
         return rows // _grain(rows) * _grain(rows) * self.row_bytes
 
-    def longer(self, head_bytes: int) -> int:
-        """The next longer head by whole pages; all of the weight where there is none."""
-        rows = head_bytes // self.row_bytes
+    def longer(self, prefix_bytes: int) -> int:
+        """The next longer prefix by whole pages; all of the weight where there is none."""
+        rows = prefix_bytes // self.row_bytes
         rows += _grain(rows)
-        pages = max(self.pages(head_bytes) + 1, self.pages(rows * self.row_bytes))
-        return self.nbytes if rows >= self.rows or pages * self.page_bytes >= self.nbytes else self.head_in(pages)
+        pages = max(self.pages(prefix_bytes) + 1, self.pages(rows * self.row_bytes))
+        return self.nbytes if rows >= self.rows or pages * self.page_bytes >= self.nbytes else self.prefix_in(pages)
 
     def pages(self, nbytes: int) -> int:
         return -(-nbytes // self.page_bytes)
 
-    def s_per_byte(self, head_bytes: int) -> float:
-        """What the next byte of the head saves."""
+    def s_per_byte(self, prefix_bytes: int) -> float:
+        """What the next byte of the prefix saves."""
         slope = 0.0
         for (begin, first), (end, last) in pairwise(self.curve.points):
-            if begin < 1 - head_bytes / self.nbytes:
+            if begin < 1 - prefix_bytes / self.nbytes:
                 slope = (last - first) / (end - begin)
         return slope / self.nbytes
 
 
 def _grain(rows: int) -> int:
-    return HEAD_GRAIN_ROWS if rows >= HEAD_GRAIN_ROWS else SPLIT_ROWS
+    return PREFIX_GRAIN_ROWS if rows >= PREFIX_GRAIN_ROWS else SPLIT_ROWS
 
 
 def host_curves(schedules: Sequence[Schedule], calibration: Calibration | None) -> dict[str, TimeCurve]:
@@ -119,10 +119,10 @@ def _added(methods: Sequence[Sequence[float]]) -> TimeCurve:
 
 def allocate_prefixes(
     weights: Sequence[Weight], tables: Sequence[Weight], curves: Mapping[str, TimeCurve], spare: Spare
-) -> Heads:
-    """Heads of weights: equal parts of all, or other parts where their times are known and say so.
+) -> Prefixes:
+    """Prefixes of weights: equal parts of all, or other parts where their times are known and say so.
 
-    Tables are held whole or not at all, in their order, in what the heads leave.
+    Tables are held whole or not at all, in their order, in what the prefixes leave.
     """
     unknown = TimeCurve(((0.0, 0.0), (1.0, 1.0)))
     splittable = [
@@ -134,55 +134,59 @@ def allocate_prefixes(
         return evenly
     # The best parts, in pages, may be worse than equal ones: a part that would cost nothing is less than a page.
     by_times = _allocated(splittable, tables, spare, by_times=True)
-    return min(evenly, by_times, key=lambda heads: _added_s(splittable, heads))
+    return min(evenly, by_times, key=lambda prefixes: _added_s(splittable, prefixes))
 
 
-def _added_s(weights: Sequence[SplittableWeight], heads: Heads) -> float:
-    whole = frozenset(heads.whole)
-    left_out = ((weight, 1 - heads.head_bytes.get(weight.name, 0) / weight.nbytes) for weight in weights)
+def _added_s(weights: Sequence[SplittableWeight], prefixes: Prefixes) -> float:
+    whole = frozenset(prefixes.whole)
+    left_out = ((weight, 1 - prefixes.prefix_bytes.get(weight.name, 0) / weight.nbytes) for weight in weights)
     return sum(weight.curve.seconds(0 if weight.name in whole else ratio) for weight, ratio in left_out)
 
 
-def _allocated(weights: Sequence[SplittableWeight], tables: Sequence[Weight], spare: Spare, *, by_times: bool) -> Heads:
+def _allocated(
+    weights: Sequence[SplittableWeight], tables: Sequence[Weight], spare: Spare, *, by_times: bool
+) -> Prefixes:
     room = FreePages(spare)
-    for weight in sorted((weight for weight in weights if not weight.may_have_head), key=lambda weight: weight.nbytes):
+    for weight in sorted(
+        (weight for weight in weights if not weight.may_have_prefix), key=lambda weight: weight.nbytes
+    ):
         room.hold(weight.name, weight.nbytes)
-    large = sorted((weight for weight in weights if weight.may_have_head), key=lambda weight: -weight.nbytes)
+    large = sorted((weight for weight in weights if weight.may_have_prefix), key=lambda weight: -weight.nbytes)
     operations = [Operation(weight.name, weight.nbytes, weight.curve) for weight in large]
     left_out = max(0.0, 1 - room.left_pages * room.page_bytes / max(sum(weight.nbytes for weight in large), 1))
     found = allocate(operations, left_out) if by_times else uniform(operations, left_out)
-    head_bytes: dict[str, int] = {}
+    prefix_bytes: dict[str, int] = {}
     for weight, ratio in zip(large, found.ratios, strict=True):
         if ratio > 0 or not room.hold(weight.name, weight.nbytes):
             pages = int((1 - ratio) * weight.nbytes) // room.page_bytes
-            head_bytes[weight.name] = weight.head_in(min(pages, room.left_pages))
-            room.take(weight.pages(head_bytes[weight.name]))
-    _use_up(large, head_bytes, room, by_times=by_times)
+            prefix_bytes[weight.name] = weight.prefix_in(min(pages, room.left_pages))
+            room.take(weight.pages(prefix_bytes[weight.name]))
+    _use_up(large, prefix_bytes, room, by_times=by_times)
     for table in tables:
         room.hold(table.name, table.nbytes)
-    return Heads({name: nbytes for name, nbytes in head_bytes.items() if nbytes}, tuple(room.held))
+    return Prefixes({name: nbytes for name, nbytes in prefix_bytes.items() if nbytes}, tuple(room.held))
 
 
 def _use_up(
-    weights: Sequence[SplittableWeight], head_bytes: dict[str, int], room: FreePages, *, by_times: bool
+    weights: Sequence[SplittableWeight], prefix_bytes: dict[str, int], room: FreePages, *, by_times: bool
 ) -> None:
     """What rounding has left goes where it saves the most; of equals to each in turn, the largest first."""
 
     def entry(weight: SplittableWeight, turn: int) -> tuple[float, int, int, str]:
-        return -weight.s_per_byte(head_bytes[weight.name]) if by_times else 0.0, turn, -weight.nbytes, weight.name
+        return -weight.s_per_byte(prefix_bytes[weight.name]) if by_times else 0.0, turn, -weight.nbytes, weight.name
 
     by_name = {weight.name: weight for weight in weights}
-    waiting = [entry(by_name[name], 0) for name in head_bytes]
+    waiting = [entry(by_name[name], 0) for name in prefix_bytes]
     heapify(waiting)
     while waiting and room.left_pages:
         _, turn, _, name = heappop(waiting)
-        weight, before = by_name[name], head_bytes[name]
+        weight, before = by_name[name], prefix_bytes[name]
         after = weight.longer(before)
         if after == weight.nbytes:
             if room.hold(name, weight.nbytes, instead_of_pages=weight.pages(before)):
-                del head_bytes[name]
+                del prefix_bytes[name]
         elif room.take(weight.pages(after) - weight.pages(before)):
-            head_bytes[name] = after
+            prefix_bytes[name] = after
             heappush(waiting, entry(weight, turn + 1))
 
 
