@@ -208,6 +208,7 @@ def test_without_locks_nothing_is_swept(base: Path, monkeypatch: pytest.MonkeyPa
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
+@pytest.mark.slow
 def test_a_compile_that_was_killed(base: Path, tmp_path: Path) -> None:
     """SIGKILL while the C++ compiler works; the next compile removes what is left, and its own."""
     mark, compiler = tmp_path / "started", tmp_path / "compiler"

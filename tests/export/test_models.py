@@ -30,8 +30,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "vit": hf.vit,
     "t5": hf.t5,
 }
-# A decoder and a convolutional one at each change; the others with the slow tests.
-QUICK = ("llama", "unet")
+# A decoder at each change; the others with the slow tests.
+QUICK = ("llama",)
 
 
 @pytest.mark.parametrize(
