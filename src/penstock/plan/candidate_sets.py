@@ -80,7 +80,7 @@ class CandidateSets:
         self.all = [CandidateSet(demand, each) for each in names]
 
     def cheapest_first(self, budget_pages: int) -> list[tuple[int, CandidateSet]]:
-        """Rungs that may fit, with a cost that none of their plans comes below, in the order of that cost."""
+        """Candidates that may fit, with a cost that none of their plans comes below, in the order of that cost."""
         fitting = [one for one in self.all if one.held_pages <= budget_pages]
         return sorted(((one.least_cost_bytes(budget_pages), one) for one in fitting), key=lambda pair: pair[0])
 

@@ -85,8 +85,9 @@ class PlanInstaller:
         if self.plan is None:
             raise PenstockError('calibrate() is for a plan, and placement="lru" makes none')
         assert isinstance(self._policy, PlannedPolicy)
+        to_time = self._policy.arrange_to_time_steps(budget_bytes)
         self._end_recording("another calibrate()")
-        return self._start_timing("calibrate()", self._policy.arrange_to_time_steps(budget_bytes))
+        return self._start_timing("calibrate()", to_time)
 
     def plan_by(self, recording: Recording, budget_bytes: int) -> None:
         plan = self._planned()
@@ -126,8 +127,9 @@ class PlanInstaller:
         policy = self._policy
         if self.calibration is None or not isinstance(policy, PlannedPolicy):
             raise PenstockError("calibrate(in_place=True) compares with what calibrate() measures: use that first")
+        to_time = policy.arrange_in_place()
         self._end_recording("calibrate(in_place=True)")
-        return self._start_timing("calibrate(in_place=True)", policy.arrange_in_place())
+        return self._start_timing("calibrate(in_place=True)", to_time)
 
     def plan_by_direct(self, recording: Recording, budget_bytes: int) -> None:
         plan = self._planned()

@@ -101,7 +101,7 @@ def _plain_calls() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_cpu_vectors(device: torch.device) -> Iterator[None]:
     """For a GPU, the host's vector instructions serve nothing. To find out which of them the compiler knows, Inductor
-    builds and loads ten small libraries, one after the other: half of the time of a first compilation on 16 cores.
+    builds and loads ten small libraries, one after the other: more than a third of a first compilation on 16 cores.
     """
     if device.type == "cpu":
         yield
