@@ -68,6 +68,9 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_start_trace": (_i32, [_pointer]),
     "penstock_session_stop_trace": (_i32, [_pointer]),
     "penstock_session_spans": (_i64, [_pointer, _pointer, _i64]),
+    "penstock_packed_most_bytes": (_i64, [_i32, _i64]),
+    "penstock_pack_blocks": (_i64, [_i32, _pointer, _i64, _pointer, _i64, _pointer, _i32]),
+    "penstock_unpack_blocks": (_i32, [_i32, _pointer, _i64, _pointer, _i64, _pointer, _i32]),
 }
 
 

@@ -1,0 +1,222 @@
+// Loops over the values of a tile are worth vectors, which -O2 seldom makes.
+#pragma GCC optimize("O3")
+
+#include "packed_block.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace penstock {
+namespace {
+
+constexpr int kCodes = 7;
+constexpr int64_t kHeaderBytes = 16;
+constexpr int64_t kTableBytes = 8;
+constexpr int kLanes = 32;
+constexpr int kPlanes = 3;
+constexpr int kRounds = 4;
+// The lowest bit of each four.
+constexpr uint32_t kNibbles = 0x11111111u;
+constexpr int64_t kTileCodeBytes = kPlanes * kLanes * 4;
+
+int64_t padded(int64_t bytes) { return (bytes + kPackedUnitBytes - 1) / kPackedUnitBytes * kPackedUnitBytes; }
+
+// A value's place: lanes have eight values at a time, in four rounds. Value `at` of a round has bit 4 * at + round of the
+// lane's word in each plane, so that three planes make eight selectors of four bits.
+constexpr int64_t value_index(int lane, int round, int at) { return round * 256 + lane * 8 + at; }
+
+// Per tile, so that compilers make vectors of the loops: exponents and rests apart, and together again.
+struct Bfloat16 {
+  using Word = uint16_t;
+  static constexpr int64_t kRestBytes = 1;
+  static void part(const Word* values, unsigned char* exponents, unsigned char* rests) {
+    for (int64_t i = 0; i < kTileValues; ++i) {
+      exponents[i] = (unsigned char)(values[i] >> 7);
+      rests[i] = (unsigned char)(((values[i] >> 8) & 0x80) | (values[i] & 0x7F));
+    }
+  }
+  static void join(const unsigned char* exponents, const unsigned char* rests, Word* values) {
+    for (int64_t i = 0; i < kTileValues; ++i)
+      values[i] = (Word)(((rests[i] & 0x80) << 8) | (exponents[i] << 7) | (rests[i] & 0x7F));
+  }
+};
+
+// Three bytes of rest, each in a plane of its own: the mantissa's lowest first, the sign with its highest.
+struct Float32 {
+  using Word = uint32_t;
+  static constexpr int64_t kRestBytes = 3;
+  static void part(const Word* values, unsigned char* exponents, unsigned char* rests) {
+    for (int64_t i = 0; i < kTileValues; ++i) {
+      exponents[i] = (unsigned char)(values[i] >> 23);
+      rests[i] = (unsigned char)values[i];
+      rests[kTileValues + i] = (unsigned char)(values[i] >> 8);
+      rests[2 * kTileValues + i] = (unsigned char)(((values[i] >> 24) & 0x80) | ((values[i] >> 16) & 0x7F));
+    }
+  }
+  static void join(const unsigned char* exponents, const unsigned char* rests, Word* values) {
+    for (int64_t i = 0; i < kTileValues; ++i) {
+      Word high = rests[2 * kTileValues + i];
+      values[i] = ((high & 0x80) << 24) | ((Word)exponents[i] << 23) | ((high & 0x7F) << 16) |
+                  ((Word)rests[kTileValues + i] << 8) | rests[i];
+    }
+  }
+};
+
+// Eight codes, a byte each, to four bits each.
+uint32_t narrowed(uint64_t codes) {
+  codes = (codes | (codes >> 4)) & 0x00FF00FF00FF00FFull;
+  codes = (codes | (codes >> 8)) & 0x0000FFFF0000FFFFull;
+  return (uint32_t)(codes | (codes >> 16));
+}
+
+// The most frequent exponents, of equals the smaller; unused entries stay 0.
+void choose_exponents(const uint32_t* counts, unsigned char* table) {
+  bool taken[256] = {};
+  for (int code = 1; code <= kCodes; ++code) {
+    int best = -1;
+    for (int e = 0; e < 256; ++e)
+      if (!taken[e] && counts[e] && (best < 0 || counts[e] > counts[best])) best = e;
+    if (best < 0) return;
+    taken[best] = true;
+    table[code] = (unsigned char)best;
+  }
+}
+
+template <typename Float>
+int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
+  using Word = typename Float::Word;
+  const BlockLayout layout(kind, raw_bytes);
+  std::memset(packed, 0, (size_t)layout.codes_at);
+  unsigned char exponents[kBlockRawBytes / (int64_t)sizeof(Word)];
+  // Four of each, so that equal exponents in a row do not wait for one another. Half of the values tell enough.
+  uint32_t counts[4][256] = {};
+  for (int64_t tile = 0; tile < layout.tiles; ++tile) {
+    Word values[kTileValues];
+    const int64_t begin = tile * kTileValues, count = std::min(kTileValues, layout.values - begin);
+    std::memcpy(values, raw + begin * (int64_t)sizeof(Word), (size_t)count * sizeof(Word));
+    // Values that are not there take after the last that is.
+    std::fill(values + count, values + kTileValues, values[count - 1]);
+    Float::part(values, exponents + begin, packed + layout.rests_at + begin * Float::kRestBytes);
+    for (int64_t i = 0; i < kTileValues; i += 8)
+      for (int64_t k = 0; k < 4; ++k) counts[k][exponents[begin + i + k]]++;
+  }
+  for (int e = 0; e < 256; ++e) counts[0][e] += counts[1][e] + counts[2][e] + counts[3][e];
+  choose_exponents(counts[0], packed);
+  unsigned char code_of[256] = {};
+  for (int code = kCodes; code >= 1; --code)
+    if (counts[0][packed[code]]) code_of[packed[code]] = (unsigned char)code;
+  unsigned char* escapes = packed + layout.escapes_at;
+  uint32_t escape_count = 0;
+  for (int64_t tile = 0; tile < layout.tiles; ++tile) {
+    const uint16_t first_escape = (uint16_t)escape_count;
+    std::memcpy(packed + kHeaderBytes + tile * 2, &first_escape, sizeof first_escape);
+    const unsigned char* of_tile = exponents + tile * kTileValues;
+    unsigned char codes[kTileValues];
+    for (int64_t i = 0; i < kTileValues; ++i) codes[i] = code_of[of_tile[i]];
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint32_t planes[kPlanes] = {};
+      for (int round = 0; round < kRounds; ++round) {
+        uint64_t eight;
+        std::memcpy(&eight, codes + value_index(lane, round, 0), sizeof eight);
+        uint32_t nibbles = narrowed(eight);
+        for (int plane = 0; plane < kPlanes; ++plane) planes[plane] |= ((nibbles >> plane) & kNibbles) << round;
+      }
+      std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes + lane * 4, &planes[0], 4);
+      std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes + (kLanes + lane) * 4, &planes[1], 4);
+      std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes + (2 * kLanes + lane) * 4, &planes[2], 4);
+      for (uint32_t bits = ~(planes[0] | planes[1] | planes[2]); bits; bits &= bits - 1) {
+        int bit = __builtin_ctz(bits);
+        escapes[escape_count++] = of_tile[value_index(lane, bit % kRounds, bit / kRounds)];
+      }
+    }
+  }
+  std::memcpy(packed + kTableBytes, &escape_count, sizeof escape_count);
+  int64_t bytes = padded(layout.escapes_at + escape_count);
+  std::memset(escapes + escape_count, 0, (size_t)(bytes - layout.escapes_at - escape_count));
+  return bytes;
+}
+
+template <typename Float>
+void unpack_tile(const BlockLayout& layout, const unsigned char* packed, int64_t packed_bytes, int64_t tile,
+                 const uint16_t* pairs, typename Float::Word* out) {
+  const unsigned char* escapes = packed + layout.escapes_at;
+  const int64_t escapes_there = packed_bytes - layout.escapes_at;
+  uint16_t first_escape;
+  std::memcpy(&first_escape, packed + kHeaderBytes + tile * 2, sizeof first_escape);
+  int64_t escape = first_escape;
+  unsigned char exponents[kTileValues];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint32_t planes[kPlanes];
+    for (int plane = 0; plane < kPlanes; ++plane)
+      std::memcpy(&planes[plane], packed + layout.codes_at + tile * kTileCodeBytes + (plane * kLanes + lane) * 4, 4);
+    for (int round = 0; round < kRounds; ++round) {
+      uint32_t codes = ((planes[0] >> round) & kNibbles) | (((planes[1] >> round) & kNibbles) << 1) |
+                       (((planes[2] >> round) & kNibbles) << 2);
+      for (int at = 0; at < 8; at += 2, codes >>= 8)
+        std::memcpy(exponents + value_index(lane, round, at), &pairs[codes & 0xFF], 2);
+    }
+    for (uint32_t bits = ~(planes[0] | planes[1] | planes[2]); bits; bits &= bits - 1) {
+      int bit = __builtin_ctz(bits);
+      // Damaged bytes may ask for more than there are.
+      exponents[value_index(lane, bit % kRounds, bit / kRounds)] = escape < escapes_there ? escapes[escape] : 0;
+      escape++;
+    }
+  }
+  Float::join(exponents, packed + layout.rests_at + tile * kTileValues * Float::kRestBytes, out);
+}
+
+template <typename Float>
+void unpack(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
+            int64_t end, unsigned char* out) {
+  const BlockLayout layout(kind, raw_bytes);
+  constexpr int64_t kTileBytes = kTileValues * (int64_t)sizeof(typename Float::Word);
+  typename Float::Word values[kTileValues];
+  // By two codes: their exponents.
+  uint16_t pairs[128];
+  for (int codes = 0; codes < 128; ++codes) {
+    const unsigned char pair[2] = {packed[codes & 7], packed[codes >> 4]};
+    std::memcpy(&pairs[codes], pair, sizeof pair);
+  }
+  for (int64_t tile = begin / kTileBytes; tile * kTileBytes < end; ++tile) {
+    unpack_tile<Float>(layout, packed, packed_bytes, tile, pairs, values);
+    int64_t low = std::max(begin, tile * kTileBytes), high = std::min(end, (tile + 1) * kTileBytes);
+    std::memcpy(out + (low - begin), reinterpret_cast<unsigned char*>(values) + (low - tile * kTileBytes),
+                (size_t)(high - low));
+  }
+}
+
+}  // namespace
+
+bool is_packed_kind(int32_t kind) {
+  return kind == (int32_t)PackedKind::bfloat16 || kind == (int32_t)PackedKind::float32;
+}
+
+int64_t item_bytes(PackedKind kind) { return kind == PackedKind::bfloat16 ? 2 : 4; }
+
+BlockLayout::BlockLayout(PackedKind kind, int64_t raw_bytes) {
+  values = raw_bytes / item_bytes(kind);
+  tiles = (values + kTileValues - 1) / kTileValues;
+  codes_at = padded(kHeaderBytes + tiles * 2);
+  rests_at = codes_at + tiles * kTileCodeBytes;
+  escapes_at = rests_at + tiles * kTileValues * (item_bytes(kind) - 1);
+}
+
+int64_t least_block_bytes(PackedKind kind, int64_t raw_bytes) { return BlockLayout(kind, raw_bytes).escapes_at; }
+
+int64_t most_block_bytes(PackedKind kind, int64_t raw_bytes) {
+  BlockLayout layout(kind, raw_bytes);
+  return padded(layout.escapes_at + layout.tiles * kTileValues);
+}
+
+int64_t pack_block(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
+  return kind == PackedKind::bfloat16 ? pack<Bfloat16>(kind, raw, raw_bytes, packed)
+                                      : pack<Float32>(kind, raw, raw_bytes, packed);
+}
+
+void unpack_block(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
+                  int64_t end, unsigned char* out) {
+  if (kind == PackedKind::bfloat16) unpack<Bfloat16>(kind, packed, packed_bytes, raw_bytes, begin, end, out);
+  else unpack<Float32>(kind, packed, packed_bytes, raw_bytes, begin, end, out);
+}
+
+}  // namespace penstock

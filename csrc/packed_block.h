@@ -1,0 +1,44 @@
+// One block of a packed weight, packed and unpacked on the host: sign and mantissa as they are, exponents as 3-bit codes of
+// the block's seven most frequent ones. docs/format.md has the layout, byte by byte.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace penstock {
+
+// What the values are. The numbers stand in files.
+enum class PackedKind : int32_t { bfloat16 = 1, float32 = 2 };
+
+// Of the weight. Every block but a weight's last has as many.
+constexpr int64_t kBlockRawBytes = 64 << 10;
+constexpr int64_t kTileValues = 1024;
+// Sizes of blocks are multiples of this.
+constexpr int64_t kPackedUnitBytes = 16;
+
+bool is_packed_kind(int32_t kind);
+int64_t item_bytes(PackedKind kind);
+
+// Where the parts of a block begin, for so many bytes of the weight.
+struct BlockLayout {
+  BlockLayout(PackedKind kind, int64_t raw_bytes);
+  int64_t values;
+  int64_t tiles;
+  int64_t codes_at;
+  int64_t rests_at;
+  int64_t escapes_at;
+};
+
+// The fewest and the most bytes that a block can have.
+int64_t least_block_bytes(PackedKind kind, int64_t raw_bytes);
+int64_t most_block_bytes(PackedKind kind, int64_t raw_bytes);
+
+// Returns the bytes written, at most most_block_bytes.
+int64_t pack_block(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed);
+
+// Bytes [begin, end) of the block's `raw_bytes`. Whatever the packed bytes are, nothing outside of them is read; they are
+// at least least_block_bytes.
+void unpack_block(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
+                  int64_t end, unsigned char* out);
+
+}  // namespace penstock
