@@ -17,6 +17,8 @@ constexpr int kPlanes = 3;
 constexpr int kRounds = 4;
 // The lowest bit of each four.
 constexpr uint32_t kNibbles = 0x11111111u;
+// And of each byte.
+constexpr uint64_t kBytes = 0x0101010101010101ull;
 constexpr int64_t kTileCodeBytes = kPlanes * kLanes * 4;
 
 int64_t padded(int64_t bytes) { return (bytes + kPackedUnitBytes - 1) / kPackedUnitBytes * kPackedUnitBytes; }
@@ -69,17 +71,45 @@ uint32_t narrowed(uint64_t codes) {
   return (uint32_t)(codes | (codes >> 16));
 }
 
-// The most frequent exponents, of equals the smaller; unused entries stay 0.
-void choose_exponents(const uint32_t* counts, unsigned char* table) {
+// The most frequent exponents, of equals the smaller; unused entries stay 0. Returns how many there are.
+int choose_exponents(const uint32_t* counts, unsigned char* table) {
   bool taken[256] = {};
   for (int code = 1; code <= kCodes; ++code) {
     int best = -1;
     for (int e = 0; e < 256; ++e)
       if (!taken[e] && counts[e] && (best < 0 || counts[e] > counts[best])) best = e;
-    if (best < 0) return;
+    if (best < 0) return code - 1;
     taken[best] = true;
     table[code] = (unsigned char)best;
   }
+  return kCodes;
+}
+
+// The code of each exponent of a tile, 0 for an escape. Seven comparisons of whole vectors are less than a lookup each.
+void encode_tile(const unsigned char* exponents, const unsigned char* table, int used, unsigned char* __restrict codes) {
+  unsigned char wanted[kCodes + 1], told[kCodes + 1];
+  for (int code = 1; code <= kCodes; ++code) {
+    wanted[code] = table[code];
+    told[code] = (unsigned char)(code <= used ? code : 0);
+  }
+  for (int64_t i = 0; i < kTileValues; ++i) {
+    unsigned char found = 0;
+    for (int code = 1; code <= kCodes; ++code) found |= (unsigned char)(exponents[i] == wanted[code] ? told[code] : 0);
+    codes[i] = found;
+  }
+}
+
+// Codes to planes, where a plane's word holds one bit of each of the lane's values.
+void part_planes(const unsigned char* codes, uint32_t planes[kPlanes][kLanes]) {
+  uint64_t eights[kRounds][kLanes];
+  static_assert(sizeof eights == kTileValues, "eight values for each lane, in each round");
+  std::memcpy(eights, codes, sizeof eights);
+  for (int plane = 0; plane < kPlanes; ++plane)
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint64_t bits = 0;
+      for (int round = 0; round < kRounds; ++round) bits |= ((eights[round][lane] >> plane) & kBytes) << round;
+      planes[plane][lane] = narrowed(bits);
+    }
 }
 
 template <typename Float>
@@ -101,10 +131,7 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
       for (int64_t k = 0; k < 4; ++k) counts[k][exponents[begin + i + k]]++;
   }
   for (int e = 0; e < 256; ++e) counts[0][e] += counts[1][e] + counts[2][e] + counts[3][e];
-  choose_exponents(counts[0], packed);
-  unsigned char code_of[256] = {};
-  for (int code = kCodes; code >= 1; --code)
-    if (counts[0][packed[code]]) code_of[packed[code]] = (unsigned char)code;
+  const int used = choose_exponents(counts[0], packed);
   unsigned char* escapes = packed + layout.escapes_at;
   uint32_t escape_count = 0;
   for (int64_t tile = 0; tile < layout.tiles; ++tile) {
@@ -112,23 +139,15 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
     std::memcpy(packed + kHeaderBytes + tile * 2, &first_escape, sizeof first_escape);
     const unsigned char* of_tile = exponents + tile * kTileValues;
     unsigned char codes[kTileValues];
-    for (int64_t i = 0; i < kTileValues; ++i) codes[i] = code_of[of_tile[i]];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      uint32_t planes[kPlanes] = {};
-      for (int round = 0; round < kRounds; ++round) {
-        uint64_t eight;
-        std::memcpy(&eight, codes + value_index(lane, round, 0), sizeof eight);
-        uint32_t nibbles = narrowed(eight);
-        for (int plane = 0; plane < kPlanes; ++plane) planes[plane] |= ((nibbles >> plane) & kNibbles) << round;
-      }
-      std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes + lane * 4, &planes[0], 4);
-      std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes + (kLanes + lane) * 4, &planes[1], 4);
-      std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes + (2 * kLanes + lane) * 4, &planes[2], 4);
-      for (uint32_t bits = ~(planes[0] | planes[1] | planes[2]); bits; bits &= bits - 1) {
+    encode_tile(of_tile, packed, used, codes);
+    uint32_t planes[kPlanes][kLanes];
+    part_planes(codes, planes);
+    std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes, planes, sizeof planes);
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (uint32_t bits = ~(planes[0][lane] | planes[1][lane] | planes[2][lane]); bits; bits &= bits - 1) {
         int bit = __builtin_ctz(bits);
         escapes[escape_count++] = of_tile[value_index(lane, bit % kRounds, bit / kRounds)];
       }
-    }
   }
   std::memcpy(packed + kTableBytes, &escape_count, sizeof escape_count);
   int64_t bytes = padded(layout.escapes_at + escape_count);
