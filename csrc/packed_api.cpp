@@ -56,11 +56,19 @@ int64_t penstock_pack_blocks(int32_t kind, const unsigned char* raw, int64_t raw
                              int64_t capacity, int64_t* block_bytes, int32_t threads) {
   int64_t most = penstock_packed_most_bytes(kind, raw_bytes);
   if (most < 0 || capacity < most) return -1;
+  int64_t end = 0;
+  if (threads <= 1) {
+    // Each where the one before it ends: nothing needs to be moved.
+    for_each_block(raw_bytes, 1, [&](int64_t block, int64_t begin, int64_t bytes) {
+      block_bytes[block] = pack_block((PackedKind)kind, raw + begin, bytes, out + end);
+      end += block_bytes[block];
+    });
+    return end;
+  }
   const int64_t stride = most_block_bytes((PackedKind)kind, kBlockRawBytes);
   for_each_block(raw_bytes, threads, [&](int64_t block, int64_t begin, int64_t bytes) {
     block_bytes[block] = pack_block((PackedKind)kind, raw + begin, bytes, out + block * stride);
   });
-  int64_t end = 0;
   for (int64_t block = 0; block * kBlockRawBytes < raw_bytes; ++block) {
     std::memmove(out + end, out + block * stride, (size_t)block_bytes[block]);
     end += block_bytes[block];

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.models.pretrained import from_pretrained
     from penstock.module import Module
     from penstock.program import read_program
+    from penstock.weights.packing import pack, unpack
 
 __all__ = [
     "Compiled",
@@ -27,7 +28,9 @@ __all__ = [
     "apply_weight_offload",
     "compile",
     "from_pretrained",
+    "pack",
     "read_program",
+    "unpack",
 ]
 
 # Imported when first used: reading a file's index or its metadata needs no torch, and torch takes seconds to import.
@@ -37,7 +40,9 @@ _HOMES = {
     "apply_weight_offload": "penstock.export.offload",
     "compile": "penstock.export.compile",
     "from_pretrained": "penstock.models.pretrained",
+    "pack": "penstock.weights.packing",
     "read_program": "penstock.program",
+    "unpack": "penstock.weights.packing",
 }
 
 

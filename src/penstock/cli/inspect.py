@@ -121,6 +121,7 @@ def _show_weights(to: Console, report: WeightsReport, top: int | None) -> None:
         [
             ("file", short_bytes(report.file_bytes)),
             ("stored", f"{report.stored_count}, {short_bytes(report.stored_bytes)}; {len(report.entries)} names"),
+            *([("packed", _packed(report))] if report.packed_count else []),
             ("identity", report.identity or "none: ExecuTorch wrote it"),
         ],
     )
@@ -132,6 +133,7 @@ def _show_weights(to: Console, report: WeightsReport, top: int | None) -> None:
             e.dtype,
             _shape(e.shape),
             short_bytes(e.nbytes),
+            *([f"{e.ratio:.3f}"] if report.packed_count else []),
             e.checksum or "none",
         )
         for e in entries
@@ -139,9 +141,14 @@ def _show_weights(to: Console, report: WeightsReport, top: int | None) -> None:
     table(
         to,
         _title("\nentries", len(rows), len(report.entries)),
-        ("name", "kind", "dtype", "shape", ">bytes", "xxh3_64"),
+        ("name", "kind", "dtype", "shape", ">bytes", *([">ratio"] if report.packed_count else []), "xxh3_64"),
         rows,
     )
+
+
+def _packed(report: WeightsReport) -> str:
+    raw = short_bytes(report.raw_bytes)
+    return f"{report.packed_count} of {report.stored_count}; {raw} without packing, ratio {report.ratio:.3f} in all"
 
 
 def _title(what: str, shown: int, there: int) -> str:

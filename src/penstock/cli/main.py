@@ -21,9 +21,11 @@ from penstock.cli.generate import generate
 from penstock.cli.inspect import inspect
 from penstock.cli.interrupt import interruptible
 from penstock.cli.output import flush_stdout, print_json, printable_lines
+from penstock.cli.pack import pack
 from penstock.cli.plan import plan
 from penstock.cli.run import run
 from penstock.cli.streams import drop_stdout, nobody_reads, standard_streams
+from penstock.cli.unpack import unpack
 from penstock.cli.verify import verify
 from penstock.errors import PenstockError
 from penstock.version import VERSION
@@ -42,7 +44,7 @@ def penstock() -> None:
     """Runs a PyTorch model whose weights do not fit in GPU memory inside a byte budget."""
 
 
-for command in (doctor, estimate, generate, chat, export, inspect, plan, run, verify, cache, bench):
+for command in (doctor, estimate, generate, chat, export, pack, unpack, inspect, plan, run, verify, cache, bench):
     penstock.add_command(command)
 
 

@@ -134,9 +134,15 @@ class EntryRow:
     kind: str
     dtype: str
     shape: tuple[int, ...]
+    # As stored.
     nbytes: int
+    # Of the tensor: more than are stored, where the entry is packed.
+    raw_bytes: int
+    packed: bool
+    # Stored bytes by the tensor's.
+    ratio: float
     offset_bytes: int
-    # xxh3_64 in hexadecimal; None in a file that ExecuTorch wrote.
+    # xxh3_64 of the tensor in hexadecimal; None in a file that ExecuTorch wrote.
     checksum: str | None
     alias_of: str | None
 
@@ -150,6 +156,9 @@ class WeightsReport:
     # Each set of bytes once.
     stored_count: int
     stored_bytes: int
+    raw_bytes: int
+    packed_count: int
+    ratio: float
     entries: tuple[EntryRow, ...]
 
 
@@ -234,13 +243,18 @@ def _floor(subject: Subject) -> FloorRow:
 
 
 def weights_report(index: WeightsIndex) -> WeightsReport:
+    stored_bytes = sum(entry.length_bytes for entry in index.unique_entries)
+    raw_bytes = sum(entry.raw_bytes for entry in index.unique_entries)
     return WeightsReport(
         path=index.path,
         kind="ptd",
         file_bytes=index.file_bytes,
         identity=index.identity,
         stored_count=len(index.unique_entries),
-        stored_bytes=sum(entry.length_bytes for entry in index.unique_entries),
+        stored_bytes=stored_bytes,
+        raw_bytes=raw_bytes,
+        packed_count=sum(entry.packing is not None for entry in index.unique_entries),
+        ratio=_ratio(stored_bytes, raw_bytes),
         entries=tuple(
             EntryRow(
                 name=entry.name,
@@ -248,6 +262,9 @@ def weights_report(index: WeightsIndex) -> WeightsReport:
                 dtype=entry.dtype,
                 shape=entry.shape,
                 nbytes=entry.length_bytes,
+                raw_bytes=entry.raw_bytes,
+                packed=entry.packing is not None,
+                ratio=_ratio(entry.length_bytes, entry.raw_bytes),
                 offset_bytes=entry.offset_bytes,
                 checksum=None if entry.checksum is None else f"{entry.checksum:016x}",
                 alias_of=entry.alias_of,
@@ -255,3 +272,7 @@ def weights_report(index: WeightsIndex) -> WeightsReport:
             for entry in index.entries
         ),
     )
+
+
+def _ratio(stored_bytes: int, raw_bytes: int) -> float:
+    return stored_bytes / raw_bytes if raw_bytes else 1.0

@@ -13,6 +13,7 @@ from penstock.regular_file import open_regular
 from penstock.runtime.weights_source import read_weights_index
 from penstock.weight import Weight
 from penstock.weights import Entry, WeightsIndex, layout_identity, write_ptd
+from penstock.weights.packing import require_raw
 
 _PIECE_BYTES = 8 << 20
 
@@ -28,6 +29,8 @@ def data_files(program: Path, weights: Any) -> list[WeightsIndex]:
     if not paths:
         raise PenstockError("weights is an empty list; leave it out for the .ptd beside the program")
     indices = [read_weights_index(path) for path in paths]
+    for index in indices:
+        require_raw(index, "running a .pte")
     # Each holds our metadata, under one name for all; ExecuTorch refuses a name that two files have.
     ours = [str(index.path) for index in indices if index.identity is not None]
     if len(ours) > 1:
@@ -60,6 +63,8 @@ def merge_weights(
 ) -> Path:
     """Writes one .ptd with everything that several have; no name may be in two of them."""
     indices = [read_weights_index(Path(file)) for file in files]
+    for index in indices:
+        require_raw(index, "merging it with others")
     out = Path(path)
     if out.exists() and not overwrite:
         raise OutputExistsError(f"{out} exists; pass overwrite=True to replace")

@@ -21,6 +21,7 @@ from penstock.torch_private.pytree import flatten, unflatten
 from penstock.verify.poison import PoisonSession
 from penstock.weight import State
 from penstock.weights import read_index
+from penstock.weights.packing import raw_content
 
 
 class PoisonedModule:
@@ -45,6 +46,8 @@ class PoisonedModule:
 
     def _stored(self, name: str) -> torch.Tensor:
         entry = self._index[name]
+        if entry.packing is not None:
+            return torch.frombuffer(raw_content(self._index, entry), dtype=torch.uint8)
         return self._bytes[entry.offset_bytes : entry.offset_bytes + entry.length_bytes]
 
     def _state(self, state: State) -> torch.Tensor:

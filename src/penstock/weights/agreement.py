@@ -11,6 +11,7 @@ from penstock.printable import printable
 from penstock.weight import ITEM_BYTES
 from penstock.weights.format import METADATA_KEY, PAGE_BYTES, SCALAR_TYPES, Header, layout_fault
 from penstock.weights.metadata import Metadata, Record
+from penstock.weights.packed_format import UNIT_BYTES, Packing, entry_limits_bytes
 from penstock.weights.tables import Layout, NamedData, Tables
 
 
@@ -60,6 +61,21 @@ def check_tensor(
         )
 
 
+def check_packed(path: Path, record: Record, packing: Packing, length_bytes: int) -> None:
+    fault = layout_fault(record.dtype, record.shape, record.dim_order)
+    if fault is not None:
+        raise WeightsFileError(f"{path}: entry {printable(record.name)!r} {fault}")
+    raw_bytes = math.prod(record.shape) * ITEM_BYTES[record.dtype]
+    if not raw_bytes:
+        raise WeightsFileError(f"{path}: entry {printable(record.name)!r} is packed, and has nothing to be packed")
+    least_bytes, most_bytes = entry_limits_bytes(packing.kind, raw_bytes)
+    if not least_bytes <= length_bytes <= most_bytes or length_bytes % UNIT_BYTES:
+        raise WeightsFileError(
+            f"{path}: entry {printable(record.name)!r} has {length_bytes} bytes, packed {record.dtype} of shape"
+            f" {list(record.shape)} needs {least_bytes} to {most_bytes}, a multiple of {UNIT_BYTES}"
+        )
+
+
 def check_agreement(path: Path, header: Header, tables: Tables, metadata: Metadata, file_bytes: int) -> None:
     """What a file of ours promises on top: it ends where it says, is aligned, and its metadata fits its tables."""
     if header.end_bytes != file_bytes:
@@ -84,7 +100,8 @@ def _check_record(
 ) -> None:
     """Takes the record's names out of `items`, and enters it as the owner of its segment."""
     segment_index: int | None = None
-    layout = expected_layout(record.dtype, record.shape, record.dim_order)
+    # Of a packed entry there is none: other readers take it for bytes, not for a tensor.
+    layout = None if record.packing else expected_layout(record.dtype, record.shape, record.dim_order)
     for name in record.names:
         item = items.pop(name, None)
         if item is None:
@@ -99,9 +116,11 @@ def _check_record(
                     f"{path}: entry {printable(name)!r} has segment number {segment_index}, which is that of"
                     f" {printable(owner)!r}; {METADATA_KEY} needs them apart"
                 )
-            check_tensor(
-                path, name, record.dtype, record.shape, record.dim_order, tables.segments[segment_index].size_bytes
-            )
+            length_bytes = tables.segments[segment_index].size_bytes
+            if record.packing is None:
+                check_tensor(path, name, record.dtype, record.shape, record.dim_order, length_bytes)
+            else:
+                check_packed(path, record, record.packing, length_bytes)
         if item.segment_index != segment_index:
             raise WeightsFileError(
                 f"{path}: entry {printable(name)!r} has segment number {item.segment_index},"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from pathlib import Path
 from penstock.errors import WeightsFileError
 from penstock.printable import printable
 from penstock.regular_file import open_regular
+from penstock.weight import ITEM_BYTES
 from penstock.weights.agreement import check_agreement, check_segments, check_tensor
 from penstock.weights.format import DTYPES, HEAD_BYTES, INDEX_LIMIT_BYTES, METADATA_KEY, Header, parse_header
 from penstock.weights.metadata import Metadata, decode_metadata
+from penstock.weights.packed_format import Packing
 from penstock.weights.tables import Tables, decode_tables
 
 
@@ -28,11 +31,18 @@ class Entry:
     # "weight" or "state"; "blob" is an entry without a tensor layout in a file that ExecuTorch wrote.
     kind: str
     offset_bytes: int
+    # As stored: fewer than the tensor's, where the entry is packed.
     length_bytes: int
-    # xxh3_64 of the bytes; None in a file that ExecuTorch wrote.
+    # xxh3_64 of the tensor's bytes; None in a file that ExecuTorch wrote.
     checksum: int | None
     # The first name of the same bytes, when this is a further one.
     alias_of: str | None = None
+    packing: Packing | None = None
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of the tensor, whatever the file holds in its place."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ def _own_entries(header: Header, tables: Tables, metadata: Metadata) -> Iterator
                 length_bytes=segment_of[name].size_bytes,
                 checksum=record.checksum,
                 alias_of=None if name == record.name else record.name,
+                packing=record.packing,
             )
 
 

@@ -18,8 +18,13 @@ from penstock.printable import printable
 from penstock.schema import SchemaError, parse_json
 from penstock.sealed_text import sealed, unsealed
 from penstock.weights.format import METADATA_KEY
+from penstock.weights.packed_format import KINDS as PACKED_KINDS
+from penstock.weights.packed_format import VERSION as PACKED_VERSION
+from penstock.weights.packed_format import Packing
 
 METADATA_FORMAT = 2
+# Of files with a packed entry. All others keep the number above, and are read where packing is unknown.
+PACKED_METADATA_FORMAT = 3
 KINDS = ("weight", "state")
 
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
@@ -35,7 +40,9 @@ class Record:
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
     kind: str
+    # Of the tensor's bytes, packed or not.
     checksum: int
+    packing: Packing | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,11 +67,20 @@ def encode_metadata(identity: str, records: Sequence[Record], head: bytes) -> by
             "dim_order": record.dim_order,
             "kind": record.kind,
             "xxh3_64": f"{record.checksum:016x}",
+            **_packed(record.packing),
         }
         for record in records
     ]
-    document = {"format": METADATA_FORMAT, "identity": identity, "entries": entries}
+    packed = any(record.packing is not None for record in records)
+    version = PACKED_METADATA_FORMAT if packed else METADATA_FORMAT
+    document = {"format": version, "identity": identity, "entries": entries}
     return sealed(json.dumps(document, separators=(",", ":")), head)
+
+
+def _packed(packing: Packing | None) -> dict[str, Any]:
+    if packing is None:
+        return {}
+    return {"packed": {"format": PACKED_VERSION, "xxh3_64": f"{packing.checksum:016x}"}}
 
 
 def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
@@ -72,9 +88,11 @@ def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
     try:
         top = _Object(path, METADATA_KEY, parse_json(raw.decode()))
         version = top.typed("format", int)
-        if version != METADATA_FORMAT:
+        if version not in (METADATA_FORMAT, PACKED_METADATA_FORMAT):
+            hint = "penstock.compile again" if version < METADATA_FORMAT else "a newer Penstock wrote it"
             raise WeightsFileError(
-                f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT}: penstock.compile again"
+                f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT} or {PACKED_METADATA_FORMAT}:"
+                f" {hint}"
             )
         unsealed(raw, head)
     except UnicodeDecodeError as error:
@@ -84,19 +102,18 @@ def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
     entries = top.typed("entries", list)
     return Metadata(
         identity=top.text("identity"),
-        records=tuple(_record(_Object(path, f"{METADATA_KEY} entry {i}", entry)) for i, entry in enumerate(entries)),
+        records=tuple(
+            _record(_Object(path, f"{METADATA_KEY} entry {i}", entry), version) for i, entry in enumerate(entries)
+        ),
     )
 
 
-def _record(entry: _Object) -> Record:
+def _record(entry: _Object, version: int) -> Record:
     name = entry.text("name")
     entry = _Object(entry.path, f"{METADATA_KEY} entry {printable(name)!r}", entry.value)
     kind = entry.text("kind")
     if kind not in KINDS:
         entry.fail("kind", kind, " or ".join(KINDS))
-    checksum = entry.text("xxh3_64")
-    if not _CHECKSUM.fullmatch(checksum):
-        entry.fail("xxh3_64", checksum, "16 hexadecimal digits")
     return Record(
         name=name,
         aliases=entry.items("aliases", str),
@@ -104,8 +121,29 @@ def _record(entry: _Object) -> Record:
         shape=entry.items("shape", int),
         dim_order=entry.items("dim_order", int),
         kind=kind,
-        checksum=int(checksum, 16),
+        checksum=_checksum(entry),
+        packing=_packing(entry) if version == PACKED_METADATA_FORMAT and "packed" in entry.value else None,
     )
+
+
+def _packing(entry: _Object) -> Packing:
+    packed = _Object(entry.path, f"{entry.where}: packed", entry.value["packed"])
+    version = packed.typed("format", int)
+    if version != PACKED_VERSION:
+        packed.fail("format", version, f"{PACKED_VERSION}, which this Penstock reads")
+    dtype, kind = entry.text("dtype"), entry.text("kind")
+    if dtype not in PACKED_KINDS:
+        entry.fail("dtype", dtype, f"{' or '.join(PACKED_KINDS)}, as it is packed")
+    if kind != "weight":
+        entry.fail("kind", kind, "weight, as it is packed")
+    return Packing(PACKED_KINDS[dtype], _checksum(packed))
+
+
+def _checksum(entry: _Object) -> int:
+    checksum = entry.text("xxh3_64")
+    if not _CHECKSUM.fullmatch(checksum):
+        entry.fail("xxh3_64", checksum, "16 hexadecimal digits")
+    return int(checksum, 16)
 
 
 class _Object:

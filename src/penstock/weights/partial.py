@@ -48,6 +48,10 @@ class PartialFile:
                 offset_bytes += written_bytes
                 view = view[written_bytes:]
 
+    def shorten(self, total_bytes: int) -> None:
+        """Gives back what was reserved and is not needed."""
+        os.ftruncate(self.fd, total_bytes)
+
     def publish(self) -> None:
         """The end of the block does this, if the block has not."""
         if not self.published:

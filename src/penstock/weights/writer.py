@@ -43,7 +43,7 @@ def write_ptd(
     `on_bytes` is told the length of every chunk that was written. The file appears under `path` only when complete.
     """
     path = Path(path)
-    plan = _plan(path, [*weights, *(state for state in states if state.init == "stored")], identity)
+    plan = plan_file(path, [*weights, *(state for state in states if state.init == "stored")], identity)
     with partial_file(path, plan.total_bytes) as file:
         file.write(0, plan.index)
         records: list[Record] = []
@@ -57,7 +57,7 @@ def write_ptd(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class FilePlan:
     """Everything about the file but the data and the checksums."""
 
     sources: tuple[Weight | State, ...]
@@ -72,25 +72,35 @@ class _Plan:
         return self.base_bytes + self.segments[-1].offset_bytes + self.segments[-1].size_bytes
 
 
-def _plan(path: Path, sources: Sequence[Weight | State], identity: str) -> _Plan:
+def plan_file(path: Path, sources: Sequence[Weight | State], identity: str) -> FilePlan:
+    """Where everything comes to lie in a file without packed entries."""
     records = tuple(_record(source) for source in sources)
     _check(path, records, identity)
     sizes_bytes = [*(source.nbytes for source in sources), len(encode_metadata(identity, records, b""))]
-    tables = Tables(tuple(_segments(sizes_bytes)), tuple(_named_data(records)))
-    flatbuffer = encode_tables(tables)
+    segments = tuple(_segments(sizes_bytes))
+    flatbuffer = encode_tables(Tables(segments, tuple(_named_data(records))))
     base_bytes = aligned_bytes(PADDED_HEADER_BYTES + len(flatbuffer))
     if max(base_bytes, sizes_bytes[-1]) > INDEX_LIMIT_BYTES:
         raise WeightsFileError(
             f"{path}: the index of {len(records)} entries has {max(base_bytes, sizes_bytes[-1])} bytes,"
             f" needs to stay within {INDEX_LIMIT_BYTES}"
         )
+    return FilePlan(tuple(sources), records, segments, _with_header(flatbuffer, base_bytes, segments), base_bytes)
+
+
+def encode_index(records: Sequence[Record], segments: Sequence[Segment], base_bytes: int) -> bytes:
+    """Header and tables, where the segments are known already: one per record, and one for the metadata."""
+    return _with_header(encode_tables(Tables(tuple(segments), tuple(_named_data(records)))), base_bytes, segments)
+
+
+def _with_header(flatbuffer: bytes, base_bytes: int, segments: Sequence[Segment]) -> bytes:
     header = Header(
         flatbuffer_offset_bytes=PADDED_HEADER_BYTES,
         flatbuffer_size_bytes=len(flatbuffer),
         segment_base_bytes=base_bytes,
-        segment_data_bytes=tables.segments[-1].offset_bytes + tables.segments[-1].size_bytes,
+        segment_data_bytes=segments[-1].offset_bytes + segments[-1].size_bytes,
     )
-    return _Plan(tuple(sources), records, tables.segments, with_header(flatbuffer, header), base_bytes)
+    return with_header(flatbuffer, header)
 
 
 def _record(source: Weight | State) -> Record:
@@ -115,7 +125,7 @@ def _segments(sizes_bytes: Sequence[int]) -> Iterator[Segment]:
 
 def _named_data(records: Sequence[Record]) -> Iterator[NamedData]:
     for segment_index, record in enumerate(records):
-        layout = expected_layout(record.dtype, record.shape, record.dim_order)
+        layout = None if record.packing else expected_layout(record.dtype, record.shape, record.dim_order)
         for name in record.names:
             yield NamedData(name, segment_index, layout)
     yield NamedData(METADATA_KEY, len(records), None)

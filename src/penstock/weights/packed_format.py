@@ -1,0 +1,68 @@
+"""The fixed parts of a packed entry: its header, what its blocks may come to, and which dtypes there are.
+
+    0    'PSPK', u16 version, u16 kind, u64 raw bytes, u32 raw bytes per block, u32 block count, 8 bytes of zero
+    32   u32 size of each block, in units of 16 bytes; zeros up to a multiple of 16
+    ...  the blocks, one behind the other
+
+"Raw" are the bytes of the tensor, as an entry that is not packed holds them. csrc/packed_block.cpp has the blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from penstock.weight import ITEM_BYTES
+from penstock.weights.format import aligned_bytes
+
+MAGIC = b"PSPK"
+VERSION = 1
+# By dtype, the number that stands in the header. No other dtype is packed.
+KINDS: dict[str, int] = {"bfloat16": 1, "float32": 2}
+BLOCK_RAW_BYTES = 64 << 10
+UNIT_BYTES = 16
+
+HEADER = struct.Struct("<4sHHQIIQ")
+
+_ITEM_BYTES = {kind: ITEM_BYTES[dtype] for dtype, kind in KINDS.items()}
+_TILE_VALUES = 1024
+_BLOCK_HEADER_BYTES = 16
+_TILE_CODE_BYTES = _TILE_VALUES * 3 // 8
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How an entry's bytes are packed, as far as the index knows. The block table is read on its own."""
+
+    kind: int
+    # xxh3_64 of the stored bytes: header, table and blocks.
+    checksum: int
+
+
+def block_count(raw_bytes: int) -> int:
+    return -(-raw_bytes // BLOCK_RAW_BYTES)
+
+
+def table_end_bytes(count: int) -> int:
+    """Where the first block begins, from the start of the entry."""
+    return HEADER.size + aligned_bytes(4 * count, UNIT_BYTES)
+
+
+def block_limits_bytes(kind: int, raw_bytes: int) -> tuple[int, int]:
+    """The least and the most bytes of one block: with no escape, and with nothing else."""
+    item_bytes = _ITEM_BYTES[kind]
+    tiles = -(-raw_bytes // (item_bytes * _TILE_VALUES))
+    codes_bytes = aligned_bytes(_BLOCK_HEADER_BYTES + 2 * tiles, UNIT_BYTES)
+    least_bytes = codes_bytes + tiles * (_TILE_CODE_BYTES + _TILE_VALUES * (item_bytes - 1))
+    return least_bytes, least_bytes + tiles * _TILE_VALUES
+
+
+def entry_limits_bytes(kind: int, raw_bytes: int) -> tuple[int, int]:
+    """The least and the most bytes of a whole entry."""
+    whole, rest_bytes = divmod(raw_bytes, BLOCK_RAW_BYTES)
+    least_bytes = most_bytes = table_end_bytes(block_count(raw_bytes))
+    for count, block_raw_bytes in ((whole, BLOCK_RAW_BYTES), (1 if rest_bytes else 0, rest_bytes)):
+        block_least_bytes, block_most_bytes = block_limits_bytes(kind, block_raw_bytes)
+        least_bytes += count * block_least_bytes
+        most_bytes += count * block_most_bytes
+    return least_bytes, most_bytes
