@@ -57,7 +57,7 @@ void check(int code, const char* call, Failure failure = Failure::driver) {
 
 }  // namespace
 
-CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()) {
+CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()), decoder_(cuda_) {
   if (std::string missing = load_cuda_library(); !missing.empty())
     throw CoreError(Failure::driver, missing);
   check(cuda_.init(0), "cuInit");
@@ -71,7 +71,14 @@ CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()) {
   }
 }
 
-CudaDriver::~CudaDriver() { cuda_.primary_context_release(device_); }
+CudaDriver::~CudaDriver() {
+  // A lost context refuses this, and takes the kernels with it.
+  if (cuda_.context_push(context_) == kSuccess) {
+    decoder_.unload();
+    leave();
+  }
+  cuda_.primary_context_release(device_);
+}
 
 CudaAllocationProperties CudaDriver::properties() const {
   CudaAllocationProperties wanted{};
@@ -267,6 +274,16 @@ void CudaDriver::fill(Address to, unsigned char value, size_t bytes, Stream stre
 
 void CudaDriver::launch_linear(const LinearRecipe& recipe, const LinearCall& call, Stream stream) {
   CudaOutcome outcome = penstock::launch_linear(cuda_, recipe, call, stream);
+  check(outcome.code, outcome.call);
+}
+
+void CudaDriver::prepare_decoding() {
+  CudaOutcome outcome = decoder_.load(device_);
+  check(outcome.code, outcome.call, Failure::kernel);
+}
+
+void CudaDriver::decode(const DecodeCall& call, Stream stream) {
+  CudaOutcome outcome = decoder_.launch(call, stream);
   check(outcome.code, outcome.call);
 }
 

@@ -1,6 +1,7 @@
 // The driver table of a CUDA device, in its primary context: the one that torch uses.
 #pragma once
 
+#include "cuda_decode.h"
 #include "cuda_library.h"
 #include "driver.h"
 
@@ -57,6 +58,9 @@ class CudaDriver final : public Driver {
 
   void launch_linear(const LinearRecipe& recipe, const LinearCall& call, Stream stream) override;
 
+  void prepare_decoding() override;
+  void decode(const DecodeCall& call, Stream stream) override;
+
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
   Address host_address(const void* start, size_t bytes) override;
@@ -67,6 +71,7 @@ class CudaDriver final : public Driver {
   CudaAllocationProperties properties() const;
 
   const CudaLibrary& cuda_;
+  CudaDecoder decoder_;
   int device_ = 0;
   void* context_ = nullptr;
   size_t granularity_bytes_ = 0;

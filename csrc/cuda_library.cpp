@@ -69,6 +69,9 @@ std::string load_cuda_library() {
   find("cuEventElapsedTime", library.event_elapsed);
   find("cuTensorMapEncodeTiled", library.tensor_map_encode);
   find("cuLaunchKernelEx", library.launch_kernel);
+  find("cuModuleLoadData", library.module_load);
+  find("cuModuleUnload", library.module_unload);
+  find("cuModuleGetFunction", library.module_function);
   find("cuMemHostRegister_v2", library.host_register);
   find("cuMemHostUnregister", library.host_unregister);
   find("cuMemHostAlloc", library.host_alloc);

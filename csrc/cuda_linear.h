@@ -2,15 +2,10 @@
 #pragma once
 
 #include "cuda_library.h"
+#include "cuda_outcome.h"
 #include "linear_recipe.h"
 
 namespace penstock {
-
-// The call that failed, by its name, and what it said; code 0 if none did.
-struct CudaOutcome {
-  int code;
-  const char* call;
-};
 
 CudaOutcome launch_linear(const CudaLibrary& cuda, const LinearRecipe& recipe, const LinearCall& call,
                           DeviceStream stream);

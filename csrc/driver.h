@@ -43,6 +43,7 @@ class DriverError final : public CoreError {
 
 struct LinearRecipe;
 struct LinearCall;
+struct DecodeCall;
 
 // What device bytes hold that nobody has written, where that is asked for: NaN in every float format.
 constexpr unsigned char kPoison = 0xFF;
@@ -126,6 +127,10 @@ class Driver {
   virtual void launch_linear(const LinearRecipe&, const LinearCall&, Stream) {
     throw CoreError(Failure::usage, "the soft driver launches no kernels: a linear was prepared for a GPU");
   }
+
+  // Whatever decoding needs is there afterwards: decode itself may be captured.
+  virtual void prepare_decoding() {}
+  virtual void decode(const DecodeCall& call, Stream stream) = 0;
 
   // Read-only registration of memory that exists; pinned memory of our own.
   virtual void register_host(const void* start, size_t bytes) = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "driver.h"
 
@@ -246,10 +247,46 @@ class Method {
   std::vector<int64_t> holder_;           // by block: the stay whose copy was issued last; -1: none
 };
 
+// What is for packed weights is for nothing else: its blocks lie in no other range, and nobody else writes or reads there.
+void check_packed(const PlanRecord& plan) {
+  std::vector<bool> packed(plan.ranges.size());
+  if (plan.slots) packed[(size_t)plan.slot_range] = true;
+  std::vector<std::pair<int64_t, std::pair<int64_t, int64_t>>> rooms;  // range, begin, end
+  if (plan.slots) rooms.push_back({plan.slot_range, {0, plan.slots * plan.slot_bytes}});
+  for (const StoreRecord& store : plan.stores) {
+    packed[(size_t)store.piece.range] = true;
+    const int64_t begin = store.piece.range_offset_bytes;
+    rooms.push_back({store.piece.range, {begin, begin + store.room_bytes}});
+  }
+  std::sort(rooms.begin(), rooms.end());
+  for (size_t i = 1; i < rooms.size(); ++i)
+    if (rooms[i - 1].first == rooms[i].first && rooms[i - 1].second.second > rooms[i].second.first)
+      refuse("two rooms of packed weights overlap in range " + text(rooms[i].first));
+  std::vector<int64_t> ranges_of(plan.block_bytes.size());
+  for (const RangeRecord& range : plan.ranges)
+    for (int64_t block : range.blocks) ranges_of[(size_t)block]++;
+  for (size_t r = 0; r < packed.size(); ++r)
+    if (packed[r])
+      for (int64_t block : plan.ranges[r].blocks)
+        if (ranges_of[(size_t)block] > 1)
+          refuse("block " + text(block) + " is for packed weights, and another range maps it");
+  auto refuse_use = [&](int64_t range, const char* what) {
+    if (range >= 0 && packed[(size_t)range]) refuse(std::string(what) + " goes to range " + text(range) +
+                                                    ", which is for packed weights");
+  };
+  for (const PieceRecord& piece : plan.fills) refuse_use(piece.range, "a fill");
+  for (const MethodRecord& method : plan.methods) {
+    for (const CopyRecord& copy : method.copies) refuse_use(copy.piece.range, "a copy");
+    for (const AccessRecord& access : method.accesses)
+      if (access.bytes) refuse_use(access.range, "an access");
+  }
+}
+
 }  // namespace
 
 void check_plan(const PlanRecord& plan, int64_t page_bytes) {
   Memory memory(plan, page_bytes);
+  check_packed(plan);
   for (size_t m = 0; m < plan.methods.size(); ++m)
     Method(plan.methods[m], memory, plan.block_bytes.size(), (int64_t)m).check();
 }

@@ -62,6 +62,17 @@ PieceRecord read_piece(Reader& in, const PlanRecord& plan) {
   return piece;
 }
 
+StoreRecord read_store(Reader& in, const PlanRecord& plan) {
+  StoreRecord store{};
+  store.piece.source_offset_bytes = in.next(0, INT64_MAX);
+  store.piece.bytes = in.next(1, INT64_MAX - store.piece.source_offset_bytes);
+  store.piece.range = in.next(0, (int64_t)plan.ranges.size());
+  const int64_t range_bytes = plan.ranges[store.piece.range].bytes;
+  store.piece.range_offset_bytes = in.next(0, range_bytes + 1);
+  store.room_bytes = in.next(1, range_bytes - store.piece.range_offset_bytes + 1);
+  return store;
+}
+
 AccessRecord read_access(Reader& in, const PlanRecord& plan, int64_t stays) {
   AccessRecord access{};
   access.number = in.next();
@@ -124,6 +135,11 @@ PlanRecord read_plan(const int64_t* numbers, size_t count) {
     }
   }
   for (size_t i = in.length(); i > 0; --i) plan.fills.push_back(read_piece(in, plan));
+  if ((plan.slots = in.next(0, INT32_MAX))) {
+    plan.slot_range = in.next(0, (int64_t)plan.ranges.size());
+    plan.slot_bytes = in.next(1, plan.ranges[plan.slot_range].bytes / plan.slots + 1);
+  }
+  for (size_t i = in.length(); i > 0; --i) plan.stores.push_back(read_store(in, plan));
   for (size_t i = in.length(); i > 0; --i) plan.methods.push_back(read_method(in, plan));
   in.finish();
   return plan;

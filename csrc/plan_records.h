@@ -60,10 +60,21 @@ struct MethodRecord {
   std::vector<int64_t> prologue;
 };
 
+// Bytes of a weight that stay in device memory as they are packed in the file: so many there at most.
+struct StoreRecord {
+  PieceRecord piece;  // `bytes` as the weight has them, unpacked
+  int64_t room_bytes;
+};
+
 struct PlanRecord {
   std::vector<int64_t> block_bytes;
   std::vector<RangeRecord> ranges;
   std::vector<PieceRecord> fills;
+  // What packed weights pass through, one slot behind the other from the beginning of a range on; and what of them stays.
+  int64_t slots = 0;
+  int64_t slot_bytes = 0;
+  int64_t slot_range = 0;
+  std::vector<StoreRecord> stores;
   std::vector<MethodRecord> methods;
 };
 

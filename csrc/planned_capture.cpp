@@ -28,6 +28,7 @@ void PlannedSession::capture_begins() {
     advance(method, copy);
     method.progress[plan_.methods[method_].copies[copy].stay].before_graph = true;
   }
+  source_.begin_capture({method.cycle.begin(), method.cycle.begin() + (std::ptrdiff_t)method.graph_copies});
   if (!method.graph_copies) return;
   driver_.record(fork_, compute_);
   driver_.wait(copy_stream_, fork_);
@@ -46,6 +47,7 @@ void PlannedSession::capture_ends() {
 void PlannedSession::restore_progress() noexcept {
   // Nothing was done on the device, so what is in the ring is what was.
   if (capturing_) methods_[method_].progress.swap(before_capture_);
+  source_.end_capture();
   capturing_ = false;
 }
 
@@ -67,6 +69,7 @@ void PlannedSession::replay_ends() {
   run_.bytes_hit += method.graph_counters.bytes_hit;
   run_.copies += method.graph_counters.copies;
   run_.bytes_in_place += method.graph_counters.bytes_in_place;
+  run_.bytes_decoded += method.graph_counters.bytes_decoded;
   next_copy_ = method.graph_copies;
   end_run();
 }

@@ -16,6 +16,7 @@ void PlannedSession::install(PlanRecord plan) {
   plan_ = std::move(plan);
   Undo undo([&] { uninstall(); });
   create_memory();
+  give_packed_memory();
   create_events();
   find_in_place();
   fill_residents();
@@ -51,6 +52,19 @@ void PlannedSession::create_memory() {
     driver_.allow_access(range.address, range.bytes);
     if (poison_) driver_.fill(range.address, kPoison, range.bytes, copy_stream_);
   }
+}
+
+void PlannedSession::give_packed_memory() {
+  PackedMemory memory;
+  memory.slot_bytes = plan_.slot_bytes;
+  for (int64_t slot = 0; slot < plan_.slots; ++slot)
+    memory.slots.push_back(ranges_[plan_.slot_range].address + (Address)(slot * plan_.slot_bytes));
+  for (const StoreRecord& store : plan_.stores)
+    memory.stores.push_back({store.piece, address_of(store.piece), store.room_bytes});
+  // Poison, which must not come after what is put there.
+  driver_.synchronize_stream(copy_stream_);
+  source_.follow({}, {});
+  source_.take_memory(memory);
 }
 
 void PlannedSession::create_events() {
@@ -115,6 +129,7 @@ void PlannedSession::measure() {
   for (const MethodRecord& method : plan_.methods)
     for (const CopyRecord& copy : method.copies) {
       if (bytes >= kMeasuredBytes) break;
+      if (!source_.link_bytes(copy.piece)) continue;
       // No run has begun: nothing lies in the ring that this could overwrite.
       copies.emplace_back(copy.piece, address_of(copy.piece));
       bytes += copy.piece.bytes;
@@ -125,6 +140,7 @@ void PlannedSession::measure() {
 void PlannedSession::uninstall() noexcept {
   finish();
   quietly([&] { source_.follow({}, {}); });
+  quietly([&] { source_.take_memory({}); });
   set_shapes({});
   for (MethodState& method : methods_) {
     for (StayState& stay : method.stays)
@@ -185,9 +201,10 @@ void PlannedSession::issue(int64_t index) {
   const Progress& progress = method.progress[record.stay];
   if (progress.before_graph && progress.issued) driver_.wait_external(copy_stream_, lead_);
   if (trace_) trace_->copy_begins(run_number_, method_, index, piece.bytes, copy_stream_);
-  source_.copy(piece, address_of(piece), copy_stream_);
+  const CopiedBytes copied = source_.copy(piece, address_of(piece), copy_stream_);
   if (trace_) trace_->copy_ends(copy_stream_);
-  run_.bytes_streamed += piece.bytes;
+  run_.bytes_streamed += copied.over_link;
+  run_.bytes_decoded += copied.decoded;
   run_.copies++;
   advance(method, index);
   if (progress.unread) announce(method.stays[record.stay]);

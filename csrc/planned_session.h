@@ -83,6 +83,7 @@ class PlannedSession final : public StreamingSession {
   };
 
   void create_memory();
+  void give_packed_memory();
   void create_events();
   void find_in_place();
   void fill_residents();

@@ -9,6 +9,7 @@
 #include "cleanup.h"
 #include "cuda_driver.h"
 #include "lru_session.h"
+#include "packed_source.h"
 #include "planned_session.h"
 #include "torch_abi.h"
 
@@ -104,7 +105,7 @@ int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t c
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
                             counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
-                            counters.bytes_in_place};
+                            counters.bytes_in_place, counters.bytes_decoded};
   std::memcpy(out, values, sizeof values);
 }
 
@@ -146,10 +147,12 @@ int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total
   });
 }
 
-// `lru`: the policy. `staging_buffers` 0: the file is registered in chunks that end at `chunk_ends`.
+// `lru`: the policy. `staging_buffers` 0: the file is registered in chunks that end at `chunk_ends`. `packed`: the records
+// of weights that are packed in the file; none: there are none.
 void* penstock_session_create(void* driver_handle, const char* path, int32_t lru, const int64_t* chunk_ends,
                               int64_t chunk_count, int64_t staging_buffer_bytes, int32_t staging_buffers,
-                              int32_t staging_threads, int32_t device_index, int32_t poison) {
+                              int32_t staging_threads, int32_t device_index, int32_t poison, const int64_t* packed,
+                              int64_t packed_count) {
   void* out = nullptr;
   guarded([&] {
     Driver& over = *driver(driver_handle);
@@ -163,6 +166,11 @@ void* penstock_session_create(void* driver_handle, const char* path, int32_t lru
     } else {
       std::vector<size_t> ends(chunk_ends, chunk_ends + chunk_count);
       made->source = std::make_unique<RegisteredSource>(over, *made->file, ends);
+    }
+    if (packed_count) {
+      if (lru) throw CoreError(Failure::usage, "packed weights are decoded as a plan says, and the policy lru has none");
+      made->source = std::make_unique<PackedSource>(over, *made->file, std::move(made->source),
+                                                    read_packed(packed, (size_t)packed_count, *made->file), poison != 0);
     }
     if (lru) made->lru = std::make_unique<LruSession>(over, *made->source, device_index, poison != 0);
     else made->planned = std::make_unique<PlannedSession>(over, *made->source, device_index, poison != 0);

@@ -1,5 +1,6 @@
 #include "soft_driver.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -7,6 +8,7 @@
 #include <system_error>
 #include <utility>
 
+#include "decode_call.h"
 #include "fault_guard.h"
 
 namespace penstock {
@@ -342,6 +344,20 @@ void SoftDriver::copy_to_host(void* to, Address from, size_t bytes, Stream strea
 void SoftDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
   calls_.count("fill");
   enqueue(stream, "fill", SoftNode::Kind::copy, [to, value, bytes] { std::memset(pointer(to), value, bytes); });
+}
+
+void SoftDriver::decode(const DecodeCall& call, Stream stream) {
+  calls_.count("decode");
+  enqueue(stream, "decode", SoftNode::Kind::kernel, [call] {
+    for (size_t block = 0; block + 1 < call.begins_bytes.size(); ++block) {
+      const int64_t at = (int64_t)block * kBlockRawBytes, bytes = std::min(kBlockRawBytes, call.weight_bytes - at);
+      const int64_t begin = std::max(call.begin_bytes, at), end = std::min(call.end_bytes, at + bytes);
+      if (begin >= end) continue;
+      unpack_block(call.kind, static_cast<unsigned char*>(pointer(call.packed)) + call.begins_bytes[block],
+                   call.begins_bytes[block + 1] - call.begins_bytes[block], bytes, begin - at, end - at,
+                   static_cast<unsigned char*>(pointer(call.out)) + (begin - call.begin_bytes));
+    }
+  });
 }
 
 void SoftDriver::register_host(const void* start, size_t bytes) {

@@ -85,6 +85,8 @@ class SoftDriver final : public Driver {
   void copy_to_host(void* to, Address from, size_t bytes, Stream stream) override;
   void fill(Address to, unsigned char value, size_t bytes, Stream stream) override;
 
+  void decode(const DecodeCall& call, Stream stream) override;
+
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
   Address host_address(const void* start, size_t bytes) override;

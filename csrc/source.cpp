@@ -20,12 +20,18 @@ void check_in_file(const char* what, int64_t offset_bytes, int64_t bytes, const 
 
 }  // namespace
 
+void Source::take_memory(const PackedMemory& memory) {
+  if (!memory.slots.empty() || !memory.stores.empty())
+    throw CoreError(Failure::usage, "the plan has memory for packed weights, and the weights file has none");
+}
+
 RegisteredSource::RegisteredSource(Driver& driver, const HostFile& file, const std::vector<size_t>& chunk_ends)
     : driver_(driver), file_(file), registration_(driver, file, chunk_ends) {}
 
-void RegisteredSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+CopiedBytes RegisteredSource::copy(const PieceRecord& piece, Address to, Stream stream) {
   check_in_file("a copy", piece.source_offset_bytes, piece.bytes, file_);
   driver_.copy_to_device(to, file_.data() + piece.source_offset_bytes, (size_t)piece.bytes, stream);
+  return {piece.bytes, 0};
 }
 
 Address RegisteredSource::direct(int64_t offset_bytes, int64_t bytes) {
@@ -44,10 +50,11 @@ void StagedSource::follow(const std::vector<PieceRecord>& once, const std::vecto
   staging_.follow(extents(once), extents(cycle));
 }
 
-void StagedSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+CopiedBytes StagedSource::copy(const PieceRecord& piece, Address to, Stream stream) {
   for_each_extent(piece, buffer_bytes_, [&](const Extent& extent, int64_t done) {
     staging_.copy_next(extent, to + (Address)done, stream);
   });
+  return {piece.bytes, 0};
 }
 
 Address StagedSource::direct(int64_t, int64_t) {

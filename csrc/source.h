@@ -12,6 +12,24 @@
 
 namespace penstock {
 
+// What one copy moved: over the link, and, of packed weights, what became of it.
+struct CopiedBytes {
+  int64_t over_link;
+  int64_t decoded;
+};
+
+// Device memory for packed weights: slots that their bytes pass through, and those that stay as they are.
+struct PackedMemory {
+  std::vector<Address> slots;
+  int64_t slot_bytes = 0;
+  struct Store {
+    PieceRecord piece;  // of the weight
+    Address address;
+    int64_t room_bytes;
+  };
+  std::vector<Store> stores;
+};
+
 class Source {
  public:
   virtual ~Source() = default;
@@ -21,13 +39,24 @@ class Source {
 
   // The order of the copies to come: `once`, then `cycle` over and over.
   virtual void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) = 0;
-  virtual void copy(const PieceRecord& piece, Address to, Stream stream) = 0;
+  virtual CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) = 0;
 
   // Where kernels read these bytes without a copy, as long as the source lives. Throws where there is no such place.
   virtual Address direct(int64_t offset_bytes, int64_t bytes) = 0;
 
   // Whether a copy can be made again and again without the host: from an address that stays, whatever came before.
   virtual bool is_fixed() const = 0;
+
+  // Of a copy, what goes over the link.
+  virtual int64_t link_bytes(const PieceRecord& piece) const { return piece.bytes; }
+
+  // When a plan is installed, before anything is loaded; and with none before its memory goes, when all has ended.
+  virtual void take_memory(const PackedMemory& memory);
+  // Waits for work on streams of its own.
+  virtual void finish() noexcept {}
+  // Around a capture, with what will be copied in it, in that order.
+  virtual void begin_capture(const std::vector<PieceRecord>&) {}
+  virtual void end_capture() noexcept {}
 };
 
 // Copies straight out of the mapping; any order will do.
@@ -37,7 +66,7 @@ class RegisteredSource final : public Source {
 
   void load(const PieceRecord& piece, Address to, Stream stream) override { copy(piece, to, stream); }
   void follow(const std::vector<PieceRecord>&, const std::vector<PieceRecord>&) override {}
-  void copy(const PieceRecord& piece, Address to, Stream stream) override;
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) override;
   Address direct(int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return true; }
 
@@ -53,7 +82,7 @@ class StagedSource final : public Source {
 
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
-  void copy(const PieceRecord& piece, Address to, Stream stream) override;
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) override;
   Address direct(int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return false; }
 

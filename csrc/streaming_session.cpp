@@ -191,6 +191,7 @@ void StreamingSession::conclude() {
   totals_.pool_ns += run_.pool_ns;
   totals_.replays += run_.replays;
   totals_.bytes_in_place += run_.bytes_in_place;
+  totals_.bytes_decoded += run_.bytes_decoded;
 }
 
 void StreamingSession::begin_capture(int64_t method, Stream compute) {
@@ -289,6 +290,7 @@ void StreamingSession::finish() noexcept {
   // A run that failed at its start may not have come to wait for the last one.
   if (has_run_) sync_with_retry([&] { driver_.synchronize_event(run_end_); });
   sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
+  source_.finish();
 }
 
 void StreamingSession::drain() {

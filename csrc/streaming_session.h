@@ -28,6 +28,8 @@ struct Counters {
   // Of weights that kernels read where they lie, as a whole or but for their prefix: all that they could have read. A
   // gather reads only some rows of it.
   int64_t bytes_in_place = 0;
+  // Of packed weights, what was decoded: as the weights have it.
+  int64_t bytes_decoded = 0;
 };
 
 // So many copies, of so many bytes together, one after the other.

@@ -26,7 +26,7 @@ from bench.suite.model import ModelShape, llama3_8b, small
 from bench.suite.progress import Progress
 from bench.suite.report import report
 from bench.suite.result import Row, footprint_bytes
-from bench.suite.systems import CALIBRATED, COMPARED, LRU, PLAIN, REFERENCE, RESIDENT, SYSTEMS
+from bench.suite.systems import CALIBRATED, COMPARED, LRU, PACKED, PLAIN, REFERENCE, RESIDENT, SYSTEMS
 from bench.suite.systems.system import System
 
 DEFAULT_BUDGETS = [0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
@@ -45,7 +45,11 @@ def main() -> int:
     )
     tokens = options.tokens or ([1, 16] if options.small else [1, 2048])
     chosen = [s for s in SYSTEMS.values() if s.name in options.systems or s in (REFERENCE, RESIDENT)]
-    prepared = bench.prepare(tokens, with_plain=any(system in PLAIN for system in chosen))
+    prepared = bench.prepare(
+        tokens,
+        with_plain=any(system in PLAIN for system in chosen),
+        with_packed=any(system in PACKED for system in chosen),
+    )
     progress = Progress(options.out / "progress.json", bench, prepared, resume=options.resume)
     # Nothing is compared with these: should the time not suffice, they are what can be missed.
     last = [system for system in chosen if system in (CALIBRATED, LRU)]

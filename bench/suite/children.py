@@ -44,10 +44,10 @@ class Bench:
     def left_s(self) -> float:
         return self.deadline_s - time.monotonic()
 
-    def prepare(self, tokens: Sequence[int], *, with_plain: bool) -> dict[str, Any]:
+    def prepare(self, tokens: Sequence[int], *, with_plain: bool, with_packed: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch) / "prepared.json"
-            job = {"tokens": list(tokens), "with_plain": with_plain}
+            job = {"tokens": list(tokens), "with_plain": with_plain, "with_packed": with_packed}
             died = self._run("bench.suite.prepare", job, result, self.left_s)
             if died:
                 raise SystemExit(f"the model could not be prepared: {died}")

@@ -24,7 +24,7 @@ import penstock
 from bench.suite.measure import measure_link
 from bench.suite.model import DTYPE, ModelShape, on_meta, write_weights
 from bench.suite.systems.aotinductor import compile_plain, plain_program_path
-from bench.suite.systems.system import program_path
+from bench.suite.systems.system import packed_path, program_path
 
 PACKAGES = (
     "accelerate",
@@ -52,6 +52,8 @@ def main() -> None:
         write_weights(shape, weights)
         stamp.write_text(json.dumps(made_from))
     _compile_missing(shape, job["tokens"], device, weights, with_plain=job["with_plain"])
+    if job["with_packed"]:
+        _pack_missing([program_path(folder, count) for count in job["tokens"]])
     program = penstock.read_program(program_path(folder, job["tokens"][0]))
     link = measure_link(device)
     prepared = {
@@ -86,6 +88,19 @@ def _compile(shape: ModelShape, tokens: int, device: str, weights: Path) -> None
     with torch.no_grad():
         program = torch.export.export(on_meta(shape), (example,))
     penstock.compile(penstock.apply_weight_offload(program), path, device=device, weights=weights, overwrite=True)
+
+
+def _pack_missing(programs: Sequence[Path]) -> None:
+    """Where programs share a weights file, they share the packed one too."""
+    for path in programs:
+        if packed_path(path).exists():
+            continue
+        weights = path.with_suffix(".ptd")
+        same = [other for other in programs if packed_path(other).exists() and weights.samefile(other.with_suffix(".ptd"))]
+        if same:
+            os.link(packed_path(same[0]), packed_path(path))
+        else:
+            penstock.pack(weights, packed_path(path), program=path)
 
 
 def _share_weights(folder: Path, path: Path) -> None:

@@ -41,7 +41,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_driver_memory": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_create": (
         _pointer,
-        [_pointer, _text, _i32, _pointer, _i64, _i64, _i32, _i32, _i32, _i32],
+        [_pointer, _text, _i32, _pointer, _i64, _i64, _i32, _i32, _i32, _i32, _pointer, _i64],
     ),
     "penstock_session_destroy": (None, [_pointer]),
     "penstock_session_install": (_i32, [_pointer, _pointer, _i64]),

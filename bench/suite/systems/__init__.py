@@ -26,6 +26,9 @@ SYSTEMS: dict[str, System] = {
         ours.CALIBRATED,
         ours.LRU,
         ours.GRAPH,
+        ours.PACKED,
+        ours.PACKED_CALIBRATED,
+        ours.PACKED_GRAPH,
         aotinductor.COMPILED,
         aotinductor.COMPILED_GRAPH,
         accelerate_offload.DEFAULT,
@@ -41,6 +44,8 @@ SYSTEMS: dict[str, System] = {
 }
 PLANNED = ours.PLANNED
 CALIBRATED, LRU = ours.CALIBRATED, ours.LRU
+# They run with a weights file that must be packed for them.
+PACKED = (ours.PACKED, ours.PACKED_CALIBRATED, ours.PACKED_GRAPH)
 # The modes that meet every peer at its footprint.
 COMPARED = (ours.PLANNED, ours.GRAPH)
 # They run a program that must be compiled for them.

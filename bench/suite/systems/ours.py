@@ -1,4 +1,4 @@
-"""This project: all resident, planned, planned and calibrated, lru, and planned as a captured graph."""
+"""This project: all resident, planned, planned and calibrated, lru, planned as a captured graph, and packed weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERYTHING = "1024TiB"
 
 
 def _open(
-    placement: str = "auto", *, calibrated: bool = False, cuda_graph: bool = False
+    placement: str = "auto", *, calibrated: bool = False, cuda_graph: bool = False, packed: bool = False
 ) -> Callable[[Setting], AbstractContextManager[Opened]]:
     @contextmanager
     def opened(setting: Setting) -> Iterator[Opened]:
@@ -30,6 +30,7 @@ def _open(
         def load(budget: int | str) -> penstock.Module:
             return penstock.Module(
                 setting.program_path,
+                weights=setting.packed_path if packed else None,
                 budget=budget,
                 placement=placement,
                 device=setting.device,
@@ -105,3 +106,6 @@ PLANNED = _system("planned", "planned", _open())
 CALIBRATED = _system("calibrated", "planned and calibrated", _open(calibrated=True))
 LRU = _system("lru", "lru", _open("lru"))
 GRAPH = _system("graph", "graph", _open(cuda_graph=True))
+PACKED = _system("packed", "packed weights", _open(packed=True))
+PACKED_CALIBRATED = _system("packed-calibrated", "packed weights, calibrated", _open(packed=True, calibrated=True))
+PACKED_GRAPH = _system("packed-graph", "packed weights, graph", _open(packed=True, cuda_graph=True))

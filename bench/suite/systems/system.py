@@ -40,6 +40,14 @@ class Setting:
     def program_path(self) -> Path:
         return program_path(self.folder, self.tokens)
 
+    @property
+    def packed_path(self) -> Path:
+        return packed_path(self.program_path)
+
+
+def packed_path(program: Path) -> Path:
+    return program.with_suffix(".packed.ptd")
+
 
 def program_path(folder: Path, tokens: int) -> Path:
     return folder / f"decoder-t{tokens}.pt2"

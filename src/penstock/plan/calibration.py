@@ -16,6 +16,9 @@ class Calibration:
     # The same where a step reads its weights in host memory. Empty: not measured, and not planned for.
     direct_step_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
+    # Of packed weights that stay in device memory, as weights have them. None: not measured.
+    decoded_bytes_per_s: float | None = None
+
     def resident_s(self, method: str) -> float:
         """A run in which no step waits for a copy."""
         return sum(self.step_s[method])

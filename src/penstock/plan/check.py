@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from penstock.errors import PlanError
 from penstock.plan.check_memory import Filled, Layout, Pages, check_fills, check_piece, resident_matches, whole
+from penstock.plan.check_packed import check_packed
 from penstock.plan.check_split import check_prefixes, check_split
 from penstock.plan.plan import DIRECT, NO_RANGE, MethodPlan, Piece, Placement, Plan, Stay
 from penstock.schedule import Access, Schedule
@@ -31,11 +32,17 @@ __all__ = ["PlanError", "check_plan"]
 
 
 def check_plan(
-    plan: Plan, schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, budget_bytes: int | None = None
+    plan: Plan,
+    schedules: Sequence[Schedule],
+    weights: Mapping[str, Weight],
+    *,
+    budget_bytes: int | None = None,
+    packed: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules.
 
-    The schedules are sound: `floor.check_schedules` has seen them.
+    The schedules are sound: `floor.check_schedules` has seen them. `packed`: by weight that is packed in the file, where
+    its blocks begin, and where the last ends.
     """
     layout = Layout(plan)
     if budget_bytes is not None and plan.device_bytes > budget_bytes:
@@ -47,6 +54,7 @@ def check_plan(
     for schedule, method in zip(schedules, plan.methods, strict=True):
         pages = _Records(layout, schedule, method, weights, filled).check()
         _Run(schedule, method, pages, len(plan.blocks)).act_out()
+    check_packed(plan, weights, packed or {})
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,17 @@ class Copy:
     # The step whose end the copy waits for on the device: the last reader of anything that was in its pages before.
     # None: nothing was. At the time of issue that step has ended, in this run or (if it comes later) in the last one.
     wait_step: int | None
+    # Of a packed weight: what of it goes over the link, which is nothing if it stays in device memory as it is packed.
+    # None: the weight is not packed, and all of the piece does.
+    packed_bytes: int | None = None
+
+    @property
+    def link_bytes(self) -> int:
+        return self.piece.nbytes if self.packed_bytes is None else self.packed_bytes
+
+    @property
+    def decoded_bytes(self) -> int:
+        return 0 if self.packed_bytes is None else self.piece.nbytes
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,8 @@ class Traffic:
     copies: int
     bytes_hit: int
     bytes_in_place: int
+    # Of packed weights, as the weights have it; bytes_streamed is what goes over the link.
+    bytes_decoded: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,12 +182,31 @@ class MethodPlan:
         # copied twice in that run, and has two such accesses.
         missed = [*self.stays, *(stay for stay in self.stays if cold and stay.crosses_end)]
         return Traffic(
-            bytes_streamed=sum(copy.piece.nbytes for copy in issued),
+            bytes_streamed=sum(copy.link_bytes for copy in issued),
             copies=len(issued),
             bytes_hit=sum(placement.nbytes for placement in self.placements if not placement.in_place_bytes)
             - sum(stay.nbytes for stay in missed),
             bytes_in_place=sum(placement.in_place_bytes for placement in self.placements),
+            bytes_decoded=sum(copy.decoded_bytes for copy in issued),
         )
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What packed weights pass through on their way over the link: one behind the other, in a range of their own."""
+
+    count: int
+    nbytes: int
+    range_index: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """Bytes of a weight that stay in device memory as they are packed in the file, and are decoded for each stay."""
+
+    # Unpacked, as a weight has them; the range is where the packed ones lie.
+    piece: Piece
+    packed_bytes: int
 
 
 @dataclass(frozen=True)
@@ -187,6 +219,9 @@ class Plan:
     # Resident content, copied once when the plan is installed.
     fills: tuple[Piece, ...]
     methods: tuple[MethodPlan, ...]
+    # For a weights file with packed weights.
+    slots: Slots | None = None
+    stores: tuple[Store, ...] = ()
 
     @cached_property
     def device_bytes(self) -> int:

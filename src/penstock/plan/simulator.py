@@ -17,6 +17,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.in_place import in_place_by_step
 from penstock.plan.link import Link
 from penstock.plan.plan import Copy, MethodPlan, Plan
+from penstock.plan.tuning import NOMINAL_DECODED_BYTES_PER_S
 from penstock.schedule import Schedule
 
 # How one run follows another. "ahead": the host issues the next run while the device is still at work on this one.
@@ -65,6 +66,7 @@ def simulate(
     link: Link,
     direct_step_s: Sequence[float] = (),
     rest_s: float = 0.0,
+    decoded_bytes_per_s: float = NOMINAL_DECODED_BYTES_PER_S,
     host_s_per_access: float = 0.0,
     boundary: Boundary = "ahead",
     runs: int = 32,
@@ -92,7 +94,8 @@ def simulate(
         link_taken_s = [one.link_s(usual_s, direct_s, link.bytes_per_s) for one, usual_s, direct_s in timed]
         step_s = [one.step_s(usual_s, direct_s) for one, usual_s, direct_s in timed]
         _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
-    streams = _Streams(method, schedule, step_s, link, rest_s, host_s_per_access, link_taken_s, spans)
+    copy_s = [_copy_s(copy, link, decoded_bytes_per_s) for copy in method.copies]
+    streams = _Streams(method, schedule, step_s, copy_s, rest_s, host_s_per_access, link_taken_s, spans)
     ends: list[_RunEnd] = []
     for _ in range(runs):
         end = streams.run(boundary)
@@ -107,7 +110,7 @@ def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibrat
     if not any(map(any, calibration.step_s.values())):
         # Steps that take no time hold no copy up: each waits for steps whose own copies came before it.
         timed = (method for method in plan.methods if method.method in calibration.step_s)
-        return sum(calibration.link.copy_s(copy.piece.nbytes) for method in timed for copy in method.copies)
+        return sum(_copy_s(copy, calibration.link, decoded_per_s(calibration)) for m in timed for copy in m.copies)
     return sum(
         simulate(
             method,
@@ -115,10 +118,22 @@ def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibrat
             step_s=calibration.step_s[method.method],
             direct_step_s=calibration.direct_step_s.get(method.method, ()),
             link=calibration.link,
+            decoded_bytes_per_s=decoded_per_s(calibration),
         ).run_s
         for method, schedule in zip(plan.methods, schedules, strict=True)
         if method.method in calibration.step_s
     )
+
+
+def decoded_per_s(calibration: Calibration) -> float:
+    return calibration.decoded_bytes_per_s or NOMINAL_DECODED_BYTES_PER_S
+
+
+def _copy_s(copy: Copy, link: Link, decoded_bytes_per_s: float) -> float:
+    """What the link was measured with are copies of weights, packed or not. What stays packed does not take it."""
+    if copy.packed_bytes == 0:
+        return copy.piece.nbytes / decoded_bytes_per_s
+    return link.copy_s(copy.piece.nbytes)
 
 
 def _timing(
@@ -190,7 +205,7 @@ class _Streams:
         method: MethodPlan,
         schedule: Schedule,
         step_s: Sequence[float],
-        link: Link,
+        copy_s: Sequence[float],
         rest_s: float,
         host_s_per_access: float,
         link_taken_s: Sequence[float],
@@ -208,8 +223,8 @@ class _Streams:
         self.step_ends_s = [0.0] * (len(step_s) + 1)
         self.stays_ready_s = [0.0] * len(method.stays)
 
-        issues = [self._issue(index, copy, link) for index, copy in enumerate(method.copies)]
-        self.link_busy_s = math.fsum(issue.took_s for issue in issues)
+        issues = [self._issue(index, copy, copy_s[index]) for index, copy in enumerate(method.copies)]
+        self.link_busy_s = math.fsum(copy_s[index] for index, copy in enumerate(method.copies) if copy.link_bytes)
         # Before the first position, whatever its own: they are issued when the run begins.
         self.prologue = [issues[index]._replace(position=0) for index in method.prologue]
         self.access_count = len(schedule.accesses)
@@ -229,9 +244,9 @@ class _Streams:
             self.fetched[step] = position + 1
         self.issued[-1] = issues[following:]
 
-    def _issue(self, index: int, copy: Copy, link: Link) -> _Issue:
+    def _issue(self, index: int, copy: Copy, took_s: float) -> _Issue:
         wait_step = len(self.step_s) if copy.wait_step is None else copy.wait_step
-        return _Issue(index, copy.issue_before, link.copy_s(copy.piece.nbytes), wait_step, copy.stay)
+        return _Issue(index, copy.issue_before, took_s, wait_step, copy.stay)
 
     def run(self, boundary: Boundary) -> _RunEnd:
         if self.runs == 0:

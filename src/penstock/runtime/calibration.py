@@ -9,7 +9,7 @@ from statistics import median
 from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link, fit_link
-from penstock.plan.plan import Plan
+from penstock.plan.plan import Copy, Plan
 from penstock.runtime.session import Span
 from penstock.schedule import Schedule
 
@@ -18,13 +18,27 @@ _NS = 1e-9
 
 def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
     """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied."""
-    copies = [span for span in spans if span.lane == "copy"]
+    traced = [span for span in spans if span.lane == "copy"]
+    copies = [span for span in traced if _copy(plan, span).link_bytes]
     if not copies:
         raise PenstockError(
             "nothing was copied in the runs to calibrate by: either there was none, or every weight is resident and "
             "there is nothing to plan"
         )
-    return Calibration(_link(copies), step_times(spans, schedules, plan))
+    decoded = [span for span in traced if not _copy(plan, span).link_bytes]
+    return Calibration(
+        _link(copies), step_times(spans, schedules, plan), decoded_bytes_per_s=_decoded_bytes_per_s(decoded)
+    )
+
+
+def _copy(plan: Plan, span: Span) -> Copy:
+    return plan.methods[span.method_index].copies[span.index]
+
+
+def _decoded_bytes_per_s(spans: Sequence[Span]) -> float | None:
+    """Of weights that stay packed. A wait for readers of their pages lies in the span, too: the faster half tells."""
+    rates = sorted(span.nbytes / (span.end_ns - span.begin_ns) / _NS for span in spans if span.end_ns > span.begin_ns)
+    return rates[len(rates) * 3 // 4] if rates else None
 
 
 def step_times(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> dict[str, tuple[float, ...]]:

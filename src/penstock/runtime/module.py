@@ -44,6 +44,7 @@ from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from penstock.runtime.method_runner import MethodRunner, OomCounter
 from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.options import REGISTERED, Asked, judge
+from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
@@ -140,9 +141,9 @@ class Module:
                 else open_soft_driver(soft_page_bytes(self.program.weight_bytes), poison=poison)
             )
             stack.callback(driver.close)
-            offsets = {weight.name: self._entries[weight.name].offset_bytes for weight in self.program.weights}
+            packed = read_packed_weights(self.program, index, self._entries, asked.placement)
             self._policy: Policy = (LruPolicy if options.is_lru else PlannedPolicy)(
-                self.program, driver, offsets, options.planned_as, can_split=options.can_split
+                self.program, driver, packed, options.planned_as, can_split=options.can_split
             )
             self._driver = driver
             schedules = [method.schedule for method in self.program.methods]
@@ -174,6 +175,7 @@ class Module:
                 lru=options.is_lru,
                 device_index=self.device.index or 0,
                 poison=poison,
+                packed=packed.numbers,
             )
             stack.callback(self._session.close)
             if options.linear.uses_kernel:

@@ -14,10 +14,12 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
 from penstock.plan.lower_placements import lower_placements, lower_placements_text
+from penstock.plan.packed_planner import PackedPlanner
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.runtime.driver import Driver
+from penstock.runtime.packed_weights import PackedWeights
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
 
 
@@ -45,6 +47,10 @@ class InstalledPlan:
             tails = {placement.weight: placement.in_place_bytes for placement in placements if placement.is_split}
             whole = sum(sizes[name] for name in tails)
             parts.append(f"{format_bytes(sum(tails.values()))} of {format_bytes(whole)} of split weights read in place")
+        if self.plan.stores:
+            held = sum(store.packed_bytes for store in self.plan.stores)
+            unpacked = sum(store.piece.nbytes for store in self.plan.stores)
+            parts.append(f"{format_bytes(unpacked)} of weights stay packed in {format_bytes(held)}")
         parts += [
             f"streamed {format_bytes(method.warm.bytes_streamed)} per run of {method.method}"
             for method in self.plan.methods
@@ -62,14 +68,15 @@ class Policy(ABC):
     is_lru: bool
 
     def __init__(
-        self, program: Program, driver: Driver, source_offsets: Mapping[str, int], placement: str, *, can_split: bool
+        self, program: Program, driver: Driver, packed: PackedWeights, placement: str, *, can_split: bool
     ) -> None:
         self._program = program
+        self._packed = packed
         self._placement = placement
         self._can_split = can_split
         self._driver = driver
         self._page_bytes = driver.page_bytes
-        self._offsets = source_offsets
+        self._offsets = packed.offsets
         self._schedules = [method.schedule for method in program.methods]
         self._weights = {weight.name: weight for weight in program.weights}
 
@@ -102,7 +109,15 @@ class PlannedPolicy(Policy):
     is_lru = False
 
     @cached_property
-    def _planner(self) -> PlacementPlanner:
+    def _planner(self) -> PlacementPlanner | PackedPlanner:
+        if self._packed.begins:
+            return PackedPlanner(
+                self._schedules,
+                self._weights,
+                self._packed.begins,
+                page_bytes=self._page_bytes,
+                reads_in_place=self._placement == "auto",
+            )
         return PlacementPlanner(
             self._schedules,
             self._weights,
@@ -126,7 +141,9 @@ class PlannedPolicy(Policy):
 
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""
-        check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes)
+        check_plan(
+            plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins
+        )
         return InstalledPlan(self._program, plan_numbers(plan, self._offsets), plan)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
@@ -134,7 +151,7 @@ class PlannedPolicy(Policy):
 
     def _in_other_placements(self) -> str:
         # "stream" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
-        if self._placement != "auto":
+        if self._placement != "auto" or self._packed.begins:
             return ""
         return lower_placements_text(
             lower_placements(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
@@ -142,6 +159,11 @@ class PlannedPolicy(Policy):
 
     def arrange_in_place(self) -> InstalledPlan:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
+        if self._packed.begins:
+            raise PenstockError(
+                f"reads in place are timed to choose by them, and {min(self._packed.begins)!r} is packed in the weights "
+                "file: no kernel can read it there"
+            )
         if self._placement not in ("auto", "split"):
             raise PenstockError(
                 'reads in place are timed to choose by them, which placement="auto" and "split" with host_memory='

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.plan.plan import MethodPlan, Piece, Plan
 from penstock.schedule import Schedule
 from penstock.weight import Weight
+from penstock.weights.packing import Blocks
 
 Numbers = ctypes.Array[ctypes.c_int64]
 
@@ -25,9 +26,21 @@ def _plan(plan: Plan, offsets: Mapping[str, int]) -> Iterator[int]:
         yield len(area.blocks)
         yield from area.blocks
     yield from _pieces(plan.fills, offsets)
+    yield from _slots(plan)
+    yield len(plan.stores)
+    for store in plan.stores:
+        yield from _piece(store.piece, offsets)
+        yield store.packed_bytes
     yield len(plan.methods)
     for method in plan.methods:
         yield from _method(method, offsets)
+
+
+def _slots(plan: Plan) -> Iterator[int]:
+    if plan.slots is None:
+        yield 0
+    else:
+        yield from (plan.slots.count, plan.slots.range_index, plan.slots.nbytes)
 
 
 def _pieces(pieces: Sequence[Piece], offsets: Mapping[str, int]) -> Iterator[int]:
@@ -67,6 +80,14 @@ def _method(method: MethodPlan, offsets: Mapping[str, int]) -> Iterator[int]:
         yield from _piece(copy.piece, offsets)
     yield len(method.prologue)
     yield from method.prologue
+
+
+def packed_numbers(weights: Iterable[tuple[int, Blocks]]) -> Numbers:
+    """Packed weights, each with the offset by which plans know it: behind the end of the file, in their order."""
+    numbers: list[int] = []
+    for offset_bytes, blocks in weights:
+        numbers += [offset_bytes, blocks.raw_bytes, blocks.kind, blocks.data_offset_bytes, *blocks.begins_bytes]
+    return _array(numbers)
 
 
 def lru_numbers(

@@ -37,6 +37,8 @@ class Stats:
     # Of weights that kernels read in host memory, as a whole or but for their prefix: all that they could have read. A
     # gather reads only some rows of it.
     bytes_in_place: int = 0
+    # Of packed weights: what was decoded, as the weights have it. bytes_streamed is what went over the link.
+    bytes_decoded: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def link_text(samples: Sequence[LinkSample]) -> str:
     return f"copies at {timed[0].bytes_per_s / 1e9:.1f} GB/s{by_size}"
 
 
-_COUNTERS = 9
+_COUNTERS = 10
 _LANES = {0: "compute", 1: "copy"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
@@ -123,8 +125,17 @@ class Session:
     """Not for two threads at once. Everything raises one of Penstock's errors."""
 
     def __init__(
-        self, driver: Driver, path: Path, source: HostSource, *, lru: bool, device_index: int, poison: bool
+        self,
+        driver: Driver,
+        path: Path,
+        source: HostSource,
+        *,
+        lru: bool,
+        device_index: int,
+        poison: bool,
+        packed: Numbers | None = None,
     ) -> None:
+        """`packed`: the records of weights that are packed in the file."""
         self._handle: int | None = None
         ends = (ctypes.c_int64 * len(source.chunk_ends))(*source.chunk_ends)
         self._core = core()
@@ -141,6 +152,8 @@ class Session:
             source.staging_threads,
             device_index,
             int(poison),
+            packed,
+            0 if packed is None else len(packed),
         )
         if not self._handle:
             raise last_exception()

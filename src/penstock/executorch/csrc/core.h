@@ -19,7 +19,7 @@ struct Core {
   int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
   void* (*session_create)(void* driver, const char* path, int32_t lru, const int64_t* chunk_ends, int64_t chunk_count,
                           int64_t staging_buffer_bytes, int32_t staging_buffers, int32_t staging_threads,
-                          int32_t device_index, int32_t poison);
+                          int32_t device_index, int32_t poison, const int64_t* packed, int64_t packed_count);
   void (*session_destroy)(void*);
   int32_t (*session_install)(void*, const int64_t* numbers, int64_t count);
   int32_t (*session_begin)(void*, int64_t method, void* stream);

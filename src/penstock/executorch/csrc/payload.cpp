@@ -8,7 +8,7 @@
 namespace penstock_executorch {
 namespace {
 
-constexpr uint64_t kVersion = 4;
+constexpr uint64_t kVersion = 5;
 constexpr int kWeightShift = 40;
 
 struct Header {

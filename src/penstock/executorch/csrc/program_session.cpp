@@ -133,7 +133,8 @@ ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, con
     if (core().load_torch()) throw_core_failure();
     std::vector<int64_t> ends = staging.buffers ? std::vector<int64_t>{} : chunk_ends(payload, weights);
     session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(),
-                                     staging.buffer_bytes, staging.buffers, staging.threads, device_index, poison);
+                                     staging.buffer_bytes, staging.buffers, staging.threads, device_index, poison, nullptr,
+                                     0);
     if (!session_) throw_core_failure();
     if (core().session_install(session_, numbers.data(), (int64_t)numbers.size())) throw_core_failure();
     facts_.floor_bytes = ladder.floor_bytes;

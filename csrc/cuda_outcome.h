@@ -1,0 +1,11 @@
+#pragma once
+
+namespace penstock {
+
+// The call that failed, by its name, and what it said; code 0 if none did.
+struct CudaOutcome {
+  int code;
+  const char* call;
+};
+
+}  // namespace penstock

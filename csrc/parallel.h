@@ -1,0 +1,30 @@
+// A loop in threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <vector>
+
+namespace penstock {
+
+// Calls visit(0) to visit(count - 1), in any order, in at most so many threads, of which the caller is one. What visit
+// does must not throw.
+template <typename Visit>
+void in_parallel(int64_t count, int64_t threads, Visit visit) {
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    for (int64_t i = next++; i < count; i = next++) visit(i);
+  };
+  std::vector<std::thread> others;
+  // A thread that cannot be had is one fewer: the caller does the work alone if it must.
+  try {
+    for (int64_t i = 1; i < threads && i < count; ++i) others.emplace_back(work);
+  } catch (const std::exception&) {
+  }
+  work();
+  for (std::thread& other : others) other.join();
+}
+
+}  // namespace penstock

@@ -1,0 +1,133 @@
+"""Packed weights in a plan: which of their bytes stay in device memory as they are packed, and what the others pass
+through on their way over the link. Everything else in a plan is as it is for weights that are not packed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Plan, Range, Slots, Store
+
+# Of a weight, to a block of its own. csrc/packed_block.h has the same.
+BLOCK_BYTES = 64 * 1024
+
+# By packed weight: where each of its blocks begins, and where the last ends.
+Begins = Mapping[str, Sequence[int]]
+
+
+def packed_bytes(begins: Sequence[int], begin_bytes: int, end_bytes: int) -> int:
+    """Of the blocks in which these bytes of a weight lie."""
+    return begins[-(-end_bytes // BLOCK_BYTES)] - begins[begin_bytes // BLOCK_BYTES]
+
+
+@dataclass(frozen=True)
+class SlotSizes:
+    """The slots of a plan, before they have a place."""
+
+    count: int
+    nbytes: int
+    # Of all of them, in whole pages.
+    total_bytes: int
+
+
+def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -> Plan:
+    """The plan of weights that are not packed, with slots; and with as much of what it copies in device memory, packed,
+    as `room_bytes` hold."""
+    stored = _stored(plan, begins, room_bytes)
+    blocks, ranges = list(plan.blocks), list(plan.ranges)
+
+    def room(nbytes: int) -> int:
+        ranges.append(Range(nbytes, (len(blocks),)))
+        blocks.append(Block(nbytes, ring=False))
+        return len(ranges) - 1
+
+    slot_range = room(slots.total_bytes)
+    stores: list[Store] = []
+    held_bytes = 0
+    for name, (begin_bytes, end_bytes) in stored.items():
+        piece = Piece(name, begin_bytes, end_bytes - begin_bytes, len(ranges), held_bytes)
+        stores.append(Store(piece, packed_bytes(begins[name], begin_bytes, end_bytes)))
+        held_bytes += stores[-1].packed_bytes
+    if stores:
+        room(-(-held_bytes // plan.page_bytes) * plan.page_bytes)
+    return replace(
+        plan,
+        blocks=tuple(blocks),
+        ranges=tuple(ranges),
+        methods=tuple(
+            replace(method, copies=tuple(_copies(method, begins, {name: end for name, (_, end) in stored.items()})))
+            for method in plan.methods
+        ),
+        slots=Slots(slots.count, slots.nbytes, slot_range),
+        stores=tuple(stores),
+    )
+
+
+def _streamed(plan: Plan, begins: Begins) -> dict[str, tuple[int, int, int]]:
+    """Of packed weights that are copied: from where to where, and by how many stays. All stays of one copy the same."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for method in plan.methods:
+        count = Counter(stay.weight for stay in method.stays)
+        for copy in method.copies:
+            name, begin = copy.piece.weight, copy.piece.weight_offset_bytes
+            if name in begins:
+                low, high, times = found.get(name, (begin, 0, 0))
+                found[name] = (min(low, begin), max(high, begin + copy.piece.nbytes), max(times, count[name]))
+    return found
+
+
+def _stored(plan: Plan, begins: Begins, room_bytes: int) -> dict[str, tuple[int, int]]:
+    """What is copied most often first; of what is copied as often the same part of each, so that the link has the same
+    to do before every step."""
+    streamed = _streamed(plan, begins)
+    stored: dict[str, tuple[int, int]] = {}
+    # The last page is rounded up to.
+    room_bytes = room_bytes // plan.page_bytes * plan.page_bytes
+    for times in sorted({times for _, _, times in streamed.values()}, reverse=True):
+        some = {name: (low, high) for name, (low, high, count) in streamed.items() if count == times}
+        found = _even_part(some, begins, plan.page_bytes, room_bytes)
+        stored |= found
+        room_bytes -= sum(packed_bytes(begins[name], low, high) for name, (low, high) in found.items())
+    return stored
+
+
+def _even_part(
+    streamed: Mapping[str, tuple[int, int]], begins: Begins, page_bytes: int, room_bytes: int
+) -> dict[str, tuple[int, int]]:
+    pages = {name: -(-(high - low) // page_bytes) for name, (low, high) in streamed.items()}
+    total = sum(pages.values())
+
+    def parts(kept: int) -> Iterator[tuple[str, tuple[int, int]]]:
+        before = 0
+        for name, (low, high) in streamed.items():
+            # Of all pages so far, the part that is kept of all: what is cut off here is made up for by the next.
+            count = (before + pages[name]) * kept // total - before * kept // total
+            before += pages[name]
+            if count:
+                yield name, (low, min(low + count * page_bytes, high))
+
+    def fits(kept: int) -> bool:
+        return sum(packed_bytes(begins[name], low, high) for name, (low, high) in parts(kept)) <= room_bytes
+
+    least, most = 0, total
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return dict(parts(least)) if least else {}
+
+
+def _copies(method: MethodPlan, begins: Begins, stored_ends: Mapping[str, int]) -> Iterable[Copy]:
+    for copy in method.copies:
+        piece = copy.piece
+        if piece.weight not in begins:
+            yield copy
+            continue
+        begin, end = piece.weight_offset_bytes, piece.weight_offset_bytes + piece.nbytes
+        border = min(max(begin, stored_ends.get(piece.weight, 0)), end)
+        if begin < border:
+            yield replace(copy, piece=replace(piece, nbytes=border - begin), packed_bytes=0)
+        if border < end:
+            at_bytes = piece.range_offset_bytes + border - begin
+            rest = Piece(piece.weight, border, end - border, piece.range_index, at_bytes)
+            yield replace(copy, piece=rest, packed_bytes=packed_bytes(begins[piece.weight], border, end))
