@@ -87,7 +87,7 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
     text = content(keys.pop("penstock.json")[0])
     check_seal(text, raw[: offset + size])
     document = json.loads(text)
-    assert document["format"] == 2
+    assert document["format"] == (3 if any("packed" in entry for entry in document["entries"]) else 2)
     found: dict[str, Found] = {}
     for entry in document["entries"]:
         for name in (entry["name"], *entry["aliases"]):
@@ -95,13 +95,14 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
             shape, dim_order = tuple(entry["shape"]), tuple(entry["dim_order"])
             if layout_table is not None:
                 assert (layout_table.vector(1, "i"), layout_table.vector(2, "B")) == (shape, dim_order)
+                assert "packed" not in entry
             found[name] = Found(
                 dtype=entry["dtype"],
                 shape=shape,
                 dim_order=dim_order,
                 kind=entry["kind"],
                 offset_bytes=base + segments[index][0],
-                data=content(index),
+                data=unpacked(content(index)) if "packed" in entry else content(index),
                 checksum=entry["xxh3_64"],
                 scalar_type=None if layout_table is None else layout_table.number(0, "b"),
             )
@@ -112,6 +113,50 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
         gaps[base + begin : base + begin + count] = bytes(count)
     assert not any(gaps), "bytes between segments must be zero"
     return document["identity"], found
+
+
+def unpacked(segment: bytes) -> bytes:
+    magic, version, kind, raw_bytes, block_raw_bytes, count, zero = struct.unpack_from("<4sHHQIIQ", segment)
+    assert (magic, version, block_raw_bytes, zero) == (b"PSPK", 1, 65536, 0)
+    sizes = struct.unpack_from(f"<{count}I", segment, 32)
+    at = -(-(32 + 4 * count) // 16) * 16
+    assert not any(segment[32 + 4 * count : at])
+    raw = b""
+    for size in sizes:
+        raw += unpacked_block(segment[at : at + 16 * size], kind, min(65536, raw_bytes - len(raw)))
+        at += 16 * size
+    assert (at, len(raw)) == (len(segment), raw_bytes)
+    return raw
+
+
+def unpacked_block(block: bytes, kind: int, raw_bytes: int) -> bytes:
+    item_bytes = {1: 2, 2: 4}[kind]
+    tiles = -(-raw_bytes // (1024 * item_bytes))
+    (escape_count,) = struct.unpack_from("<I", block, 8)
+    starts = struct.unpack_from(f"<{tiles}H", block, 16)
+    codes_at = -(-(16 + 2 * tiles) // 16) * 16
+    rests_at = codes_at + 384 * tiles
+    escapes_at = rests_at + 1024 * tiles * (item_bytes - 1)
+    assert len(block) == -(-(escapes_at + escape_count) // 16) * 16
+    raw = b""
+    for tile in range(tiles):
+        planes = struct.unpack_from("<96I", block, codes_at + 384 * tile)
+        exponents = [0] * 1024
+        escape = escapes_at + starts[tile]
+        for lane in range(32):
+            for bit in range(32):
+                code = sum((planes[32 * plane + lane] >> bit & 1) << plane for plane in range(3))
+                exponents[256 * (bit % 4) + 8 * lane + bit // 4] = block[code] if code else block[escape]
+                escape += not code
+        rests = block[rests_at + 1024 * tile * (item_bytes - 1) :]
+        for number, exponent in enumerate(exponents):
+            if kind == 1:
+                value = (rests[number] & 0x80) << 8 | exponent << 7 | rests[number] & 0x7F
+            else:
+                low, middle, high = rests[number], rests[1024 + number], rests[2048 + number]
+                value = (high & 0x80) << 24 | exponent << 23 | (high & 0x7F) << 16 | middle << 8 | low
+            raw += value.to_bytes(item_bytes, "little")
+    return raw[:raw_bytes]
 
 
 def tensor_elements(found: Found, item_bytes: int) -> list[bytes]:

@@ -19,11 +19,13 @@ from penstock.program import read_program as library_reads
 from penstock.weight import ITEM_BYTES, State
 from penstock.weights import layout_identity, read_index
 from penstock.weights.format import PAGE_BYTES, SCALAR_TYPES
-from penstock.weights.metadata import METADATA_FORMAT
+from penstock.weights.metadata import METADATA_FORMAT, PACKED_METADATA_FORMAT
+from penstock.weights.packing import pack
 from tests.docs.pages import ROOT, read_page
 from tests.docs.shared_program import SharedProgram
 from tests.docs.spec_reader import identity, read_program, read_weights, tensor_elements
 from tests.runtime.programs import a_program
+from tests.weights.packed_cases import packable
 from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, payload, write
 
 PAGE = read_page("docs/format.md")
@@ -108,6 +110,15 @@ REFUSALS: dict[str, tuple[str, ...]] = {
         "tests/runtime/test_compatibility.py::test_what_does_not_fit_is_named_with_both_layouts",
     ),
     "R23": ("tests/runtime/test_compatibility.py::test_another_identity_is_refused_though_everything_fits",),
+    "R24": ("tests/weights/test_packed_refusals.py::test_records_that_cannot_be_packed_are_refused",),
+    "R25": (
+        "tests/weights/test_packed_refusals.py::test_a_damaged_header_is_refused_by_name",
+        "tests/weights/test_packed_refusals.py::test_a_damaged_table_is_refused_by_name",
+    ),
+    "R26": (
+        "tests/weights/test_packed_damage.py::test_damaged_blocks_stay_within_their_buffers",
+        "tests/weights/test_packed_damage.py::test_a_flipped_byte_anywhere_is_found",
+    ),
 }
 
 
@@ -150,11 +161,22 @@ def test_a_reader_made_from_the_page_reads_every_kind_of_weight(tmp_path: Path) 
     assert offsets == sorted(offsets)
 
 
+def test_a_reader_made_from_the_page_unpacks(tmp_path: Path) -> None:
+    path = packable(tmp_path / "w.ptd")
+    index = pack(path, tmp_path / "packed.ptd")
+    plain, found = read_weights(path), read_weights(tmp_path / "packed.ptd")
+    assert sum(entry.packing is not None for entry in index.unique_entries) == 2
+    assert found[0] == plain[0] and list(found[1]) == list(plain[1])
+    for name, entry in found[1].items():
+        assert entry.data == plain[1][name].data and entry.checksum == plain[1][name].checksum
+        assert (entry.scalar_type is None) == (index[name].packing is not None)
+
+
 def test_the_page_s_dtypes_are_the_library_s() -> None:
     rows = re.findall(r"^\| (\w+) \| (\d+|none) \| (\d+) \|$", PAGE, re.MULTILINE)
     assert {dtype: int(number) for dtype, number, _ in rows if number != "none"} == SCALAR_TYPES
     assert {dtype: int(count) for dtype, _, count in rows} == ITEM_BYTES
-    assert PAGE_BYTES == 4096 and METADATA_FORMAT == 2
+    assert PAGE_BYTES == 4096 and (METADATA_FORMAT, PACKED_METADATA_FORMAT) == (2, 3)
 
 
 def test_a_reader_made_from_the_page_reads_a_compiled_program(shared_program: SharedProgram) -> None:

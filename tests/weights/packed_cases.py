@@ -1,0 +1,49 @@
+"""Values to pack: as weights have them, and as none has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from penstock.weight import State, Weight
+from penstock.weights import WeightsIndex, layout_identity, write_ptd
+
+TIED = Weight("tied", "bfloat16", (300, 257), (0, 1), ("tied too", "tied again"))
+COLUMNS = Weight("columns", "float32", (129, 160), (1, 0))
+SMALL = Weight("small", "bfloat16", (16, 16), (0, 1))
+EMPTY = Weight("empty", "bfloat16", (0, 4), (0, 1))
+NOISE = Weight("noise", "bfloat16", (65536,), (0,))
+HALVES = Weight("halves", "float16", (65536,), (0,))
+STATE = State("state", "bfloat16", (65536,), (0,), "stored")
+WEIGHTS = (TIED, SMALL, COLUMNS, EMPTY, NOISE, HALVES)
+# The others are too small, do not get smaller, are of another dtype, or are no weight.
+PACKED = (TIED, COLUMNS)
+
+
+def gaussian(dtype: str, count: int, seed: int = 0) -> bytes:
+    values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(0.02)
+    return as_bfloat16(values) if dtype == "bfloat16" else values.tobytes()
+
+
+def as_bfloat16(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> bytes:
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def content(source: Weight | State) -> bytes:
+    if source.name == "noise":
+        return np.random.default_rng(1).bytes(source.nbytes)
+    dtype = "bfloat16" if source.dtype == "float16" else source.dtype
+    return gaussian(dtype, source.nbytes // (4 if dtype == "float32" else 2), seed=len(source.name))
+
+
+def packable(path: Path) -> Path:
+    """A file with every kind of entry that packing tells apart."""
+    identity = layout_identity(WEIGHTS, [STATE])
+    write_ptd(path, WEIGHTS, lambda item: [content(item)], states=[STATE], identity=identity)
+    return path
+
+
+def single(path: Path, dtype: str, raw: bytes) -> WeightsIndex:
+    weight = Weight("w", dtype, (len(raw) // {"bfloat16": 2, "float32": 4}[dtype],), (0,))
+    return write_ptd(path, [weight], lambda _: [raw], identity=layout_identity([weight], ()))

