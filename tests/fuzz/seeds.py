@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -111,11 +112,30 @@ def plan_corpus() -> list[list[int]]:
     return [list(plan_numbers(plan, offsets)) for plan in plans]
 
 
+def write_packed(path: Path) -> None:
+    """As small as may be: a whole block and a short one, with escapes; and one of float32, without."""
+    from penstock.weights import write_ptd
+    from penstock.weights.packing import pack
+
+    weights = [
+        Weight("halves", "bfloat16", (32768 + 700,), (0,), ("tied",)),
+        Weight("raw", "uint8", (100,), (0,)),
+        Weight("floats", "float32", (128, 130), (1, 0)),
+    ]
+    pattern = b"".join(bytes((number, number if number % 16 == 0 else 0x3F)) for number in range(128))
+    raw = {"halves": pattern * 262, "raw": bytes(range(100)), "floats": b"\1\2\x80\x3f" * 16640}
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "plain.ptd"
+        write_ptd(plain, weights, lambda item: [raw[item.name][: item.nbytes]], identity=layout_identity(weights, ()))
+        pack(plain, path, overwrite=True)
+
+
 def main() -> None:
     from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
     write(CORPUS / "ours.ptd", [*EVERY_KIND[:6], TIED, Weight("twin", "uint8", (3, 5), (0, 1))], STATES)
     Crafted().write(CORPUS / "small.ptd")
+    write_packed(CORPUS / "packed.ptd")
     foreign = Crafted()
     foreign.metadata = None
     foreign.write(CORPUS / "foreign.ptd")

@@ -64,10 +64,10 @@ def told(error: PenstockError, *families: type[PenstockError]) -> str:
 @target("ptd")
 def weights_file(rng: random.Random, folder: Path) -> str:
     """Any damage to index or data. Where the seal stands, what is read is what was written."""
-    name = rng.choice(("ours.ptd", "ours.ptd", "small.ptd", "foreign.ptd"))
+    name = rng.choice(("ours.ptd", "ours.ptd", "small.ptd", "foreign.ptd", "packed.ptd"))
     whole, index = _stored(name)
     header = parse_header(Path(name), whole[:48], len(whole))
-    tail = whole.rindex(b'{"format"') if index.identity is not None else len(whole)
+    tail = _metadata_begin(whole) if index.identity is not None else len(whole)
     within = rng.choice((range(header.flatbuffer_end_bytes), range(max(tail - 1, 0), len(whole)), range(len(whole))))
     raw = damaged_bytes(rng, whole, within)
     path = folder / name
@@ -88,9 +88,9 @@ def weights_file(rng: random.Random, folder: Path) -> str:
 @target("ptd-resealed")
 def resealed_weights_file(rng: random.Random, folder: Path) -> str:
     """By somebody who computes the seal anew: refused, or an index that holds together."""
-    whole, _ = _stored("ours.ptd" if rng.random() < 0.5 else "small.ptd")
+    whole, _ = _stored(rng.choice(("ours.ptd", "ours.ptd", "small.ptd", "packed.ptd")))
     header = parse_header(Path("w"), whole[:48], len(whole))
-    head, tail = whole[: header.flatbuffer_end_bytes], whole.rindex(b'{"format"')
+    head, tail = whole[: header.flatbuffer_end_bytes], _metadata_begin(whole)
     body = whole[tail:-SEAL_BYTES] + b"}"
     if rng.random() < 0.5:
         head = damaged_bytes(rng, head)[: len(head)].ljust(len(head), b"\0")
@@ -120,6 +120,11 @@ def _stored(name: str) -> tuple[bytes, WeightsIndex]:
     return (CORPUS / name).read_bytes(), read_index(CORPUS / name)
 
 
+def _metadata_begin(whole: bytes) -> int:
+    """A packed entry has a format as well, behind the identity."""
+    return whole.rindex(b'{"format"', 0, whole.rindex(b'"identity"'))
+
+
 def _holds_together(index: WeightsIndex, file_bytes: int) -> None:
     end_bytes = 0
     for entry in sorted(index.unique_entries, key=lambda entry: (entry.offset_bytes, entry.length_bytes)):
@@ -127,7 +132,8 @@ def _holds_together(index: WeightsIndex, file_bytes: int) -> None:
         end_bytes = max(end_bytes, entry.offset_bytes + entry.length_bytes)
     assert end_bytes <= file_bytes == index.file_bytes
     for entry in index.entries:
-        assert entry.length_bytes == math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        assert entry.raw_bytes == math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        assert entry.packing is not None or entry.length_bytes == entry.raw_bytes
         assert sorted(entry.dim_order) == list(range(len(entry.shape)))
 
 

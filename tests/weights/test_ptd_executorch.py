@@ -16,6 +16,8 @@ from penstock.errors import WeightsFileError
 from penstock.weight import ITEM_BYTES, State, Weight
 from penstock.weights import WeightsIndex, layout_identity, read_index, write_ptd
 from penstock.weights.format import SCALAR_TYPES
+from penstock.weights.packing import pack
+from tests.weights.packed_cases import PACKED, packable
 from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, payload, write
 
 torch = pytest.importorskip("torch")
@@ -146,6 +148,37 @@ def test_its_cpp_runtime_refuses_a_truncated_file_as_we_do(our_path: Path, probe
     assert subprocess.run([probe, "file", path], capture_output=True, check=False).returncode == 3
     with pytest.raises(WeightsFileError, match="truncated"):
         read_index(path)
+
+
+@pytest.fixture(scope="module")
+def packed_index(tmp_path_factory: pytest.TempPathFactory) -> WeightsIndex:
+    folder = tmp_path_factory.mktemp("packed")
+    return pack(packable(folder / "model.ptd"), folder / "packed.ptd")
+
+
+def test_its_python_reader_takes_packed_entries_for_bytes(packed_index: WeightsIndex) -> None:
+    content = packed_index.path.read_bytes()
+    theirs = FlatTensorSerializer().deserialize(Cord(content))
+    for entry in packed_index:
+        found = theirs.named_data[entry.name]
+        assert (found.tensor_layout is None) == (entry.packing is not None)
+        stored = content[entry.offset_bytes : entry.offset_bytes + entry.length_bytes]
+        assert bytes(theirs.buffers[found.buffer_index]) == stored
+
+
+def test_its_cpp_runtime_gives_no_tensor_of_a_packed_entry(packed_index: WeightsIndex, probe: Path) -> None:
+    """Asked for bytes it gives them; asked for a tensor's layout it ends, before a number was taken for a weight."""
+    names = [name for weight in PACKED for name in weight.names]
+    asked = [probe, "file", packed_index.path, "penstock.json"]
+    child = subprocess.run([*asked, *names], capture_output=True, text=True, check=True)
+    lines = {line.split("\t")[0]: line.split("\t") for line in child.stdout.splitlines()}
+    content = packed_index.path.read_bytes()
+    for name in names:
+        entry = packed_index[name]
+        stored = content[entry.offset_bytes : entry.offset_bytes + entry.length_bytes]
+        assert lines[name][1:] == ["-", "", "", stored.hex()]
+    refused = subprocess.run([*asked, *names[1:]], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0 and stored.hex() not in refused.stdout
 
 
 def serialized(tensors: dict[str, Any], alignment: int) -> bytes:

@@ -14,6 +14,8 @@ from penstock.errors import PenstockError
 from penstock.weight import ITEM_BYTES
 from penstock.weights import WeightsIndex, read_index
 from penstock.weights.format import parse_header
+from penstock.weights.packing import pack
+from tests.weights.packed_cases import packable
 from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
 FUZZED = settings(max_examples=120, deadline=2000, database=None)
@@ -30,15 +32,19 @@ class Sample:
         self.content = path.read_bytes()
         index = read_index(path)
         header = parse_header(path, self.content[:48], len(self.content))
-        tail_bytes = self.content.rindex(b'{"format"') if index.identity is not None else len(self.content)
+        tail_bytes = len(self.content)
+        if index.identity is not None:  # a packed entry has a format as well, behind it
+            tail_bytes = self.content.rindex(b'{"format"', 0, self.content.rindex(b'"identity"'))
         self.places = [*range(header.flatbuffer_end_bytes), *range(tail_bytes, len(self.content))]
 
 
-@pytest.fixture(scope="module", params=["ours", "ours, small", "foreign"])
+@pytest.fixture(scope="module", params=["ours", "ours, small", "foreign", "packed"])
 def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sample:
     path = tmp_path_factory.mktemp("fuzz") / "w.ptd"
     if request.param == "ours":
         write(path, [*EVERY_KIND[:15], TIED], STATES)
+    elif request.param == "packed":
+        pack(packable(path.with_name("plain.ptd")), path)
     else:
         crafted = Crafted()
         if request.param == "foreign":
@@ -73,7 +79,8 @@ def holds_together(index: WeightsIndex, file_bytes: int) -> None:
     for entry in index.entries:
         entry.name.encode()
         assert entry.kind in ("weight", "state", "blob")
-        assert entry.length_bytes == math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        assert entry.raw_bytes == math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        assert entry.packing is not None or entry.length_bytes == entry.raw_bytes
         assert sorted(entry.dim_order) == list(range(len(entry.shape)))
         assert (entry.checksum is None) == (index.identity is None)
         first = index[entry.alias_of or entry.name]
