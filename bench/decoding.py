@@ -1,4 +1,6 @@
-"""How fast packed weights are decoded out of device memory, by thread blocks: python -m bench.decoding [--out FILE.json]
+"""How fast packed weights are decoded out of device memory, by thread blocks.
+
+    python -m bench.decoding [--out FILE.json]
 
 Every bit pattern of a dtype and tensors that pack badly are decoded first, and compared. Needs a GPU.
 """
@@ -165,7 +167,7 @@ def main() -> int:
             8 * processors,
         ):
 
-            def work(blocks: int = blocks) -> None:
+            def work(dtype: torch.dtype = dtype, launches: list[Params] = launches, blocks: int = blocks) -> None:
                 for params in launches:
                     decoder.launch(dtype, params, blocks)
 

@@ -15,7 +15,7 @@ constexpr int kMultiprocessorCount = 16;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kTilesABlock = kThreads / 32;
 // By thread blocks for each multiprocessor. Measured on an H200: docs/performance.md.
-constexpr int kWide = 8;
+constexpr int kWide = 4;
 constexpr int kNarrow = 1;
 
 }  // namespace

@@ -93,10 +93,14 @@ std::vector<PackedSource::Part> PackedSource::parts(const PackedWeight& weight, 
                                                     int64_t most_packed_bytes) const {
   const int64_t begin = piece.source_offset_bytes - weight.offset_bytes, end = begin + piece.bytes;
   const size_t first = (size_t)(begin / kBlockRawBytes), last = (size_t)((end - 1) / kBlockRawBytes) + 1;
+  // As many as need be and all much alike: a small copy behind a large one would keep the link less busy.
+  const int64_t total = weight.begins_bytes[last] - weight.begins_bytes[first];
+  const int64_t even = total / ((total - 1) / most_packed_bytes + 1);
   std::vector<Part> found;
   for (size_t block = first; block < last;) {
     size_t after = block + 1;
     while (after < last && after - block < kMostBlocksALaunch &&
+           weight.begins_bytes[after] - weight.begins_bytes[block] < even &&
            weight.begins_bytes[after + 1] - weight.begins_bytes[block] <= most_packed_bytes)
       after++;
     Part part{&weight, block, after, std::max(begin, (int64_t)block * kBlockRawBytes),
@@ -196,11 +200,6 @@ void PackedSource::pass_through(Slot& slot, const Part& part, Address to, Stream
 }
 
 void PackedSource::pass_through_in_graph(Slot& slot, const Part& part, Address to, Stream stream) {
-  if (!has_joined_) {
-    driver_.record(join_, stream);
-    driver_.wait(link_, join_);
-    has_joined_ = true;
-  }
   if (slot.is_captured) driver_.wait(link_, slot.freed_in_graph);
   else driver_.wait_external(link_, slot.freed);  // by copies outside of the graph, or by its last launch
   beneath_->copy(in_file(part), slot.address, link_);
@@ -213,7 +212,7 @@ void PackedSource::pass_through_in_graph(Slot& slot, const Part& part, Address t
   if (captured_left_-- <= slots_.size()) driver_.record_external(slot.freed, stream);
 }
 
-void PackedSource::begin_capture(const std::vector<PieceRecord>& pieces) {
+void PackedSource::begin_capture(const std::vector<PieceRecord>& pieces, Stream stream) {
   for (Slot& slot : slots_) {
     slot.is_captured = false;
     for (Event* event : {&slot.filled_in_graph, &slot.freed_in_graph})
@@ -224,8 +223,10 @@ void PackedSource::begin_capture(const std::vector<PieceRecord>& pieces) {
     const PackedWeight* weight = weight_of(piece);
     if (weight && !stored(*weight, piece)) captured_left_ += parts(*weight, piece, slot_bytes_).size();
   }
-  has_joined_ = false;
   capturing_ = true;
+  if (!captured_left_) return;
+  driver_.record(join_, stream);
+  driver_.wait(link_, join_);
 }
 
 void PackedSource::end_capture() noexcept { capturing_ = false; }

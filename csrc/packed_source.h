@@ -38,7 +38,8 @@ class PackedSource final : public Source {
   bool is_fixed() const override { return beneath_->is_fixed(); }
   void take_memory(const PackedMemory& memory) override;
   void finish() noexcept override;
-  void begin_capture(const std::vector<PieceRecord>& pieces) override;
+  Stream link_stream() const override { return link_; }
+  void begin_capture(const std::vector<PieceRecord>& pieces, Stream stream) override;
   void end_capture() noexcept override;
 
  private:
@@ -94,7 +95,6 @@ class PackedSource final : public Source {
   size_t next_slot_ = 0;
   std::vector<Stored> stored_;  // by weight and offset
   bool capturing_ = false;
-  bool has_joined_ = false;
   // Of the parts of a capture that pass through slots, those still to come: the last to use a slot tells the world.
   size_t captured_left_ = 0;
 };

@@ -28,10 +28,10 @@ void PlannedSession::capture_begins() {
     advance(method, copy);
     method.progress[plan_.methods[method_].copies[copy].stay].before_graph = true;
   }
-  source_.begin_capture({method.cycle.begin(), method.cycle.begin() + (std::ptrdiff_t)method.graph_copies});
   if (!method.graph_copies) return;
   driver_.record(fork_, compute_);
   driver_.wait(copy_stream_, fork_);
+  source_.begin_capture({method.cycle.begin(), method.cycle.begin() + (std::ptrdiff_t)method.graph_copies}, copy_stream_);
 }
 
 void PlannedSession::capture_ends() {

@@ -96,7 +96,8 @@ def _pack_missing(programs: Sequence[Path]) -> None:
         if packed_path(path).exists():
             continue
         weights = path.with_suffix(".ptd")
-        same = [other for other in programs if packed_path(other).exists() and weights.samefile(other.with_suffix(".ptd"))]
+        packed = [other for other in programs if packed_path(other).exists()]
+        same = [other for other in packed if weights.samefile(other.with_suffix(".ptd"))]
         if same:
             os.link(packed_path(same[0]), packed_path(path))
         else:

@@ -1,4 +1,4 @@
-"""Packed weights on a GPU: the same bits as those of the file that is not packed, at every budget and in every way to run."""
+"""Packed weights on a GPU: the same bits as with the file that is not packed, at every budget and however it runs."""
 
 from __future__ import annotations
 

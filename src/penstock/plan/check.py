@@ -41,8 +41,8 @@ def check_plan(
 ) -> None:
     """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules.
 
-    The schedules are sound: `floor.check_schedules` has seen them. `packed`: by weight that is packed in the file, where
-    its blocks begin, and where the last ends.
+    The schedules are sound: `floor.check_schedules` has seen them. `packed`: by weight that is packed in the file,
+    where its blocks begin, and where the last ends.
     """
     layout = Layout(plan)
     if budget_bytes is not None and plan.device_bytes > budget_bytes:

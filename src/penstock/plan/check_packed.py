@@ -17,7 +17,7 @@ _UNIT_BYTES = 16
 
 
 def check_packed(plan: Plan, weights: Mapping[str, Weight], begins: Mapping[str, Sequence[int]]) -> None:
-    """`begins`: by packed weight, where each of its blocks begins, and where the last ends. Pieces of copies are sound."""
+    """`begins`: by packed weight, where its blocks begin, and where the last ends. Pieces of copies are sound."""
     rooms = _slot_rooms(plan) + _store_rooms(plan, weights, begins)
     for (one, _, end), (other, begin, _) in pairwise(sorted(rooms)):
         if one == other and end > begin:
@@ -33,7 +33,9 @@ def check_packed(plan: Plan, weights: Mapping[str, Weight], begins: Mapping[str,
             _check_copy(plan, copy, begins.get(copy.piece.weight), stored.get(copy.piece.weight, []), what)
         for placement in method.placements:
             if placement.weight in begins and placement.in_place_bytes:
-                raise PlanError(f"method {method.method!r} reads {placement.weight!r} in host memory, where it is packed")
+                raise PlanError(
+                    f"method {method.method!r} reads {placement.weight!r} in host memory, where it is packed"
+                )
 
 
 def _slot_rooms(plan: Plan) -> list[tuple[int, int, int]]:
@@ -90,9 +92,7 @@ def _check_alone(plan: Plan, ranges: set[int]) -> None:
         raise PlanError(f"range {min(ranges & set(used))} is for packed weights, and others lie there")
 
 
-def _check_copy(
-    plan: Plan, copy: Copy, begins: Sequence[int] | None, stored: list[tuple[int, int]], what: str
-) -> None:
+def _check_copy(plan: Plan, copy: Copy, begins: Sequence[int] | None, stored: list[tuple[int, int]], what: str) -> None:
     if begins is None:
         if copy.packed_bytes is not None:
             raise PlanError(f"{what} is said to be packed, which the file has not")

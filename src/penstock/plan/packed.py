@@ -56,12 +56,17 @@ def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -
         blocks=tuple(blocks),
         ranges=tuple(ranges),
         methods=tuple(
-            replace(method, copies=tuple(_copies(method, begins, {name: end for name, (_, end) in stored.items()})))
+            replace(method, copies=tuple(_copies(method, begins, {name: low for name, (low, _) in stored.items()})))
             for method in plan.methods
         ),
         slots=Slots(slots.count, slots.nbytes, slot_range),
         stores=tuple(stores),
     )
+
+
+def streams_packed(plan: Plan) -> bool:
+    """Whether packed weights go over the link."""
+    return any(copy.packed_bytes for method in plan.methods for copy in method.copies)
 
 
 def _streamed(plan: Plan, begins: Begins) -> dict[str, tuple[int, int, int]]:
@@ -105,7 +110,8 @@ def _even_part(
             count = (before + pages[name]) * kept // total - before * kept // total
             before += pages[name]
             if count:
-                yield name, (low, min(low + count * page_bytes, high))
+                # The end of it, which is copied last: the link is then further ahead of what is decoded at once.
+                yield name, (low + (pages[name] - count) * page_bytes, high)
 
     def fits(kept: int) -> bool:
         return sum(packed_bytes(begins[name], low, high) for name, (low, high) in parts(kept)) <= room_bytes
@@ -117,17 +123,18 @@ def _even_part(
     return dict(parts(least)) if least else {}
 
 
-def _copies(method: MethodPlan, begins: Begins, stored_ends: Mapping[str, int]) -> Iterable[Copy]:
+def _copies(method: MethodPlan, begins: Begins, stored_from: Mapping[str, int]) -> Iterable[Copy]:
     for copy in method.copies:
         piece = copy.piece
         if piece.weight not in begins:
             yield copy
             continue
         begin, end = piece.weight_offset_bytes, piece.weight_offset_bytes + piece.nbytes
-        border = min(max(begin, stored_ends.get(piece.weight, 0)), end)
+        border = min(max(begin, stored_from.get(piece.weight, end)), end)
         if begin < border:
-            yield replace(copy, piece=replace(piece, nbytes=border - begin), packed_bytes=0)
+            over_link = packed_bytes(begins[piece.weight], begin, border)
+            yield replace(copy, piece=replace(piece, nbytes=border - begin), packed_bytes=over_link)
         if border < end:
             at_bytes = piece.range_offset_bytes + border - begin
             rest = Piece(piece.weight, border, end - border, piece.range_index, at_bytes)
-            yield replace(copy, piece=rest, packed_bytes=packed_bytes(begins[piece.weight], border, end))
+            yield replace(copy, piece=rest, packed_bytes=0)

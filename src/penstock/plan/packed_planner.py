@@ -13,18 +13,19 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand, small_copy_bytes
 from penstock.plan.direct import read_directly_by_default
 from penstock.plan.nominal import nominal
-from penstock.plan.packed import Begins, SlotSizes, with_packed
+from penstock.plan.packed import Begins, SlotSizes, streams_packed, with_packed
 from penstock.plan.placements import DirectChoice
 from penstock.plan.plan import Plan
 from penstock.plan.planner import FloorPlan
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import (
+    MEASURED_UNPACKED_PARTS,
     MOST_SLOTS_BYTES,
-    PACKED_RING_BYTES,
-    PACKED_RING_PARTS,
     SLOTS,
     SLOTS_PART_OF_BUDGET,
     STORED_WHOLE_ATTEMPTS,
+    STORED_WHOLE_STEP,
+    UNPACKED_PARTS,
 )
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
@@ -93,44 +94,54 @@ class PackedPlanner:
         slots = self._slots(budget_bytes)
         room_bytes = (budget_bytes - slots.total_bytes) // self._page_bytes * self._page_bytes
 
-        def divided(unpacked_bytes: int) -> Plan:
-            plan = self._unpacked.plan(unpacked_bytes, calibration)
+        def divided(unpacked_bytes: int, calibration: Calibration | None) -> Plan:
+            plan = self._unpacked_plan(unpacked_bytes, calibration)
             if not any(method.copies for method in plan.methods):
                 return plan
             return with_packed(plan, self._begins, slots, room_bytes - plan.device_bytes)
 
-        plans = [divided(nbytes) for nbytes in self._unpacked_sizes(room_bytes)]
-        if not any(copy.packed_bytes for method in plans[0].methods for copy in method.copies):
-            plans.append(divided(self._with_all_stored(room_bytes, divided)))
         known = [calibration] if calibration is not None else nominal(self._demand)
-        return min(plans, key=lambda plan: sum(self.predicted_s(plan, one) for one in known))
+        parts = UNPACKED_PARTS if calibration is None else MEASURED_UNPACKED_PARTS
+        floor_bytes = self._unpacked.floor_bytes
+        sizes = [self._pages_of(floor_bytes + int((room_bytes - floor_bytes) * part)) for part in parts]
+        # Divided without the times of steps, which takes a fifth as long; judged by them.
+        drafts = {nbytes: divided(nbytes, None) for nbytes in sizes}
+        if not streams_packed(drafts[sizes[0]]):
+            nbytes = self._with_all_stored(drafts[sizes[0]], room_bytes, lambda nbytes: divided(nbytes, None))
+            drafts[nbytes] = divided(nbytes, None)
+        by_time = {nbytes: sum(self.predicted_s(plan, one) for one in known) for nbytes, plan in drafts.items()}
+        best = min(drafts, key=by_time.__getitem__)
+        if calibration is None:
+            return drafts[best]
+        timed = divided(best, calibration)
+        return timed if self.predicted_s(timed, calibration) < by_time[best] else drafts[best]
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return predicted_s(plan, self._schedules, calibration)
 
-    def _unpacked_sizes(self, room_bytes: int) -> list[int]:
-        """What weights may take as they are decoded, residents and ring: the rest of the room is for packed ones."""
-        floor_bytes = self._unpacked.floor_bytes
-        spare_bytes = room_bytes - floor_bytes
-        sizes = [
-            floor_bytes,
-            *(floor_bytes + min(nbytes, spare_bytes) for nbytes in PACKED_RING_BYTES),
-            *(floor_bytes + int(spare_bytes * part) for part in PACKED_RING_PARTS),
-        ]
-        return sorted({nbytes // self._page_bytes * self._page_bytes for nbytes in sizes})
+    def _unpacked_plan(self, nbytes: int, calibration: Calibration | None) -> Plan:
+        """At the floor it is the same for every budget, and kept."""
+        if calibration is not None or nbytes != self._unpacked.floor_bytes:
+            return self._unpacked.plan(nbytes, calibration)
+        return self._lowest_unpacked
 
-    def _with_all_stored(self, room_bytes: int, divided: Callable[[int], Plan]) -> int:
-        """The most that decoded weights can take while everything else still stays packed, and nothing goes over the
-        link."""
-        low, high = self._unpacked.floor_bytes, room_bytes
-        for _ in range(STORED_WHOLE_ATTEMPTS):
-            middle = (low + high) // 2 // self._page_bytes * self._page_bytes
-            if middle <= low:
-                break
-            plan = divided(middle)
-            is_stored = not any(copy.packed_bytes for method in plan.methods for copy in method.copies)
-            low, high = (middle, high) if is_stored else (low, middle)
-        return low
+    @cached_property
+    def _lowest_unpacked(self) -> Plan:
+        return self._unpacked.plan(self._unpacked.floor_bytes, None)
+
+    def _with_all_stored(self, lowest: Plan, room_bytes: int, divided: Callable[[int], Plan]) -> int:
+        """What decoded weights can take while everything else still stays packed, and nothing goes over the link."""
+        held = sum(store.packed_bytes for store in lowest.stores)
+        unpacked = sum(store.piece.nbytes for store in lowest.stores)
+        floor_bytes = self._unpacked.floor_bytes
+        spare_bytes = room_bytes - floor_bytes - held
+        # Each byte more of a decoded weight is one byte less of a packed one, which takes less.
+        more_bytes = spare_bytes / (1 - held / unpacked) if held < unpacked else 0.0
+        for attempt in range(STORED_WHOLE_ATTEMPTS):
+            nbytes = self._pages_of(floor_bytes + int(more_bytes * (1 - attempt * STORED_WHOLE_STEP)))
+            if floor_bytes <= nbytes <= room_bytes and not streams_packed(divided(nbytes)):
+                return nbytes
+        return floor_bytes
 
     # ---- slots
 
@@ -151,6 +162,9 @@ class PackedPlanner:
         while count > 2 and total_bytes // count // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES < self._largest_block_bytes:
             count -= 1
         return SlotSizes(count, total_bytes // count // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES, total_bytes)
+
+    def _pages_of(self, nbytes: int) -> int:
+        return nbytes // self._page_bytes * self._page_bytes
 
     def _whole_pages(self, nbytes: int) -> int:
         return -(-nbytes // self._page_bytes) * self._page_bytes

@@ -10,14 +10,20 @@ from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link, fit_link
 from penstock.plan.plan import Copy, Plan
-from penstock.runtime.session import Span
+from penstock.runtime.session import LinkSample, Span
 from penstock.schedule import Schedule
 
 _NS = 1e-9
 
 
-def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
-    """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied."""
+def calibration_of(
+    spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan, installed: Sequence[LinkSample] = ()
+) -> Calibration:
+    """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied.
+
+    `installed`: copies as they were timed when the plan was installed. Packed weights are on their way before they are
+    decoded, which is what spans show: only copies one behind the other tell how fast the link brings them.
+    """
     traced = [span for span in spans if span.lane == "copy"]
     copies = [span for span in traced if _copy(plan, span).link_bytes]
     if not copies:
@@ -26,8 +32,11 @@ def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: P
             "there is nothing to plan"
         )
     decoded = [span for span in traced if not _copy(plan, span).link_bytes]
+    samples = [(span.nbytes, span.end_ns - span.begin_ns) for span in copies]
+    if plan.slots is not None:
+        samples = [(round(each.piece_bytes), round(each.ns / each.copies)) for each in installed]
     return Calibration(
-        _link(copies), step_times(spans, schedules, plan), decoded_bytes_per_s=_decoded_bytes_per_s(decoded)
+        _link(samples), step_times(spans, schedules, plan), decoded_bytes_per_s=_decoded_bytes_per_s(decoded)
     )
 
 
@@ -131,8 +140,9 @@ def _step_times(
     return times
 
 
-def _link(copies: Sequence[Span]) -> Link:
-    samples = [(span.nbytes, (span.end_ns - span.begin_ns) * _NS) for span in copies if span.end_ns > span.begin_ns]
+def _link(copies: Sequence[tuple[int, int]]) -> Link:
+    """Of bytes and nanoseconds."""
+    samples = [(nbytes, ns * _NS) for nbytes, ns in copies if ns > 0]
     if not samples:
         raise PenstockError("the copies in the runs to calibrate by were too short to be timed")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -141,9 +141,7 @@ class PlannedPolicy(Policy):
 
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""
-        check_plan(
-            plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins
-        )
+        check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins)
         return InstalledPlan(self._program, plan_numbers(plan, self._offsets), plan)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
@@ -161,8 +159,8 @@ class PlannedPolicy(Policy):
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
         if self._packed.begins:
             raise PenstockError(
-                f"reads in place are timed to choose by them, and {min(self._packed.begins)!r} is packed in the weights "
-                "file: no kernel can read it there"
+                f"reads in place are timed to choose by them, and {min(self._packed.begins)!r} is packed in the "
+                "weights file: no kernel can read it there"
             )
         if self._placement not in ("auto", "split"):
             raise PenstockError(
