@@ -48,7 +48,9 @@ TIMEOUT_S = 580
 BESIDE_WEIGHTS_BYTES = 1 << 30
 # A peak that is lower by no more is as good as equal.
 CLOSE = 0.03
-SYSTEMS = ("penstock", "device_map", "pinned")
+SYSTEMS = ("penstock", "packed", "device_map", "pinned")
+# Penstock itself, with the weights as they are, and packed.
+OURS = ("penstock", "packed")
 
 
 def write_checkpoint(shape: str, layers: int | None, folder: Path) -> None:
@@ -96,10 +98,10 @@ def write_checkpoint(shape: str, layers: int | None, folder: Path) -> None:
 
 def open_model(job: dict[str, Any]) -> Any:
     folder, device = job["checkpoint"], job["device"]
-    if job["system"] == "penstock":
+    if job["system"] in OURS:
         return penstock.from_pretrained(
             folder, job["budget_bytes"], cache_length=job["cache_length"], device=device, cache_dir=job["cache_dir"],
-            quiet=True,
+            pack=job["system"] == "packed", quiet=True,
         )  # fmt: skip
     from transformers import AutoModelForCausalLM
 
@@ -182,7 +184,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": peak_bytes,
         "tokens": tokens,
     }
-    if job["system"] == "penstock":
+    if job["system"] in OURS:
         plan = model._engine.module.plan
         weights = {weight.name: weight.nbytes for weight in model._engine.module.program.weights}
         found |= {
@@ -237,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.25, 0.5, 0.75])
+    parser.add_argument("--peer-fractions", type=float, nargs="+", help="of the others; by default the same")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--tokens", type=int, default=24, help="that are timed")
     parser.add_argument("--peer-tokens", type=int, default=6, help="of the others, which take seconds for each")
@@ -279,9 +282,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for fraction in given.fractions:
         ours[fraction] = run({**common, "system": "penstock", "budget_bytes": int(weight_bytes * fraction)})
         add(fraction, ours[fraction])
-    for fraction in given.fractions:
+    if "packed" in given.systems:
+        for fraction in given.fractions:
+            add(fraction, run({**common, "system": "packed", "budget_bytes": int(weight_bytes * fraction)}))
+    for fraction in given.peer_fractions or given.fractions:
         for system in given.systems:
-            if system != "penstock":
+            if system not in OURS:
                 job = {**common, "system": system, "tokens": given.peer_tokens}
                 add(fraction, within(job, ours[fraction].get("peak_bytes")))
 
@@ -291,7 +297,8 @@ def line(row: dict[str, Any], weight_bytes: int) -> str:
         return f"{row['fraction']:.0%} {row['system']}: {row['failed']}"
     peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / 1e9:.2f} GB"
     bound = ""
-    if row.get("link_bytes_per_s"):
+    # Of weights as they are: packed ones are not bound by it.
+    if row["system"] == "penstock" and row.get("link_bytes_per_s"):
         bound_ms = max(0, weight_bytes - row["in_place_bytes"] - row["budget_bytes"]) / row["link_bytes_per_s"] * 1e3
         bound = f" (bound {bound_ms:.1f})"
     return (

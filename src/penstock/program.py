@@ -132,6 +132,12 @@ class Program:
         """Of the states that lie in host memory where the device is a GPU."""
         return sum(state.nbytes for state in self.states if state.host)
 
+    @property
+    def gathered_weights(self) -> frozenset[str]:
+        """Those of which some method reads only some rows."""
+        accesses = (access for method in self.methods for access in method.schedule.accesses)
+        return frozenset(access.weight for access in accesses if access.gathered)
+
     def method(self, name: str) -> Method:
         for method in self.methods:
             if method.name == name:

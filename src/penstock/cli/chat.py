@@ -77,6 +77,7 @@ def chat(
     device: str | None,
     dtype: str | None,
     cache_dir: Path | None,
+    pack: bool,
     trust_remote_code: bool,
     as_json: bool,
     **sampling: Any,
@@ -104,6 +105,7 @@ def chat(
             device=device,
             dtype=dtype,
             cache_dir=cache_dir,
+            pack=pack,
             trust_remote_code=trust_remote_code,
         )
         try:

@@ -57,6 +57,7 @@ class ExportReport:
     is_flag=True,
     help="Products of bf16 and fp16 weights by penstock's own code, for weights that lie partly in host memory.",
 )
+@click.option("--pack", is_flag=True, help="Write the weights packed, without loss: see penstock pack.")
 @json_option
 def export(
     target: str | None,
@@ -67,6 +68,7 @@ def export(
     budget: int | None,
     overwrite: bool,
     split_linear: bool,
+    pack: bool,
     as_json: bool,
 ) -> None:
     """Export what MODULE:FUNCTION returns, and compile it into OUTPUT and the .ptd beside it.
@@ -89,13 +91,15 @@ def export(
         raise click.UsageError("--weights is for a .pt2: ExecuTorch lowers a model that has its values")
     if output.suffix == ".pte" and split_linear:
         raise click.UsageError("--split-linear is for a .pt2: a program for ExecuTorch multiplies by the library alone")
+    if output.suffix == ".pte" and pack:
+        raise click.UsageError("--pack is for a .pt2: ExecuTorch reads weights as they are")
     named = _named(target, methods)
     output_paths(output, output.suffix, overwrite)
     if weights is not None and not weights.is_dir():
         open_regular(weights, CheckpointError).close()
     target_device(device)
     with only_json_on_stdout(as_json), private_temporary_files():
-        report = _export(named, output, weights, device, budget, overwrite, split_linear)
+        report = _export(named, output, weights, device, budget, overwrite, split_linear, pack)
     emit(report, as_json, _show)
 
 
@@ -121,6 +125,7 @@ def _export(
     budget: int | None,
     overwrite: bool,
     split_linear: bool,
+    pack: bool,
 ) -> ExportReport:
     import penstock
 
@@ -142,7 +147,7 @@ def _export(
         lowered = penstock.executorch.export(programs, output, **options)
         weights_path, floor_bytes = lowered.weights_path, lowered.floor_bytes
     else:
-        compiled = penstock.compile(programs, output, weights=weights, split_linear=split_linear, **options)
+        compiled = penstock.compile(programs, output, weights=weights, split_linear=split_linear, pack=pack, **options)
         weights_path, floor_bytes = compiled.weights_path, compiled.program.floor_bytes
     return ExportReport(
         program_path=output,

@@ -55,6 +55,7 @@ def generate(
     device: str | None,
     dtype: str | None,
     cache_dir: Path | None,
+    pack: bool,
     trust_remote_code: bool,
     as_json: bool,
     **sampling: Any,
@@ -86,6 +87,7 @@ def generate(
             device=device,
             dtype=dtype,
             cache_dir=cache_dir,
+            pack=pack,
             trust_remote_code=trust_remote_code,
         )
         try:

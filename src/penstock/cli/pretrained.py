@@ -30,6 +30,9 @@ def model_options(command: Decorated) -> Decorated:
             click.option("--device", help="cuda, cuda:1 or cpu. Default: a GPU if there is one."),
             click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's."),
             click.option("--cache-dir", type=click.Path(path_type=Path), help="Where compiled programs are kept."),
+            click.option(
+                "--pack", is_flag=True, help="Keep weights packed, without loss: faster where they do not fit."
+            ),
             click.option("--trust-remote-code", is_flag=True, help="Run Python code that the checkpoint brings."),
         )
     ):
@@ -123,6 +126,7 @@ def load_model(
     device: str | None,
     dtype: str | None,
     cache_dir: Path | None,
+    pack: bool,
     trust_remote_code: bool,
 ) -> Any:
     import torch
@@ -138,6 +142,7 @@ def load_model(
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),
         cache_dir=cache_dir,
+        pack=pack,
         trust_remote_code=trust_remote_code,
     )
 

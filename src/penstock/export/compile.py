@@ -49,7 +49,8 @@ from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, rele
 from penstock.torch_private.versions import check_torch_version
 from penstock.version import VERSION
 from penstock.weight import State, Weight
-from penstock.weights import Chunk, layout_identity, write_ptd
+from penstock.weights import Chunk, layout_identity, read_index, write_ptd
+from penstock.weights.packing import pack_entries
 from penstock.weights.partial import partial_file, restored_on_failure
 
 DEFAULT_METHOD = "forward"
@@ -82,6 +83,7 @@ def compile(
     overwrite: bool = False,
     inductor_configs: Mapping[str, Any] | None = None,
     split_linear: bool = False,
+    pack: bool = False,
 ) -> Compiled:
     """Compile offloaded programs into `path` (.pt2, no weights in it) and the .ptd beside it (every weight once).
 
@@ -96,6 +98,8 @@ def compile(
     split_linear           products with bf16 and fp16 weights become calls of penstock_linear, which can read some rows
                            of a weight in device memory and the others in host memory. Off, because its results and
                            the library's differ in the last bits
+    pack                   write the weights packed, without loss: bfloat16 in about 70% of the bytes, float32 in 85%.
+                           `penstock pack` does the same to a file that is there
     """
     check_torch_version(str(torch.__version__))
     methods = named_methods(programs)
@@ -107,7 +111,7 @@ def compile(
         catalog = build_catalog(methods)
         values = _Values(catalog, None if weights is None else Checkpoint(weights), _read_names(methods, catalog))
         made = _make(methods, catalog, values.states, target, budget_bytes, options, split_linear)
-        _write(made.program, made.packed, values, program_path, weights_path)
+        _write(made.program, made.packed, values, program_path, weights_path, pack_weights=pack)
     for line in peak_lines(meter.peaks):
         print(line, flush=True)
     return Compiled(program_path, weights_path, made.program, made.floor, meter.peaks, made.device_bytes_after)
@@ -145,7 +149,12 @@ def compile_program(
 
 
 def write_weights(
-    program: Program, weights: Any, path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None
+    program: Program,
+    weights: Any,
+    path: str | os.PathLike[str],
+    on_bytes: Callable[[int], None] | None = None,
+    *,
+    pack: bool = False,
 ) -> None:
     """The .ptd of a program, from what compile takes as `weights`. Everything that does not fit is told at once."""
     checkpoint = Checkpoint(weights)
@@ -159,14 +168,32 @@ def write_weights(
         return checkpoint.pieces(found, item.dim_order)
 
     with tqdm(total=program.weight_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar:
-        write_ptd(
-            Path(path),
-            program.weights,
-            pieces,
-            states=program.states,
-            identity=program.identity,
-            on_bytes=on_bytes or bar.update,
-        )
+        _write_ptd(program, pieces, Path(path), on_bytes or bar.update, pack_weights=pack)
+
+
+def _write_ptd(
+    program: Program,
+    pieces: Callable[[Weight | State], Iterable[Chunk]],
+    path: Path,
+    on_bytes: Callable[[int], None],
+    *,
+    pack_weights: bool,
+) -> None:
+    """A weight is packed with the checksum of all its bytes, so these are written first, beside the file."""
+    unpacked = path.with_suffix(".unpacked.ptd") if pack_weights else path
+    write_ptd(
+        unpacked,
+        program.weights,
+        pieces,
+        states=program.states,
+        identity=program.identity,
+        on_bytes=on_bytes,
+    )
+    if pack_weights:
+        try:
+            pack_entries(read_index(unpacked), path, program.gathered_weights)
+        finally:
+            unpacked.unlink()
 
 
 @dataclass(frozen=True)
@@ -435,7 +462,9 @@ def _built_with(device: torch.device) -> dict[str, str]:
     return versions
 
 
-def _write(program: Program, packed: bytes, values: _Values, program_path: Path, weights_path: Path) -> None:
+def _write(
+    program: Program, packed: bytes, values: _Values, program_path: Path, weights_path: Path, *, pack_weights: bool
+) -> None:
     """Both files or none: the program appears only after the weights are whole, and if it cannot, they go again."""
     total_bytes = program.weight_bytes + sum(s.nbytes for s in program.states if s.init == "stored")
     with partial_file(program_path, len(packed)) as file:
@@ -444,12 +473,5 @@ def _write(program: Program, packed: bytes, values: _Values, program_path: Path,
             restored_on_failure(weights_path, followed_by=file),
             tqdm(total=total_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar,
         ):
-            write_ptd(
-                weights_path,
-                program.weights,
-                values.pieces,
-                states=program.states,
-                identity=program.identity,
-                on_bytes=bar.update,
-            )
+            _write_ptd(program, values.pieces, weights_path, bar.update, pack_weights=pack_weights)
             file.publish()

@@ -56,6 +56,7 @@ def from_pretrained(
     trust_remote_code: bool = False,
     prefill_tokens: int | None = None,
     inductor_configs: Mapping[str, Any] | None = None,
+    pack: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -73,6 +74,8 @@ def from_pretrained(
     trust_remote_code  run Python code that comes with the checkpoint
     prefill_tokens     the longest piece of a prompt that is run at once
     inductor_configs   options of torch._inductor.config for compiling
+    pack               keep the weights packed, without loss: less of them goes over the link, and more of them stay on
+                       the device. The file is written once more
     quiet              print nothing to standard error, where a first start says for minutes what it compiles
     options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
@@ -111,10 +114,11 @@ def from_pretrained(
         from penstock.export.compile import write_weights
         from penstock.models.conversion import converted
 
-        store.require_space(program.weight_bytes)
+        # A packed file is made from one that is not, which then goes.
+        store.require_space(program.weight_bytes * (2 if pack else 1))
         say(f"penstock: writing {format_bytes(program.weight_bytes)} of weights to {store.folder}")
         derived = derived_buffers(checkpoint, kind, trust_remote_code=trust_remote_code)
-        write_weights(program, [converted(model, checkpoint.tensors), derived], folder / WEIGHTS)
+        write_weights(program, [converted(model, checkpoint.tensors), derived], folder / WEIGHTS, pack=pack)
 
     # Where and how it was compiled says nothing about values; what was computed beside the checkpoint's does.
     weights_key = {
@@ -122,6 +126,7 @@ def from_pretrained(
         "model": checkpoint.name,
         "shards": shard_key(checkpoint.shards),
         "identity": program.identity,
+        **({"packed": True} if pack else {}),
     }
     weights_path = store.entry("weights", weights_key, make_weights, say) / WEIGHTS
 

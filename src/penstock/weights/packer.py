@@ -60,6 +60,13 @@ def pack(
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
     gathered = frozenset() if program is None else _gathered(Path(program), source)
+    return pack_entries(source, target, gathered, on_bytes)
+
+
+def pack_entries(
+    source: WeightsIndex, target: Path, gathered: frozenset[str], on_bytes: OnBytes | None = None
+) -> WeightsIndex:
+    """`gathered` stay as they are. An older file is replaced."""
     for entry in source.unique_entries:
         if entry.packing is not None:
             raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
@@ -262,8 +269,7 @@ def _gathered(path: Path, index: WeightsIndex) -> frozenset[str]:
     program = read_program(path)
     if program.identity != index.identity:
         raise IdentityError(f"{index.path} has identity {index.identity}, {path} needs {program.identity}")
-    accesses = (access for method in program.methods for access in method.schedule.accesses)
-    return frozenset(access.weight for access in accesses if access.gathered)
+    return program.gathered_weights
 
 
 def _target(path: str | os.PathLike[str], overwrite: bool) -> Path:

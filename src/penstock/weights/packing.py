@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from penstock.weights.packed_format import Packing
 from penstock.weights.packed_reader import Blocks, read_blocks, require_raw
-from penstock.weights.packer import pack, unpack
+from penstock.weights.packer import pack, pack_entries, unpack
 from penstock.weights.raw_chunks import raw_chunks, raw_content
 
-__all__ = ["Blocks", "Packing", "pack", "raw_chunks", "raw_content", "read_blocks", "require_raw", "unpack"]
+__all__ = [
+    "Blocks",
+    "Packing",
+    "pack",
+    "pack_entries",
+    "raw_chunks",
+    "raw_content",
+    "read_blocks",
+    "require_raw",
+    "unpack",
+]
