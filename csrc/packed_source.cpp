@@ -50,8 +50,10 @@ std::vector<PackedWeight> read_packed(const int64_t* numbers, size_t count, cons
         continue;
       }
       const int64_t raw = std::min(kBlockRawBytes, weight.raw_bytes - (block - 1) * kBlockRawBytes);
+      // No difference of two such numbers overflows.
+      if (end < 0) refuse("block " + text(block - 1) + " ends at " + text(end));
       const int64_t bytes = end - weight.begins_bytes[(size_t)block - 1];
-      if (end < 0 || bytes % kPackedUnitBytes || bytes < least_block_bytes(weight.kind, raw) ||
+      if (bytes % kPackedUnitBytes || bytes < least_block_bytes(weight.kind, raw) ||
           bytes > most_block_bytes(weight.kind, raw))
         refuse("block " + text(block - 1) + " has " + text(bytes) + " bytes, which no " + text(raw) + " bytes take");
     }
@@ -91,6 +93,7 @@ const PackedWeight* PackedSource::weight_of(const PieceRecord& piece) const {
 
 std::vector<PackedSource::Part> PackedSource::parts(const PackedWeight& weight, const PieceRecord& piece,
                                                     int64_t most_packed_bytes) const {
+  if (!most_packed_bytes) refuse("a weight is copied, and the plan has no slots for it to pass through");
   const int64_t begin = piece.source_offset_bytes - weight.offset_bytes, end = begin + piece.bytes;
   const size_t first = (size_t)(begin / kBlockRawBytes), last = (size_t)((end - 1) / kBlockRawBytes) + 1;
   // As many as need be and all much alike: a small copy behind a large one would keep the link less busy.
@@ -150,7 +153,8 @@ void PackedSource::decode(const Part& part, Address packed, Address to, bool wid
   const int64_t first_byte = (int64_t)part.first_block * kBlockRawBytes;
   DecodeCall call{weight.kind, packed, {}, part.begin_bytes - first_byte, part.end_bytes - first_byte,
                   weight.raw_bytes - first_byte, to, wide};
-  // Kernels write sixteen bytes at a time.
+  // Kernels read and write sixteen bytes at a time.
+  if (packed % kPackedUnitBytes) refuse("packed bytes lie at an address that is no multiple of sixteen");
   if (((Address)to - (Address)call.begin_bytes) % kPackedUnitBytes)
     refuse("bytes from " + text(part.begin_bytes) + " on go to an address that is not theirs");
   call.begins_bytes.reserve(part.end_block - part.first_block + 1);
@@ -175,7 +179,6 @@ CopiedBytes PackedSource::copy(const PieceRecord& piece, Address to, Stream stre
     decode_stored(*from, *weight, piece, to, stream);
     return {0, piece.bytes};
   }
-  if (slots_.empty()) refuse("a weight is copied, and the plan has no slots for it to pass through");
   const int64_t begin = piece.source_offset_bytes - weight->offset_bytes;
   CopiedBytes copied{0, piece.bytes};
   for (const Part& part : parts(*weight, piece, slot_bytes_)) {
@@ -250,6 +253,7 @@ void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
     driver_.record(slot.filled, link_);
     driver_.wait(stream, slot.filled);
     decode(part, slot.address, to + (Address)(part.begin_bytes - begin), true, stream);
+    if (poison_) driver_.fill(slot.address, kPoison, (size_t)slot_bytes_, stream);
     driver_.record(slot.freed, stream);
   }
 }

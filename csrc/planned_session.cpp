@@ -140,8 +140,9 @@ void PlannedSession::measure() {
 void PlannedSession::uninstall() noexcept {
   finish();
   quietly([&] { source_.follow({}, {}); });
-  quietly([&] { source_.take_memory({}); });
+  // Graphs first: they wait for events of the source, as for those of the plan.
   set_shapes({});
+  quietly([&] { source_.take_memory({}); });
   for (MethodState& method : methods_) {
     for (StayState& stay : method.stays)
       for (Event event : {stay.ready, stay.ready_in_graph})

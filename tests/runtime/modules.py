@@ -303,7 +303,7 @@ _TRAFFIC = [field.name for field in dataclasses.fields(Traffic)]
 
 
 def traffic(stats: Any) -> Traffic:
-    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit, stats.bytes_in_place)
+    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit, stats.bytes_in_place, stats.bytes_decoded)
 
 
 def check_memory(module: penstock.Module, most_bytes: int | None = None) -> None:

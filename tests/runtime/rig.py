@@ -17,7 +17,7 @@ from penstock.errors import CaptureError, PenstockError, WeightsChangedError
 from penstock.native import core
 from penstock.plan.plan import Plan, Traffic
 from penstock.runtime.driver import Driver
-from penstock.runtime.records import lru_numbers, plan_numbers
+from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
 from penstock.runtime.session import HostSource, Session, Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
@@ -79,6 +79,11 @@ class Model:
     @cached_property
     def file_bytes(self) -> int:
         return self.path.stat().st_size
+
+    @property
+    def packed(self) -> Numbers | None:
+        """Where weights are packed in the file: tests/runtime/packed_models.py."""
+        return None
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -178,6 +183,7 @@ class Rig:
             lru=lru,
             device_index=0,
             poison=poison,
+            packed=model.packed,
         )
 
     def close(self) -> None:
@@ -210,7 +216,21 @@ class Rig:
     @contextmanager
     def late_copies(self) -> Iterator[None]:
         """Copies are made when somebody waits for them."""
-        stream = self.session.copy_stream
+        with self._late(self.session.copy_stream):
+            yield
+
+    @contextmanager
+    def late_link(self) -> Iterator[None]:
+        """Packed weights reach their slots when somebody waits for them."""
+        with self._late(self.link_stream):
+            yield
+
+    @property
+    def link_stream(self) -> int:
+        return int(core().penstock_session_link_stream(self.session.handle))
+
+    @contextmanager
+    def _late(self, stream: int) -> Iterator[None]:
         self.driver.set_late(stream, True)
         try:
             yield
@@ -426,7 +446,7 @@ class Rig:
 
 
 def _traffic(stats: Stats) -> Traffic:
-    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit, stats.bytes_in_place)
+    return Traffic(stats.bytes_streamed, stats.copies, stats.bytes_hit, stats.bytes_in_place, stats.bytes_decoded)
 
 
 def _sum(one: Traffic, other: Traffic) -> Traffic:

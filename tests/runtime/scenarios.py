@@ -14,7 +14,6 @@ import itertools
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,68 +29,27 @@ from penstock.plan.check import check_plan
 from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.schedule import Access, Schedule, Step
+from tests.runtime import packed_refusals, packed_scenarios  # noqa: F401  # theirs are in the list, too
 from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
+from tests.runtime.scenario_tools import (
+    COPIES_FIRST,
+    KERNELS_FIRST,
+    PART_BYTES,
+    SCENARIOS,
+    TICK_NS,
+    device_pages,
+    in_device_memory,
+    memory,
+    refused,
+    scenario,
+    streamed,
+)
 from tests.runtime.soft import Failure, SoftDriver, SoftError, library
-
-SOFT_PAGES = "/memfd:penstock"  # how the system names the soft driver's device memory
-PART_BYTES = 256 << 10  # the smallest size of copies whose rate is measured
-TICK_NS = 1000  # of the soft driver's clock, where it is set: one copy or one kernel
-
-# Orders in which the soft driver runs the nodes of a graph.
-COPIES_FIRST, KERNELS_FIRST = 0, 1
-
-SCENARIOS: dict[str, Callable[[Path], None]] = {}
-
-
-def scenario(body: Callable[[Path], None]) -> Callable[[Path], None]:
-    SCENARIOS[body.__name__] = body
-    return body
 
 
 def _chain(folder: Path) -> Model:
     names = [f"w{i}" for i in range(6)]
     return write_model(folder / "weights.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
-
-
-def _memory(address: int, nbytes: int) -> bytes:
-    return ctypes.string_at(address, nbytes)
-
-
-def _refused(action: Callable[[], object], kind: type[PenstockError]) -> PenstockError:
-    """What it was refused with."""
-    error: PenstockError | None = None
-    try:
-        action()
-    except RunFailed as failed:
-        error = failed.error
-    except PenstockError as raised:
-        error = raised
-    assert type(error) is kind, error
-    assert error is not None
-    return error
-
-
-def _streamed(model: Model, plan: Plan, method: int = 0) -> dict[int, bytes]:
-    """By copy, the bytes that it brings."""
-    pieces = [copy.piece for copy in plan.methods[method].copies]
-    return {
-        index: model.content[piece.weight][piece.weight_offset_bytes :][: piece.nbytes]
-        for index, piece in enumerate(pieces)
-    }
-
-
-def _device_pages() -> list[bytes]:
-    """Of all soft drivers of this process, as they are mapped."""
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if SOFT_PAGES in line and " rw" in line]
-    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
-    return [_memory(page, PAGE) for begin, end in ranges for page in range(begin, end, PAGE)]
-
-
-def _in_device_memory(parts: dict[int, bytes]) -> set[int]:
-    """Which of the parts lie anywhere in the device memory of this process's soft drivers."""
-    held = b"".join(_device_pages())
-    # Each page by itself: of a copy that was overwritten in part the rest may lie there.
-    return {key for key, part in parts.items() if any(part[at : at + PAGE] in held for at in range(0, len(part), PAGE))}
 
 
 # ---- the order of kernels and copies
@@ -161,8 +119,8 @@ def after_install_the_ring_holds_poison(folder: Path) -> None:
         for _ in range(2):
             with rig.late_copies():
                 rig.install_plan(plan)
-                assert rig.session.link() and not _in_device_memory(_streamed(model, plan))
-                pages = _device_pages()
+                assert rig.session.link() and not in_device_memory(streamed(model, plan))
+                pages = device_pages()
                 assert {page for page in pages if page != b"\xff" * PAGE} == {
                     fill + b"\xff" * (PAGE - len(fill)) for fill in fills
                 }
@@ -179,28 +137,28 @@ def what_an_earlier_run_left_is_poison(folder: Path) -> None:
     model = _there_and_back(folder)
     with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver) as rig:
         plan = rig.install(model.floor_bytes)
-        parts, ahead = _streamed(model, plan), set(plan.methods[0].prologue)
+        parts, ahead = streamed(model, plan), set(plan.methods[0].prologue)
         assert ahead
         rig.run()
-        assert _in_device_memory(parts) == ahead
+        assert in_device_memory(parts) == ahead
         with rig.late_copies():
             rig.begin()
             # A warm run has what it starts from, until its last reader is done.
-            assert _in_device_memory(parts) == ahead
+            assert in_device_memory(parts) == ahead
             rig.acquire(0)
             rig.done(0)
-            assert _in_device_memory(parts) == ahead - {plan.methods[0].prologue[0]}
+            assert in_device_memory(parts) == ahead - {plan.methods[0].prologue[0]}
             rig.acquire(1)
             # Whatever a run that failed has copied is gone.
             assert rig.session.abort() is None
-            assert not _in_device_memory(parts)
+            assert not in_device_memory(parts)
             rig._owner = None
             rig.run()
             rig.run(1)
             rig.begin()
             # The first access waits for its own copy, which stands behind the poison of all.
             rig.acquire(0)
-            assert _in_device_memory(parts) == {plan.methods[0].prologue[0]}
+            assert in_device_memory(parts) == {plan.methods[0].prologue[0]}
             assert rig.session.abort() is None
             rig._owner = None
         rig.run()
@@ -532,7 +490,7 @@ def copies_of_a_failed_run_have_ended(folder: Path) -> None:
                 rig.acquire(999)
             except RunFailed:
                 for stay in prologue:
-                    held = _memory(addresses[stay.accesses[0]], model.weights[stay.weight].nbytes)
+                    held = memory(addresses[stay.accesses[0]], model.weights[stay.weight].nbytes)
                     assert held == model.content[stay.weight], f"{stay.weight} was still on its way"
         rig._owner = None
         rig.run()
@@ -589,7 +547,7 @@ def after_a_refusal_nothing_is_lent(folder: Path) -> None:
             assert core().penstock_session_acquire(handle, 0, ctypes.byref(address)) and not address.value
             rig.done(0)
             rig.done(1)
-            assert "expected access 0, got access 999" in str(_refused(rig.session.end, ScheduleDivergedError))
+            assert "expected access 0, got access 999" in str(refused(rig.session.end, ScheduleDivergedError))
             rig._owner = None
             rig.run()
             # To give up what is not under way changes nothing.
@@ -613,7 +571,7 @@ def what_cannot_be_read_is_told(folder: Path) -> None:
         rig.begin()
         with model.path.open("r+b") as file:
             file.truncate(0)
-        _refused(lambda: [*rig.steps()], WeightsChangedError)
+        refused(lambda: [*rig.steps()], WeightsChangedError)
 
 
 @scenario
@@ -680,7 +638,7 @@ def draining_waits_for_copies(folder: Path) -> None:
             copy = plan.methods[0].copies[-1]
             last = plan.methods[0].stays[copy.stay]
             assert last.accesses[0] < copy.issue_before
-            held = _memory(addresses[last.accesses[0]], model.weights[last.weight].nbytes)
+            held = memory(addresses[last.accesses[0]], model.weights[last.weight].nbytes)
             assert held == model.content[last.weight], f"drained while {last.weight} was on its way"
 
 
@@ -761,7 +719,7 @@ def lru_waits_for_the_device_when_its_pool_refuses(folder: Path) -> None:
             rig.driver.fail_at(2, call="pool_allocate")
             address = rig.acquire(0)  # the second allocation is that of the next access
             assert rig.driver.failed_call() == "pool_allocate"
-            held = _memory(address, model.weights["w0"].nbytes)
+            held = memory(address, model.weights["w0"].nbytes)
             assert held == model.content["w0"], "asked again while copies were at work"
             rig.session.abort()
         rig.run(stream=stream)
@@ -842,7 +800,7 @@ def lru_tells_what_does_not_fit(folder: Path) -> None:
         rig.install_lru(4 * PAGE)
         rig.begin()
         rig.acquire(0)
-        _refused(lambda: rig.acquire(1), DeviceMemoryError)
+        refused(lambda: rig.acquire(1), DeviceMemoryError)
         rig.install_lru(5 * PAGE)
         rig.run()
         # A pool that refuses once, for want of memory and for another reason.
@@ -853,14 +811,14 @@ def lru_tells_what_does_not_fit(folder: Path) -> None:
         rig.install_lru(5 * PAGE)
         rig.begin()
         rig.driver.fail_at(1, Failure.DRIVER, "pool_allocate")
-        _refused(lambda: rig.acquire(0), DriverCallError)
+        refused(lambda: rig.acquire(0), DriverCallError)
         rig.run()
     # And for good: the device's memory is somebody else's now.
     with SoftDriver(PAGE, 5 * PAGE, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
         rig.install_lru(5 * PAGE)
         hog = driver.create_block(5 * PAGE)
         rig.begin()
-        _refused(lambda: rig.acquire(0), DeviceMemoryError)
+        refused(lambda: rig.acquire(0), DeviceMemoryError)
         driver.release_block(hog)
         rig.run()
 

@@ -1,0 +1,199 @@
+"""Scenarios of packed weights that are refused: what the core is told of them, and what plans do with them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.errors import PenstockError
+from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
+from penstock.plan.plan import DIRECT, Block, MethodPlan, Piece, Plan, Range, Slots, Store
+from penstock.runtime.driver import Driver
+from penstock.runtime.records import Numbers, packed_numbers, plan_numbers
+from penstock.runtime.session import Session
+from tests.runtime.packed_models import PackedModel, packed_chain
+from tests.runtime.rig import PAGE, Rig, chain, write_model
+from tests.runtime.scenario_tools import refused, scenario
+from tests.runtime.soft import SoftDriver
+
+SOME_BYTES = 150_000
+
+
+def _says(action: Callable[[], object], *words: str) -> None:
+    text = str(refused(action, PenstockError))
+    assert all(word in text for word in words), text
+
+
+def _open(driver: SoftDriver, model: PackedModel, numbers: Numbers, *, lru: bool = False) -> None:
+    source = model.registered()
+    made = Session(cast(Driver, driver), model.path, source, lru=lru, device_index=0, poison=True, packed=numbers)
+    made.close()
+
+
+def _numbers(values: Sequence[int]) -> Numbers:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+@scenario
+def records_of_packed_weights_are_refused(folder: Path) -> None:
+    model = packed_chain(folder, count=2)
+    sound = list(model.packed)
+    file_bytes = model.file_bytes
+    blocks = model.blocks["w0"]
+    # Where a weight's numbers are: offset, bytes, kind, where its blocks lie, where each of them begins, and the end.
+    offset, raw, kind, data, first, second, _, end = range(8)
+    assert sound[end] == blocks.begins_bytes[-1] and sound[end + 1] == model.offsets["w1"]
+    damages: list[tuple[Mapping[int, int], str]] = [
+        ({kind: 0}, "0 is no kind"),
+        ({kind: 7}, "7 is no kind"),
+        ({kind: -1}, "-1 is no kind"),
+        ({kind: 1 + 2**32}, "is no kind"),
+        ({offset: file_bytes - 1}, "are none of their own"),
+        ({offset: 2**63 - 1}, "are none of their own"),
+        ({offset: model.offsets["w1"] - 2}, "are none of their own"),
+        ({raw: 0}, "are none of their own"),
+        ({raw: -2}, "are none of their own"),
+        ({raw: sound[raw] - 1}, "are none of their own"),
+        ({first: 16}, "the first block begins at 16"),
+        ({second: -16}, "block 0 ends at -16"),
+        ({second: -(2**63)}, "block 0 ends at"),
+        ({second: sound[second] + 8}, "which no 65536 bytes take"),
+        ({second: 16}, "block 0 has 16 bytes"),
+        ({second: 80_000}, "block 0 has 80000 bytes"),
+        ({end: sound[end] - 4096}, "which no 5000 bytes take"),
+        ({data: -16}, "blocks end beyond"),
+        ({data: file_bytes - sound[end] + 1}, "blocks end beyond"),
+        ({data: 2**63 - 1}, "blocks end beyond"),
+    ]
+    with SoftDriver(PAGE, 0, poison=True) as driver:
+        for changes, text in damages:
+            changed = _numbers([changes.get(index, number) for index, number in enumerate(sound)])
+            _says(lambda: _open(driver, model, changed), "packed weights", text)  # noqa: B023
+        for length in range(1, len(sound)):
+            # A whole weight is one, and so are both.
+            if length != end + 1:
+                cut = _numbers(sound[:length])
+                _says(lambda: _open(driver, model, cut), f"end after {length} numbers")  # noqa: B023
+        _says(lambda: _open(driver, model, model.packed, lru=True), "the policy lru has none")
+        _open(driver, model, model.packed)
+        _open(driver, model, packed_numbers([(model.offsets["w0"], blocks)]))
+        # As near to the end of the file as can be, and to the other weight.
+        _open(driver, model, packed_numbers([(file_bytes, replace(blocks, data_offset_bytes=file_bytes - sound[end]))]))
+        other = (model.offsets["w1"], model.blocks["w1"])
+        _open(driver, model, packed_numbers([(other[0] - blocks.raw_bytes, blocks), other]))
+        assert not driver.counts().alive()
+
+
+def _first_method(plan: Plan, **changes: Any) -> Plan:
+    method: MethodPlan = replace(plan.methods[0], **changes)
+    return replace(plan, methods=(method, *plan.methods[1:]))
+
+
+@scenario
+def plans_that_packed_weights_cannot_follow_are_refused(folder: Path) -> None:
+    """When they are installed. The plan before them is gone then, and a sound one can be installed."""
+    model = packed_chain(folder)
+    plan = model.divided(stored_bytes=SOME_BYTES)
+    unstored = model.divided()
+    whole = model.plan(model.full_bytes)
+    assert plan.slots is not None and len(plan.stores) > 1
+    store = plan.stores[0]
+    room = len(plan.ranges)
+    # A page of its own, with bytes of a weight that nobody reads there.
+    astray = replace(
+        plan,
+        blocks=(*plan.blocks, Block(PAGE, ring=False)),
+        ranges=(*plan.ranges, Range(PAGE, (len(plan.blocks),))),
+        fills=(*plan.fills, Piece("w0", 0, 64, room, 8)),
+    )
+    placements = [
+        replace(one, range_index=DIRECT, range_offset_bytes=0, stay=None) if one.weight == "w0" else one
+        for one in whole.methods[0].placements
+    ]
+    plain = Store(replace(store.piece, weight="plain", weight_offset_bytes=0, nbytes=PAGE), store.packed_bytes)
+    cases: list[tuple[Plan, str]] = [
+        (replace(plan, methods=unstored.methods), "is partly of those that stay"),
+        (replace(plan, slots=None), "no slots for it to pass through"),
+        (replace(plan, slots=replace(plan.slots, nbytes=16 * 1024)), "a slot of the plan 16384"),
+        (replace(plan, slots=replace(plan.slots, nbytes=plan.slots.nbytes - 8)), "no multiple of sixteen"),
+        (astray, "go to an address that is not theirs"),
+        (replace(plan, stores=(replace(store, packed_bytes=store.packed_bytes - 16), *plan.stores[1:])), "do not fit"),
+        (replace(plan, stores=(plain,)), "that is not packed was to stay so"),
+        (_first_method(whole, placements=tuple(placements)), "only unpacked ones can be"),
+    ]
+    with Rig(model) as rig:
+        for changed, text in cases:
+            _says(lambda: rig.install_plan(changed), text)  # noqa: B023
+            assert rig.session.memory()[0] == 0
+            rig.install_plan(plan)
+            rig.run()
+        # Beyond the end of a weight, where the next does not begin yet; and from one into the next.
+        for shift_bytes in (BLOCK_BYTES, 3 * BLOCK_BYTES - 4096):
+            shifted = {**model.offsets, "w0": model.offsets["w0"] + shift_bytes}
+            _says(lambda: rig.session.install(plan_numbers(unstored, shifted)), "are not all of one weight")  # noqa: B023
+        # Where it is decoded from is seen when it is: a plan of the planner's has it at a multiple.
+        moved = replace(store, piece=replace(store.piece, range_offset_bytes=store.piece.range_offset_bytes + 8))
+        rig.install_plan(replace(plan, stores=(moved,)))
+        _says(rig.run, "no multiple of sixteen")
+        rig.install_plan(plan)
+        rig.run()
+
+
+@scenario
+def memory_for_packed_weights_is_for_nothing_else(folder: Path) -> None:
+    model = packed_chain(folder)
+    plan = model.divided(stored_bytes=SOME_BYTES)
+    slots, stores = plan.slots, plan.stores
+    assert slots is not None and len(stores) > 1
+    method = plan.methods[0]
+    first = method.copies[0]
+    over = replace(first, piece=replace(first.piece, nbytes=PAGE, range_index=slots.range_index, range_offset_bytes=0))
+    placed = [
+        replace(one, range_index=slots.range_index, range_offset_bytes=0, stay=None) if one.weight == "plain" else one
+        for one in method.placements
+    ]
+    twice = replace(stores[1], piece=replace(stores[1].piece, range_offset_bytes=stores[0].piece.range_offset_bytes))
+    in_slots = replace(stores[0], piece=replace(stores[0].piece, range_index=slots.range_index, range_offset_bytes=0))
+    again = Range(plan.ranges[slots.range_index].nbytes, plan.ranges[slots.range_index].blocks)
+    store_again = Range(
+        plan.ranges[stores[0].piece.range_index].nbytes, plan.ranges[stores[0].piece.range_index].blocks
+    )
+    cases: list[tuple[Plan, str]] = [
+        (replace(plan, stores=(stores[0], twice, *stores[2:])), "two rooms of packed weights overlap"),
+        (replace(plan, stores=(in_slots, *stores[1:])), "two rooms of packed weights overlap"),
+        (replace(plan, ranges=(*plan.ranges, again)), "is for packed weights, and another range maps it"),
+        (replace(plan, ranges=(*plan.ranges, store_again)), "is for packed weights, and another range maps it"),
+        (replace(plan, fills=(Piece("plain", 0, 64, slots.range_index, 0),)), "a fill goes to range"),
+        (replace(plan, fills=(Piece("plain", 0, 64, stores[0].piece.range_index, 0),)), "a fill goes to range"),
+        (_first_method(plan, copies=(over, *method.copies[1:])), "a copy"),
+        (_first_method(plan, placements=tuple(placed)), "an access goes to range"),
+        (replace(plan, slots=replace(slots, count=-1)), "needs to be in [0"),
+        (replace(plan, slots=replace(slots, range_index=len(plan.ranges))), "needs to be in [0"),
+        (replace(plan, slots=replace(slots, nbytes=slots.nbytes * 2)), "needs to be in [1"),
+        (replace(plan, slots=replace(slots, count=slots.count + 1)), "needs to be in [1"),
+        (replace(plan, stores=(replace(stores[0], packed_bytes=2**40), *stores[1:])), "needs to be in [1"),
+    ]
+    with Rig(model) as rig:
+        rig.install_plan(plan)
+        for changed, text in cases:
+            _says(lambda: rig.session.install(plan_numbers(changed, model.offsets)), text)  # noqa: B023
+        # Refused before anything was touched.
+        rig.run()
+
+
+@scenario
+def a_file_without_packed_weights_has_no_use_for_their_memory(folder: Path) -> None:
+    names = [f"w{index}" for index in range(4)]
+    model = write_model(folder / "plain.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
+    plan = model.plan(model.floor_bytes)
+    with Rig(model) as rig:
+        slots = with_packed(plan, {}, SlotSizes(2, 1024, PAGE), 0)
+        assert slots.slots == Slots(2, 1024, len(plan.ranges))
+        _says(lambda: rig.install_plan(slots), "the weights file has none")
+        store = Store(Piece("w0", 0, PAGE, len(plan.ranges), 0), PAGE)
+        _says(lambda: rig.install_plan(replace(slots, slots=None, stores=(store,))), "the weights file has none")
+        rig.install_plan(plan)
+        rig.run()

@@ -1,0 +1,365 @@
+"""Scenarios of packed weights: each makes one of the link, the decoding or the kernels late, on purpose.
+
+Packed bytes go over the link on a stream of its own into slots, and are decoded on the copy stream into ring pages: a
+slot is full before it is decoded, and decoded before it is filled again. tests/runtime/scenarios.py has the rest.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from penstock.errors import DriverCallError, PenstockError, WeightsChangedError
+from penstock.plan.packed import BLOCK_BYTES
+from penstock.plan.plan import Plan
+from tests.runtime.packed_models import WEIGHT_BYTES, PackedModel, packed_chain, write_packed
+from tests.runtime.rig import INLINE, PAGE, Rig, RunFailed, chain, staged
+from tests.runtime.scenario_tools import (
+    COPIES_FIRST,
+    KERNELS_FIRST,
+    PART_BYTES,
+    TICK_NS,
+    in_device_memory,
+    refused,
+    scenario,
+)
+from tests.runtime.soft import SoftDriver
+
+# Of what streams in a chain of five weights: about a third.
+SOME_BYTES = 150_000
+HOST_PART_BYTES = 16 << 20  # what is decoded at a time on the host; csrc/packed_source.cpp has the same
+
+
+def _plans(model: PackedModel) -> list[Plan]:
+    """With nothing that stays packed and with some; with slots of one block and of several, two of them and many."""
+    return [
+        model.divided(),
+        model.divided(stored_bytes=SOME_BYTES),
+        model.divided(slots=3, stored_bytes=SOME_BYTES),
+        model.divided(blocks_a_slot=2, spare_bytes=10 * PAGE),
+        model.divided(slots=40, stored_bytes=SOME_BYTES, spare_bytes=5 * PAGE),
+    ]
+
+
+def _parts(model: PackedModel, plan: Plan, method: int = 0) -> dict[int, bytes]:
+    """By copy that goes over the link, the packed bytes that it brings."""
+    copies = plan.methods[method].copies
+    return {
+        index: model.packed_of(copy.piece.weight, copy.piece.weight_offset_bytes, copy.piece.nbytes)
+        for index, copy in enumerate(copies)
+        if copy.packed_bytes
+    }
+
+
+# ---- slots
+
+
+@scenario
+def decoding_waits_for_the_link(folder: Path) -> None:
+    model = packed_chain(folder)
+    for plan in _plans(model):
+        for poison in (True, False):
+            with Rig(model, poison=poison) as rig:
+                stream = rig.stream()
+                with rig.late_link():
+                    rig.install_plan(plan)
+                    for _ in range(2):
+                        rig.run()
+                        rig.run(stream=stream)
+
+
+@scenario
+def the_link_waits_for_decoding(folder: Path) -> None:
+    model = packed_chain(folder)
+    for plan in _plans(model):
+        for poison in (True, False):
+            with Rig(model, poison=poison) as rig:
+                stream = rig.stream()
+                with rig.late_copies():
+                    rig.install_plan(plan)
+                    for _ in range(2):
+                        rig.run()
+                        rig.run(stream=stream)
+
+
+@scenario
+def everything_packed_is_late(folder: Path) -> None:
+    model = packed_chain(folder, back=True)
+    for plan in _plans(model):
+        with Rig(model) as rig:
+            stream = rig.stream(late=True)
+            rig.install_plan(plan)
+            with rig.late_copies(), rig.late_link():
+                for run in range(6):
+                    rig.run(run // 2 % 2, stream, check=False)
+                rig.check()
+                rig.check_counters()
+
+
+@scenario
+def a_slot_holds_poison_once_it_is_decoded(folder: Path) -> None:
+    """So that what an earlier copy has left is never right by luck: after an install, whose residents pass through
+    slots as well, after runs and after replays."""
+    model = packed_chain(folder)
+    for plan in (model.divided(slots=40), model.divided(slots=3, spare_bytes=40 * PAGE)):
+        parts = _parts(model, plan)
+        fills = {
+            index: model.packed_of(piece.weight, piece.weight_offset_bytes, piece.nbytes)
+            for index, piece in enumerate(plan.fills)
+            if piece.weight in model.begins
+        }
+        with SoftDriver(PAGE, 0, poison=False) as driver:
+            for poison in (True, False):
+                with Rig(model, driver=driver, poison=poison) as rig:
+                    rig.install_plan(plan)
+                    assert bool(in_device_memory(parts)) is not poison
+                    assert not (poison and in_device_memory(fills))
+                    rig.run()
+                    captured, stream = rig.capture(), rig.stream()
+                    rig.replay(captured, stream)
+                    rig.run(stream=stream)
+                    assert bool(in_device_memory(parts)) is not poison
+
+
+@scenario
+def without_poison_no_slot_is_filled(folder: Path) -> None:
+    model = packed_chain(folder)
+    with Rig(model, poison=False) as rig:
+        rig.driver.fail_at(1, call="fill")
+        rig.install_plan(model.divided(stored_bytes=SOME_BYTES, spare_bytes=5 * PAGE))
+        rig.run()
+        rig.replay(rig.capture(), rig.stream())
+        assert not rig.driver.failed_call()
+
+
+# ---- what stays packed, and what is resident
+
+
+@scenario
+def what_stays_packed_is_not_poisoned_over(folder: Path) -> None:
+    """The poison of a new plan's memory is made on the copy stream, and what stays comes over the link."""
+    model = packed_chain(folder)
+    plan = model.divided(stored_bytes=SOME_BYTES)
+    assert plan.stores
+    with Rig(model) as rig:
+        for _ in range(2):
+            with rig.late_copies():
+                rig.install_plan(plan)
+            rig.run()
+
+
+@scenario
+def what_stays_packed_is_there_before_a_run(folder: Path) -> None:
+    model = packed_chain(folder)
+    # Nothing goes over the link that could have waited in its stead.
+    everything = model.divided(stored_bytes=10 * WEIGHT_BYTES)
+    assert everything.stores and not _parts(model, everything)
+    for plan in (everything, model.divided(stored_bytes=SOME_BYTES)):
+        for poison in (True, False):
+            with Rig(model, poison=poison) as rig, rig.late_link():
+                rig.install_plan(plan)
+                rig.run()
+
+
+@scenario
+def residents_are_decoded_at_install(folder: Path) -> None:
+    """Through slots, and without host memory; where a plan has none, on the host, which gives its memory back."""
+    model = packed_chain(folder)
+    with_slots, whole = model.divided(spare_bytes=60 * PAGE), model.plan(model.full_bytes)
+    assert with_slots.fills and with_slots.slots and whole.slots is None
+    for late in (Rig.late_copies, Rig.late_link, lambda rig: nullcontext()):
+        with Rig(model) as rig:
+            with late(rig):
+                rig.install_plan(with_slots)
+                rig.run()
+                assert rig.driver.counts().peak_host_bytes == 0
+                rig.install_plan(whole)
+                rig.run()
+            counts = rig.driver.counts()
+            assert counts.peak_host_bytes == HOST_PART_BYTES and counts.host_bytes == 0
+
+
+@scenario
+def a_weight_larger_than_the_host_s_part_is_decoded(folder: Path) -> None:
+    nbytes = HOST_PART_BYTES + 2 * BLOCK_BYTES + 6
+    model = write_packed(folder / "large.ptd", [chain("large")], {"large": nbytes})
+    with Rig(model) as rig, rig.late_copies():
+        rig.install(model.full_bytes)
+        rig.run()
+        assert rig.driver.counts().peak_host_bytes == HOST_PART_BYTES
+
+
+@scenario
+def a_cut_file_is_told_when_residents_are_decoded(folder: Path) -> None:
+    model = packed_chain(folder)
+    for plan in (model.plan(model.full_bytes), model.divided(spare_bytes=60 * PAGE)):
+        whole = model.path.read_bytes()
+        with Rig(model) as rig:
+            with model.path.open("r+b") as file:
+                file.truncate(PAGE)
+            refused(lambda: rig.install_plan(plan), WeightsChangedError)  # noqa: B023
+            assert rig.driver.counts().host_bytes == 0
+        model.path.write_bytes(whole)
+
+
+@scenario
+def a_plan_takes_the_place_of_another(folder: Path) -> None:
+    """With other slots and other stores, or none; on a stream that is late when the first one goes."""
+    model = packed_chain(folder)
+    with Rig(model) as rig:
+        stream = rig.stream(late=True)
+        for plan in (*_plans(model), model.plan(model.full_bytes), model.divided(stored_bytes=SOME_BYTES)):
+            with rig.late_copies():
+                rig.install_plan(plan)
+                captured = rig.capture()
+                rig.run(stream=stream, check=False)
+                rig.replay(captured, stream, check=False)
+            rig.check_memory(max(one.device_bytes for one in (*_plans(model), model.plan(model.full_bytes))))
+        rig.check()
+        events = rig.driver.counts().events
+        rig.session.uninstall()
+        assert rig.driver.counts().events < events and rig.session.memory()[0] == 0
+
+
+# ---- host memory, the link and failures
+
+
+@scenario
+def packed_weights_are_staged(folder: Path) -> None:
+    """In the order in which they will be copied: without what stays, and with what is not packed."""
+    model = packed_chain(folder, back=True)
+    for plan in _plans(model):
+        for source in (staged(PAGE, 1, 1), staged(30_000, 3, 2)):
+            for late in (Rig.late_copies, Rig.late_link):
+                with Rig(model, source=source) as rig:
+                    rig.install_plan(plan)
+                    with late(rig):
+                        for method in (0, 0, 1, 0):
+                            rig.run(method)
+
+
+@scenario
+def the_link_is_measured_with_what_goes_over_it(folder: Path) -> None:
+    """Once with every copy that takes the link, and once with parts of the largest: what stays packed takes none."""
+    large = {f"w{index}": 2 * PART_BYTES for index in range(4)}
+    for model in (
+        packed_chain(folder),
+        write_packed(folder / "large.ptd", [chain(*large)], large),
+    ):
+        for stored_bytes in (0, SOME_BYTES, 10 * WEIGHT_BYTES):
+            plan = model.divided(stored_bytes=stored_bytes)
+            copies = [copy.piece.nbytes for copy in plan.methods[0].copies if copy.link_bytes]
+            with Rig(model, poison=False) as rig:
+                rig.driver.set_clock(0, TICK_NS)
+                # A copy is then made when its decoding asks for it, and so between the two events.
+                with rig.late_link():
+                    rig.install_plan(plan)
+                samples = rig.session.link()
+                if not copies:
+                    assert not samples
+                    continue
+                assert (samples[0].copies, samples[0].nbytes) == (len(copies), sum(copies))
+                blocks = [
+                    -(-(copy.piece.weight_offset_bytes + copy.piece.nbytes) // BLOCK_BYTES)
+                    - copy.piece.weight_offset_bytes // BLOCK_BYTES
+                    for copy in plan.methods[0].copies
+                    if copy.packed_bytes
+                ]
+                # With slots of one block: each is one copy and one decoding. What is not packed is a copy.
+                assert samples[0].ns == (2 * sum(blocks) + len(copies) - len(blocks)) * TICK_NS
+                parts = max(copies) // PART_BYTES
+                measured = [(sample.copies, sample.nbytes) for sample in samples[1:]]
+                assert measured == [(parts, parts * PART_BYTES)] * (parts > 0)
+
+
+@scenario
+def a_failed_run_is_waited_for_on_the_link(folder: Path) -> None:
+    """Packed bytes are on their way, and what should decode them could not be launched."""
+    model = packed_chain(folder)
+    plan = model.divided()
+    first = plan.methods[0].copies[plan.methods[0].prologue[0]].piece
+    block = {0: model.packed_of(first.weight, first.weight_offset_bytes, BLOCK_BYTES)}
+    with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver, poison=False) as rig:
+        rig.install_plan(plan)
+        assert not in_device_memory(block)
+        with rig.late_link():
+            rig.driver.fail_at(1, call="decode")
+            refused(rig.begin, DriverCallError)
+            assert in_device_memory(block), "the run was given up while its copy was on its way"
+        rig.run()
+
+
+# ---- graphs (S9)
+
+
+@scenario
+def slots_of_a_graph(folder: Path) -> None:
+    """Fewer parts than slots and more, every stream late in its turn, runs and replays of two methods in turn."""
+    model = packed_chain(folder, back=True)
+    for plan in _plans(model):
+        with Rig(model) as rig:
+            rig.install_plan(plan)
+            stream, late = rig.stream(), rig.stream(late=True)
+            rig.run(stream=stream)
+            graphs = [rig.capture(0), rig.capture(1), rig.capture(0)]
+            for order in (COPIES_FIRST, KERNELS_FIRST):
+                for graph in graphs:
+                    rig.replay(graph, stream, order=order)
+                    rig.replay(graph, late, order=order, check=False)
+                    rig.replay(graph, late, order=order, check=False)
+                    rig.run(graph.method, late, check=False)
+                    rig.replay(graph, late, order=order, check=False)
+                    rig.check()
+                    rig.check_counters()
+
+
+@scenario
+def slots_before_in_and_after_a_launch(folder: Path) -> None:
+    """A slot that a run outside has filled is decoded before the graph fills it; and the graph's own is, before the
+    copies behind the launch do."""
+    model = packed_chain(folder, back=True)
+    for plan in _plans(model):
+        for poison in (True, False):
+            with Rig(model, poison=poison) as rig:
+                rig.install_plan(plan)
+                graphs = [rig.capture(0), rig.capture(1)]
+                streams = [rig.stream(), rig.stream(late=True)]
+                for stream in streams:
+                    for order in (COPIES_FIRST, KERNELS_FIRST):
+                        for late in (Rig.late_copies, Rig.late_link):
+                            with late(rig):
+                                rig.run(0, stream, check=False)
+                                rig.replay(graphs[0], stream, order=order, check=False)
+                                rig.replay(graphs[1], stream, order=order, check=False)
+                                rig.run(1, stream, check=False)
+                                rig.replay(graphs[0], stream, order=order, check=False)
+                                rig.replay(graphs[0], stream, order=order, check=False)
+                                rig.run(0, stream, check=False)
+                                rig.check()
+                                rig.check_counters()
+
+
+@scenario
+def a_capture_of_packed_weights_that_fails(folder: Path) -> None:
+    """It changes nothing, wherever it fails; and its events are made once."""
+    model = packed_chain(folder)
+    with Rig(model) as rig:
+        rig.install_plan(model.divided(stored_bytes=SOME_BYTES))
+        stream, side = rig.stream(), rig.stream()
+        rig.run(stream=stream)
+        for call in ("create_event", "record", "wait", "wait_external", "record_external", "decode", "copy_to_device"):
+            for n in (1, 3):
+                rig.driver.fail_at(n, call=call)
+                try:
+                    rig.capture(0, side)
+                    raise AssertionError(f"a failed {call} went unnoticed")
+                except (PenstockError, RunFailed):
+                    assert rig.driver.failed_call() == call
+                rig.run(stream=stream)
+        captured = rig.capture(0, side)
+        events = rig.driver.counts().events
+        other = rig.capture(0, side)
+        assert rig.driver.counts().events == events
+        for graph in (captured, other, captured):
+            rig.replay(graph, stream, order=COPIES_FIRST)
+        rig.run(stream=INLINE)
