@@ -278,13 +278,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             given.out.mkdir(parents=True, exist_ok=True)
             (given.out / f"generation-{checkpoint.name}.json").write_text(json.dumps(record, indent=1))
 
-    # Ours first: the first of them compiles, and the others begin with its caches.
-    for fraction in given.fractions:
-        ours[fraction] = run({**common, "system": "penstock", "budget_bytes": int(weight_bytes * fraction)})
-        add(fraction, ours[fraction])
-    if "packed" in given.systems:
+    # Ours first: the first of them compiles, and the others begin with its caches. Peers get the memory of the last.
+    for system in [system for system in OURS if system in given.systems] or OURS[:1]:
         for fraction in given.fractions:
-            add(fraction, run({**common, "system": "packed", "budget_bytes": int(weight_bytes * fraction)}))
+            row = run({**common, "system": system, "budget_bytes": int(weight_bytes * fraction)})
+            ours[fraction] = ours.get(fraction, row) | row
+            add(fraction, row)
     for fraction in given.peer_fractions or given.fractions:
         for system in given.systems:
             if system not in OURS:
