@@ -267,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "torch": torch.__version__, "python": platform.python_version(), "rows": [], "options": common,
     }  # fmt: skip
     ours: dict[float, dict[str, Any]] = {}
+    peaks: dict[float, int | None] = {}
 
     def add(fraction: float, row: dict[str, Any]) -> None:
         wanted = ours[fraction].get("tokens")
@@ -282,13 +283,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for system in [system for system in OURS if system in given.systems] or OURS[:1]:
         for fraction in given.fractions:
             row = run({**common, "system": system, "budget_bytes": int(weight_bytes * fraction)})
-            ours[fraction] = ours.get(fraction, row) | row
+            ours.setdefault(fraction, row)
+            peaks[fraction] = row.get("peak_bytes")
             add(fraction, row)
     for fraction in given.peer_fractions or given.fractions:
         for system in given.systems:
             if system not in OURS:
                 job = {**common, "system": system, "tokens": given.peer_tokens}
-                add(fraction, within(job, ours[fraction].get("peak_bytes")))
+                add(fraction, within(job, peaks[fraction]))
 
 
 def line(row: dict[str, Any], weight_bytes: int) -> str:
