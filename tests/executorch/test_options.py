@@ -16,6 +16,10 @@ INVALID_ARGUMENT, INVALID_EXTERNAL_DATA = 0x12, 0x24
 Probe = Callable[..., tuple[int, str]]
 
 
+# A C++ program is built for them.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Probe:
     root = executorch_folder()

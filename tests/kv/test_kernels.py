@@ -28,6 +28,7 @@ def counts_loops() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not counts_loops(), reason=f"triton {version('triton')} does not interpret with numpy {np.__version__}"
 )

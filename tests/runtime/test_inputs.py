@@ -585,6 +585,7 @@ print("alive")
 """
 
 
+@pytest.mark.slow
 def test_indices_out_of_range_do_not_end_the_process(tmp_path: Path) -> None:
     """With two threads, compiled code that meets one ends it: an exception cannot leave a parallel loop."""
     torch.manual_seed(0)

@@ -230,6 +230,7 @@ def test_at_every_instruction(subject: Subject, name: str) -> None:
     assert interrupted > 100
 
 
+@pytest.mark.slow
 def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
     """Real ones, from another thread. What must hold holds at any moment, so the times prove nothing but themselves."""
     operations = {name: each for name, each in subject.operations().items() if name != "close"}  # loads close, too

@@ -46,7 +46,7 @@ ProgramPath = Callable[[str], Path]
 ResidentBits = Callable[[str], list[list[Tensor]]]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param("decoder", marks=pytest.mark.slow), "chain", "gate"])
 def test_the_resident_run_is_the_run_with_private_copies_of_every_weight(
     name: str, program_path: ProgramPath, resident_bits: ResidentBits
 ) -> None:
