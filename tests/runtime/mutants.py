@@ -10,14 +10,15 @@ another event or another stream; conditions are taken for true and for false. Wh
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # Calls that order, time or forget: without one of them something must go wrong.
 DRIVER_CALL = re.compile(r"\bdriver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+|fill)\(")
 OWN_CALL = re.compile(
-    r"(?<![\w.>:~])(?:source_\.follow|finish|await_copy|poison|forget_copies|reset|announce|restore_progress|leave_capture"
+    r"(?<![\w.>:~])(?:(?:source_\.|beneath_->)(?:follow|finish|take_memory|begin_capture|end_capture)"
+    r"|give_packed_memory|give_up_slots|finish|await_copy|poison|forget_copies|reset|announce|restore_progress|leave_capture"
     r"|stalls_\.\w+|trace_->\w+|set_shapes|await_readers|await_copies|fill_residents|drop_order|discard_run"
     r"|(?:registry\(\)|all)\.\w+\.(?:wait|erase|emplace|notify_all|insert)|session_->taken\(\)\.erase"
     r"|made->taken\(\)\.insert|session_\.reset)\("
@@ -52,6 +53,10 @@ WRONG_EVENTS: dict[str, list[str]] = {
     "held.read": ["held.ready", "PREVIOUS held_ read", "NEXT held_ read"],
     "held.ready": ["held.read", "PREVIOUS held_ ready", "NEXT held_ ready"],
     "buffer.copied": ["PREVIOUS buffers_ copied"],
+    "slot.filled": ["slot.freed", "PREVIOUS slots_ filled", "NEXT slots_ filled"],
+    "slot.freed": ["slot.filled", "PREVIOUS slots_ freed", "NEXT slots_ freed"],
+    "slot.filled_in_graph": ["slot.freed_in_graph", "PREVIOUS slots_ filled_in_graph"],
+    "slot.freed_in_graph": ["slot.filled_in_graph", "slot.freed", "PREVIOUS slots_ freed_in_graph"],
     "fork_": ["lead_"],
     "lead_": ["fork_"],
     "begin": ["end"],
@@ -68,6 +73,8 @@ WRONG_EVENTS: dict[str, list[str]] = {
     "before.end": ["before.begin", "span.begin"],
 }
 WRONG_STREAMS = {"copy_stream_": "compute_", "compute_": "copy_stream_"}
+# Of what goes on both the stream of the link and the one that a function was given.
+BETWEEN_STREAMS = {"link_": "stream", "stream": "link_"}
 
 SELECTOR = """
 #include "mutants.h"
@@ -216,8 +223,10 @@ class Mutated:
         arguments = _arguments(text)
         if "synchronize" not in name:
             out += f"{self._number(file, function, f'{flat} too late')} ? mutants::defer([=] {{ {text}; }}) : "
+        # What is waited for alone may be in a function that was given no other stream.
+        streams = BETWEEN_STREAMS if file == "packed_source.cpp" and len(arguments) > 1 else WRONG_STREAMS
         for index, argument in enumerate(arguments):
-            for wrong in self._wrong(argument):
+            for wrong in self._wrong(argument, streams):
                 changed = [*arguments[:index], wrong[1], *arguments[index + 1 :]]
                 chosen = self._number(file, function, f"{flat} with {wrong[0]}")
                 out += f"{chosen} ? {name}({', '.join(changed)}) : "
@@ -238,9 +247,9 @@ class Mutated:
                 return f" {sign} ".join(out)
         return text
 
-    def _wrong(self, argument: str) -> Iterator[tuple[str, str]]:
-        if argument in WRONG_STREAMS:
-            yield WRONG_STREAMS[argument], WRONG_STREAMS[argument]
+    def _wrong(self, argument: str, streams: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        if argument in streams:
+            yield streams[argument], streams[argument]
         for wrong in WRONG_EVENTS.get(argument, []):
             which, *rest = wrong.split()
             if rest and which in ("PREVIOUS", "NEXT"):

@@ -34,9 +34,9 @@ WEIGHT_BYTES = 2 * BLOCK_BYTES + 5000
 
 @functools.cache
 def _gaussian() -> bytes:
-    """Sixteen blocks of bfloat16."""
+    """Four blocks of bfloat16."""
     draw = random.Random(5)
-    return b"".join(struct.pack("<f", draw.gauss(0, 0.02))[2:] for _ in range(8 * BLOCK_BYTES))
+    return b"".join(struct.pack("<f", draw.gauss(0, 0.02))[2:] for _ in range(2 * BLOCK_BYTES))
 
 
 def weight_content(index: int, nbytes: int) -> bytes:
@@ -82,13 +82,24 @@ def _plan(planner: PackedPlanner, budget_bytes: int) -> Plan:
 
 
 @functools.cache
-def _unpacked_plan(schedules: tuple[Schedule, ...], weights: tuple[Weight, ...], spare_bytes: int) -> Plan:
+def _divided(
+    schedules: tuple[Schedule, ...],
+    weights: tuple[Weight, ...],
+    begins: tuple[tuple[str, tuple[int, ...]], ...],
+    slots: SlotSizes,
+    stored_bytes: int,
+    spare_bytes: int,
+) -> Plan:
     by_name = {weight.name: weight for weight in weights}
     lowest = placed_floor(schedules, by_name, page_bytes=PAGE)
-    if not spare_bytes:
-        # Everything that may stream does, as a whole.
-        return lowest.plan
-    return make_plan(schedules, by_name, budget_bytes=lowest.floor_bytes + spare_bytes, page_bytes=PAGE)
+    # At the floor, everything that may stream does, as a whole.
+    unpacked = lowest.plan
+    if spare_bytes:
+        budget_bytes = lowest.floor_bytes + spare_bytes
+        unpacked = make_plan(schedules, by_name, budget_bytes=budget_bytes, page_bytes=PAGE)
+    plan = with_packed(unpacked, dict(begins), slots, stored_bytes)
+    check_plan(plan, schedules, by_name, packed=dict(begins))
+    return plan
 
 
 @dataclass(frozen=True)
@@ -137,10 +148,12 @@ class PackedModel(Model):
         """As little as can be decoded at a time, and `spare_bytes`; so much stays packed; and slots for the rest."""
         nbytes = -(-blocks_a_slot * self.largest_block_bytes // 256) * 256
         sizes = SlotSizes(slots, nbytes, -(-slots * nbytes // PAGE) * PAGE)
-        unpacked = _unpacked_plan(self.schedules, tuple(self.weights.values()), spare_bytes)
-        plan = with_packed(unpacked, self.begins, sizes, stored_bytes)
-        check_plan(plan, self.schedules, self.weights, packed=self.begins)
-        return plan
+        return _divided(
+            *(self.schedules, tuple(self.weights.values()), tuple(self.begins.items())),
+            sizes,
+            stored_bytes,
+            spare_bytes,
+        )
 
     def packed_of(self, name: str, begin_bytes: int, nbytes: int) -> bytes:
         """The blocks in which these bytes of a weight lie, as they are in the file."""
@@ -191,20 +204,24 @@ def packed_chain(folder: Path, *, count: int = 5, back: bool = False) -> PackedM
 
 
 def random_packed(choose: random.Random, path: Path) -> PackedModel:
-    """Weights of some blocks each, whole or not, some read twice, one or two that are not packed."""
+    """Weights of some blocks each, whole or not, some read twice, and one or two that are not packed. Others stream at
+    the floor."""
     lengths = (BLOCK_BYTES - 10, BLOCK_BYTES, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 700, 3 * BLOCK_BYTES + PAGE)
-    sizes = {f"w{index}": choose.choice(lengths) for index in range(choose.randint(4, 6))}
-    unpacked = {f"u{index}": choose.choice((2 * PAGE, 5 * PAGE + 100, 300)) for index in range(choose.randint(1, 2))}
-    names = [*sizes, *unpacked]
+    while True:
+        sizes = {f"w{index}": choose.choice(lengths) for index in range(choose.randint(6, 8))}
+        plain = {f"u{index}": choose.choice((2 * PAGE, 5 * PAGE + 100, 300)) for index in range(choose.randint(1, 2))}
+        methods = [f"m{index}" for index in range(choose.choice((1, 2)))]
+        schedules = [_random_schedule(choose, [*sizes, *plain], method) for method in methods]
+        model = write_packed(path, schedules, sizes, unpacked=plain)
+        if all(method.warm.bytes_decoded > 5 * BLOCK_BYTES for method in model.divided().methods):
+            return model
 
-    def schedule(method: str) -> Schedule:
-        order = [*choose.sample(names, len(names)), *choose.sample(names, 2)]
-        steps, begin = [], 0
-        while begin < len(order):
-            end = begin + choose.choice((1, 1, 2))
-            steps.append(" ".join(order[begin:end]))
-            begin = end
-        return chain(*steps, method=method)
 
-    schedules = [schedule(f"m{index}") for index in range(choose.choice((1, 2)))]
-    return write_packed(path, schedules, sizes, unpacked=unpacked)
+def _random_schedule(choose: random.Random, names: Sequence[str], method: str) -> Schedule:
+    order = [*choose.sample(names, len(names)), *choose.sample(names, 2)]
+    steps: list[str] = []
+    while order:
+        count = choose.choice((1, 1, 2))
+        steps.append(" ".join(order[:count]))
+        order = order[count:]
+    return chain(*steps, method=method)

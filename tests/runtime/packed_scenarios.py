@@ -7,11 +7,13 @@ slot is full before it is decoded, and decoded before it is filled again. tests/
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import DriverCallError, PenstockError, WeightsChangedError
+from penstock.plan.check import check_plan
 from penstock.plan.packed import BLOCK_BYTES
-from penstock.plan.plan import Plan
+from penstock.plan.plan import DIRECT, Plan
 from tests.runtime.packed_models import WEIGHT_BYTES, PackedModel, packed_chain, write_packed
 from tests.runtime.rig import INLINE, PAGE, Rig, RunFailed, chain, staged
 from tests.runtime.scenario_tools import (
@@ -101,7 +103,7 @@ def a_slot_holds_poison_once_it_is_decoded(folder: Path) -> None:
     """So that what an earlier copy has left is never right by luck: after an install, whose residents pass through
     slots as well, after runs and after replays."""
     model = packed_chain(folder)
-    for plan in (model.divided(slots=40), model.divided(slots=3, spare_bytes=40 * PAGE)):
+    for plan in (model.divided(slots=40), model.divided(slots=40, spare_bytes=40 * PAGE)):
         parts = _parts(model, plan)
         fills = {
             index: model.packed_of(piece.weight, piece.weight_offset_bytes, piece.nbytes)
@@ -165,14 +167,16 @@ def what_stays_packed_is_there_before_a_run(folder: Path) -> None:
 def residents_are_decoded_at_install(folder: Path) -> None:
     """Through slots, and without host memory; where a plan has none, on the host, which gives its memory back."""
     model = packed_chain(folder)
-    with_slots, whole = model.divided(spare_bytes=60 * PAGE), model.plan(model.full_bytes)
-    assert with_slots.fills and with_slots.slots and whole.slots is None
+    some = [model.divided(slots=slots, spare_bytes=60 * PAGE) for slots in (2, 3)]
+    whole = model.plan(model.full_bytes)
+    assert all(plan.fills and plan.slots for plan in some) and whole.slots is None
     for late in (Rig.late_copies, Rig.late_link, lambda rig: nullcontext()):
         with Rig(model) as rig:
             with late(rig):
-                rig.install_plan(with_slots)
-                rig.run()
-                assert rig.driver.counts().peak_host_bytes == 0
+                for plan in some:
+                    rig.install_plan(plan)
+                    rig.run()
+                    assert rig.driver.counts().peak_host_bytes == 0
                 rig.install_plan(whole)
                 rig.run()
             counts = rig.driver.counts()
@@ -187,6 +191,27 @@ def a_weight_larger_than_the_host_s_part_is_decoded(folder: Path) -> None:
         rig.install(model.full_bytes)
         rig.run()
         assert rig.driver.counts().peak_host_bytes == HOST_PART_BYTES
+
+
+@scenario
+def the_host_s_part_is_kept_until_a_wait_succeeds(folder: Path) -> None:
+    """While the device may still read there."""
+    model = packed_chain(folder, count=2)
+    plan = model.plan(model.full_bytes)
+    with Rig(model) as rig, rig.late_copies():
+        refusals = 0
+        for n in range(1, 12):
+            rig.driver.fail_at(n, call="synchronize_stream")
+            try:
+                rig.install_plan(plan)
+            except DriverCallError:
+                refusals += 1
+            rig.driver.fail_at(0)
+            assert rig.driver.counts().host_bytes == 0
+        # Of the two weights at least.
+        assert refusals >= 2
+        rig.install_plan(plan)
+        rig.run()
 
 
 @scenario
@@ -216,9 +241,29 @@ def a_plan_takes_the_place_of_another(folder: Path) -> None:
                 rig.replay(captured, stream, check=False)
             rig.check_memory(max(one.device_bytes for one in (*_plans(model), model.plan(model.full_bytes))))
         rig.check()
-        events = rig.driver.counts().events
-        rig.session.uninstall()
-        assert rig.driver.counts().events < events and rig.session.memory()[0] == 0
+        left = []
+        for plan in (model.divided(), model.divided(slots=40)):
+            rig.install_plan(plan)
+            rig.session.uninstall()
+            assert rig.session.memory()[0] == 0
+            left.append(rig.driver.counts().events)
+        # None that a slot had.
+        assert left[0] == left[1]
+
+
+@scenario
+def what_is_not_packed_is_read_in_place(folder: Path) -> None:
+    model = packed_chain(folder)
+    whole = model.plan(model.full_bytes)
+    method = whole.methods[0]
+    placements = [
+        replace(one, range_index=DIRECT, range_offset_bytes=0) if one.weight == "plain" else one
+        for one in method.placements
+    ]
+    with Rig(model) as rig:
+        rig.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
+        rig.run()
+        assert rig.last.bytes_in_place == model.weights["plain"].nbytes
 
 
 # ---- host memory, the link and failures
@@ -274,7 +319,7 @@ def the_link_is_measured_with_what_goes_over_it(folder: Path) -> None:
 
 @scenario
 def a_failed_run_is_waited_for_on_the_link(folder: Path) -> None:
-    """Packed bytes are on their way, and what should decode them could not be launched."""
+    """Packed bytes are on their way, and nothing waits for them yet: that they have come could not be recorded."""
     model = packed_chain(folder)
     plan = model.divided()
     first = plan.methods[0].copies[plan.methods[0].prologue[0]].piece
@@ -283,7 +328,7 @@ def a_failed_run_is_waited_for_on_the_link(folder: Path) -> None:
         rig.install_plan(plan)
         assert not in_device_memory(block)
         with rig.late_link():
-            rig.driver.fail_at(1, call="decode")
+            rig.driver.fail_at(1, call="record")
             refused(rig.begin, DriverCallError)
             assert in_device_memory(block), "the run was given up while its copy was on its way"
         rig.run()
@@ -337,6 +382,46 @@ def slots_before_in_and_after_a_launch(folder: Path) -> None:
                                 rig.run(0, stream, check=False)
                                 rig.check()
                                 rig.check_counters()
+
+
+@scenario
+def one_slot_is_enough(folder: Path) -> None:
+    """For the core: each part then waits for the one before it. Planners make more."""
+    model = packed_chain(folder)
+    plan = model.divided(stored_bytes=SOME_BYTES)
+    assert plan.slots is not None
+    for poison in (True, False):
+        with Rig(model, poison=poison) as rig:
+            rig.install_plan(replace(plan, slots=replace(plan.slots, count=1)))
+            captured, stream = rig.capture(), rig.stream()
+            for late in (Rig.late_copies, Rig.late_link):
+                with late(rig):
+                    rig.run()
+                    for order in (COPIES_FIRST, KERNELS_FIRST):
+                        rig.replay(captured, stream, order=order)
+
+
+@scenario
+def a_graph_that_begins_with_the_link(folder: Path) -> None:
+    """The first thing in it is a packed weight on its way: nothing else of the graph comes before it."""
+    model = packed_chain(folder)
+    plan = model.divided()
+    method = plan.methods[0]
+    copies = [
+        replace(copy, issue_before=0) if method.stays[copy.stay].accesses[0] == 0 else copy for copy in method.copies
+    ]
+    copies.sort(key=lambda copy: copy.issue_before)
+    first = replace(plan, methods=(replace(method, copies=tuple(copies)),))
+    check_plan(first, model.schedules, model.weights, packed=model.begins)
+    assert first.methods[0].copies[0].packed_bytes and first.methods[0].copies[0].issue_before == 0
+    for poison in (True, False):
+        with Rig(model, poison=poison) as rig:
+            rig.install_plan(first)
+            captured, stream = rig.capture(), rig.stream()
+            for order in (COPIES_FIRST, KERNELS_FIRST):
+                for _ in range(3):
+                    rig.replay(captured, stream, order=order)
+                rig.run(stream=stream)
 
 
 @scenario

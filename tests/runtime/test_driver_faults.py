@@ -65,8 +65,12 @@ class Life:
     def lru(self) -> bool:
         return self.setup == "lru"
 
+    @property
+    def most_bytes(self) -> int:
+        return self.model.floor_bytes + 2 * PAGE
+
     def live(self, stream: int) -> None:
-        source = staged(2 * PAGE, 2, 1) if self.setup == "planned staged" else None
+        source = staged(2 * PAGE, 2, 1) if "staged" in self.setup else None
         rig = self._twice(lambda: self._rig(source))
         try:
             floor = floor_of(self.model, self.lru)
@@ -137,21 +141,22 @@ def live_and_fail(
     call: str = "",
     kernel_ns: int = 0,
     copy_ns: int = 0,
+    kind: type[Life] = Life,
 ) -> str:
     """Returns the name of the call that failed; empty when there were not as many."""
     with SoftDriver(PAGE, 0, poison) as driver:
         stream = driver.create_stream()
         driver.set_delays(n, copy_ns)
         driver.fail_at(n, failure, call)
-        life = Life(model, setup, driver, poison=poison, kernel_ns=kernel_ns)
+        life = kind(model, setup, driver, poison=poison, kernel_ns=kernel_ns)
         life.live(stream)
         failed = driver.failed_call()
         driver.fail_at(0)
         # A new session on the same driver, and nothing left of the two.
-        Life(model, setup, driver, poison=poison, short=True).live(stream)
+        kind(model, setup, driver, poison=poison, short=True).live(stream)
         driver.destroy_stream(stream)
         assert not driver.counts().alive(), failed
-        assert driver.counts().peak_block_bytes <= model.floor_bytes + 2 * PAGE
+        assert driver.counts().peak_block_bytes <= life.most_bytes
     if failed and not (failed in QUIET and not life.raised):
         assert len(life.raised) == 1, (failed, life.raised)
         assert "a test asked for this failure" in str(life.raised[0])

@@ -17,13 +17,15 @@ from tests.runtime.mutants import Mutant, Mutated
 
 FILES = [
     *("streaming_session.cpp", "planned_session.cpp", "planned_capture.cpp", "lru_session.cpp"),
-    *("staging.cpp", "stall_meter.cpp", "trace.cpp"),
+    *("packed_source.cpp", "staging.cpp", "stall_meter.cpp", "trace.cpp"),
 ]
 # They make tensors, and scenarios know no torch: tests/runtime/test_module_runs.py does.
 NEED_TORCH = {"fetch", "tensor_at", "fetched_position", "forget_tensors"}
 
 NEVER_RECORDED = "an event that was never recorded is no wait"
 GIVES_BACK_NOTHING = "to give back what is not there fails, and nobody is told"
+HAS_WAITED = "whoever closes a session, or changes its plan, has waited for the link and given up its slots"
+LATER_SLOT = "that slot was used after this one, and is freed behind it on the same stream"
 EQUIVALENT = {
     "trace.cpp step_begins: if (open_step_ < 0) taken for true": "the span that was open has no end, and is dropped",
     "streaming_session.cpp follow_last_run: if (has_run_) taken for true": NEVER_RECORDED,
@@ -37,6 +39,9 @@ EQUIVALENT = {
         "more is waited for than must be"
     ),
     "streaming_session.cpp time_copies: source_.follow({}, {}) left out": "the first run says what is to be read",
+    "streaming_session.cpp time_copies: driver_.synchronize_stream(copy_stream_) left out": (
+        "how much of the link's work lies between two events is a matter of time, which a clock of ticks does not tell"
+    ),
     "streaming_session.cpp last_run: if (!run_.replays) taken for true": "front ends tell no stall of a replay",
     "planned_session.cpp create_memory: if (record.bytes == 0) taken for false": "the planner makes no empty range",
     "planned_session.cpp uninstall: if (!range.bytes) taken for false": "the planner makes no empty range",
@@ -50,6 +55,9 @@ EQUIVALENT = {
         "only a linear asks where the rest lies: tests/runtime/test_split.py"
     ),
     "planned_session.cpp fill_residents: source_.follow({}, {}) left out": "uninstall has done it, unless that failed",
+    "planned_session.cpp give_packed_memory: source_.follow({}, {}) left out": (
+        "uninstall has done it, unless that failed"
+    ),
     "planned_session.cpp uninstall: source_.follow({}, {}) left out": "fill_residents does it again",
     "planned_session.cpp measure: if (bytes >= kMeasuredBytes) taken for false": "it bounds how long a load takes",
     "planned_session.cpp uninstall: if (event) taken for true": GIVES_BACK_NOTHING,
@@ -88,6 +96,23 @@ EQUIVALENT = {
     ),
     "staging.cpp extent_at: if (cycle_.empty()) taken for false": "a division by 0, which not every processor refuses",
     "staging.cpp read_extent: if (got < 0 && errno == EINTR) taken for false": "it needs a signal inside of a read",
+    "packed_source.cpp ~PackedSource: finish() left out": HAS_WAITED,
+    "packed_source.cpp ~PackedSource: give_up_slots() left out": HAS_WAITED,
+    "packed_source.cpp take_memory: finish() left out": HAS_WAITED,
+    "packed_source.cpp take_memory: give_up_slots() left out (2)": "what uninstalls the plan that failed does it again",
+    "packed_source.cpp give_up_slots: if (event) taken for true": GIVES_BACK_NOTHING,
+    "packed_source.cpp pass_through_in_graph: driver_.wait(link_, slot.freed_in_graph) with the previous "
+    "freed_in_graph": LATER_SLOT,
+    "packed_source.cpp pass_through_in_graph: driver_.record(slot.freed_in_graph, stream) with the previous "
+    "freed_in_graph": LATER_SLOT,
+    "packed_source.cpp load: driver_.wait(link_, slot.freed) with the previous freed": LATER_SLOT,
+    "packed_source.cpp load: driver_.wait(link_, slot.freed) with the next freed": LATER_SLOT,
+    "packed_source.cpp load: driver_.record(slot.freed, stream) with the previous freed": LATER_SLOT,
+    "packed_source.cpp load: driver_.record(slot.freed, stream) with the next freed": LATER_SLOT,
+    "packed_source.cpp pass_through_in_graph: if (captured_left_-- <= slots_.size()) taken for true": (
+        "only the last recording of a launch counts"
+    ),
+    "packed_source.cpp begin_capture: if (!captured_left_) taken for false": "a branch without copies is none",
     "trace.cpp collect: if (std::abs(distance_ns) > kNearNs) taken for true": "measured from a place still nearer",
 }
 

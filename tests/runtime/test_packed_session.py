@@ -1,0 +1,226 @@
+"""Packed weights over the soft driver: random models at every kind of budget, as runs and as graphs; and every driver
+call made to fail in turn."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from penstock.errors import DriverCallError
+from penstock.plan.packed import BLOCK_BYTES
+from penstock.plan.plan import Plan
+from penstock.runtime.session import HostSource
+from tests.runtime.packed_models import PackedModel, random_packed, write_packed
+from tests.runtime.rig import INLINE, MS, PAGE, Rig, RunFailed, chain, staged
+from tests.runtime.test_driver_faults import Life, live_and_fail
+
+FAST_SEEDS = 2
+SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= FAST_SEEDS else []) for seed in range(12)]
+STORED_BYTES = 50_000
+ORDERS = range(4)  # copies first, kernels first, at random, on several threads
+SOURCES: dict[str, HostSource | None] = {
+    "registered": None,
+    "staged": staged(60_000, 3, 2),
+    "one buffer": staged(30_000, 1, 1),
+}
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    path = tmp_path_factory.mktemp("packed") / "weights.ptd"
+    return random_packed(random.Random(f"packed {request.param}"), path)
+
+
+def plans(model: PackedModel) -> Iterator[tuple[int, Plan]]:
+    """With their budgets: the planner's, and some with parts that stay packed beside parts that stream."""
+    for budget_bytes in model.budgets(4):
+        yield budget_bytes, model.plan(budget_bytes)
+    streamed_bytes = sum(begins[-1] for begins in model.begins.values())
+    for slots, part in ((2, 0.0), (2, 0.2), (3, 0.5), (5, 0.9)):
+        plan = model.divided(slots=slots, stored_bytes=int(streamed_bytes * part), spare_bytes=slots * PAGE)
+        yield plan.device_bytes, plan
+
+
+def test_the_plans_are_of_every_kind(model: PackedModel) -> None:
+    """Without this the others would say nothing of slots, of what stays packed, or of both at once."""
+    made = [plan for _, plan in plans(model)]
+    assert any(plan.stores and plan.methods[0].warm.bytes_streamed for plan in made)
+    assert any(plan.slots and not plan.stores for plan in made)
+    assert any(plan.slots and plan.fills for plan in made)
+    assert any(not plan.slots and plan.fills for plan in made)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("poison", [True, False], ids=["poison", "plain"])
+def test_every_budget_from_the_floor_up(model: PackedModel, source: str, poison: bool) -> None:
+    methods = range(len(model.schedules))
+    for seed, (budget_bytes, plan) in enumerate(plans(model), 1):
+        with Rig(model, source=SOURCES[source], poison=poison, seed=seed, kernel_ns=MS // 50) as rig:
+            rig.install_plan(plan)
+            rig.check_memory(budget_bytes)
+            rig.driver.set_delays(seed, MS // 50)
+            streams = [rig.stream(), INLINE, rig.stream(late=True)]
+            for run, method in enumerate((*methods, *methods, 0, 0)):
+                rig.run(method, streams[run % 3])
+            for run in range(4):
+                rig.run(run % len(methods), streams[run % 3], check=False)
+            rig.check()
+            rig.check_counters()
+            rig.check_memory(budget_bytes)
+
+
+def test_replays_read_what_runs_read(model: PackedModel) -> None:
+    choose = random.Random(7)
+    methods = range(len(model.schedules))
+    for budget_bytes, plan in plans(model):
+        with Rig(model, kernel_ns=MS // 20) as rig:
+            rig.install_plan(plan)
+            graphs = [rig.capture(method) for method in (*methods, *methods)]
+            streams = [rig.stream(), rig.stream(late=True)]
+            for order, graph in itertools.product(ORDERS, graphs):
+                rig.replay(graph, streams[0], order=order, seed=order + 1)
+            for late in (rig.late_copies, rig.late_link):
+                with late():
+                    for _ in range(8):
+                        if choose.random() < 0.4:
+                            rig.run(choose.choice(methods), choose.choice(streams), check=False)
+                        else:
+                            order = choose.choice(ORDERS)
+                            rig.replay(choose.choice(graphs), choose.choice(streams), order=order, check=False)
+                    rig.check()
+                    rig.check_counters()
+            rig.check_memory(budget_bytes)
+
+
+def test_another_budget_between_runs(model: PackedModel) -> None:
+    """Back and forth on one session, with the last run of the plan that goes still under way."""
+    made = list(plans(model))
+    order = [*made, *reversed(made)]
+    random.Random(3).shuffle(order)
+    with Rig(model, kernel_ns=MS // 10) as rig:
+        stream = rig.stream()
+        for _, plan in order:
+            rig.install_plan(plan)
+            graph = rig.capture()
+            for _ in range(2):
+                rig.run(stream=stream, check=False)
+                rig.replay(graph, stream, check=False)
+            rig.check_memory(max(budget_bytes for budget_bytes, _ in made))
+        rig.check()
+        rig.check_counters()
+
+
+# ---- faults
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> PackedModel:
+    path = tmp_path_factory.mktemp("faults") / "weights.ptd"
+    order = ["a", "b", "plain", "c", "d", "e"]
+    schedules = [chain(*order), chain(*reversed(order), method="back")]
+    return write_packed(path, schedules, dict.fromkeys("abcde", BLOCK_BYTES + 1000), unpacked={"plain": PAGE})
+
+
+@dataclass
+class PackedLife(Life):
+    """First with a part that stays packed and one that streams, then with everything decoded on the host."""
+
+    @property
+    def most_bytes(self) -> int:
+        return max(plan.device_bytes for plan in self._plans)
+
+    @property
+    def _plans(self) -> tuple[Plan, Plan]:
+        assert isinstance(self.model, PackedModel)
+        plan = self.model.divided(stored_bytes=STORED_BYTES)
+        assert plan.stores and plan.methods[0].warm.bytes_streamed
+        return plan, self.model.plan(self.model.full_bytes)
+
+    def _install(self, rig: Rig, budget_bytes: int) -> None:
+        first, second = self._plans
+        plan = rig.install_plan(first if budget_bytes == self.model.floor_bytes else second)
+        assert self.driver.counts().block_bytes == plan.device_bytes
+
+
+@pytest.mark.parametrize("setup", ["packed", "packed staged"])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 67])
+def test_every_driver_call_fails_in_turn(small: PackedModel, setup: str, step: int) -> None:
+    """Each of them, which takes minutes; in every run some."""
+    seen: set[str] = set()
+    n = 1
+    while failed := live_and_fail(small, setup, n, kind=PackedLife):
+        seen.add(failed)
+        n += step
+    assert n > 1000
+    if step > 1:
+        return
+    packed = {"decode", "create_stream", "create_event", "record", "wait", "copy_to_device", "fill", "allocate_host"}
+    assert seen >= packed | {"synchronize_stream", "destroy_stream", "destroy_event", "free_host"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["synchronize_stream", "decode", "copy_to_device"])
+def test_a_call_that_fails_does_not_let_go_of_what_is_in_use(small: PackedModel, call: str) -> None:
+    n = 1
+    while live_and_fail(
+        small, "packed", n, call=call, kind=PackedLife, kernel_ns=MS // 2, copy_ns=MS // 8, poison=bool(n % 2)
+    ):
+        n += 2
+    assert n > 3
+
+
+def test_every_driver_call_of_a_capture_may_fail(small: PackedModel) -> None:
+    plan = small.divided(stored_bytes=STORED_BYTES)
+    with Rig(small) as rig:
+        rig.install_plan(plan)
+        stream, side = rig.stream(), rig.stream()
+        rig.run(stream=stream)
+        failed = set()
+        # The first time each call makes an event that stays, and so there is one call less the next time.
+        for again in (False, True):
+            for n in itertools.count(1):
+                rig.driver.fail_at(n)
+                try:
+                    rig.capture(0, side)
+                except (DriverCallError, RunFailed):
+                    failed.add(rig.driver.failed_call())
+                else:
+                    break
+                rig.driver.fail_at(0)
+                if again or n % 5 == 0:
+                    rig.run(stream=stream)
+                    assert rig.last == plan.methods[0].warm
+            rig.driver.fail_at(0)
+        assert failed >= {"decode", "create_event", "record", "wait", "copy_to_device", "fill"}
+        assert failed >= {"record_external", "wait_external"}
+        graph = rig.capture(0, side)
+        for order in ORDERS:
+            rig.replay(graph, stream, order=order)
+
+
+def test_every_driver_call_of_a_replay_may_fail(small: PackedModel) -> None:
+    plan = small.divided(stored_bytes=STORED_BYTES)
+    with Rig(small) as rig:
+        rig.install_plan(plan)
+        stream = rig.stream()
+        graph = rig.capture()
+        failed = set()
+        for cold in (False, True):
+            for n in itertools.count(1):
+                rig.run(1 if cold else 0, stream)
+                rig.driver.fail_at(n)
+                try:
+                    rig.replay(graph, stream, check=False)
+                except DriverCallError:
+                    failed.add(rig.driver.failed_call())
+                else:
+                    break
+                finally:
+                    rig.driver.fail_at(0)
+                rig.check()
+                rig.replay(graph, stream)
+        assert failed >= {"decode", "copy_to_device", "wait", "record", "fill", "launch_graph"}
