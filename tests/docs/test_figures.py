@@ -136,9 +136,9 @@ def _beside_the_best(points: list[dict[str, Any]]) -> Iterator[float]:
 def _beside_penstock(rows: list[Any]) -> Iterator[float]:
     """How many times faster generation is than with each of the others at the same fraction."""
     timed = [row for row in rows if isinstance(row, dict) and "system" in row and "ms_a_token" in row]
-    ours = {row["fraction"]: row["ms_a_token"] for row in timed if row["system"] == "penstock"}
-    for row in timed:
-        yield row["ms_a_token"] / ours[row["fraction"]]
+    for system in ("penstock", "packed"):
+        ours = {row["fraction"]: row["ms_a_token"] for row in timed if row["system"] == system}
+        yield from (row["ms_a_token"] / ours[row["fraction"]] for row in timed if row["fraction"] in ours)
 
 
 @lru_cache

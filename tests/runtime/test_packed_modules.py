@@ -1,0 +1,152 @@
+"""Modules with packed weights: the same bits as with the file that is not packed, and what packed weights cannot do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import BelowFloorError, PenstockError, WeightsFileError
+from penstock.weights import read_index
+from tests.runtime.modules import STAGING_CAP_BYTES, check_memory, traffic
+
+BLOCK_BYTES = 64 * 1024
+
+
+class Mixed(nn.Module):
+    """A table that is gathered from, and products in two dtypes; one weight too small to be packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1024, 128)
+        self.enter = nn.Linear(128, 256)
+        self.up = nn.ModuleList(nn.Linear(256, 512, bias=False, dtype=torch.bfloat16) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(512, 256, bias=False, dtype=torch.bfloat16) for _ in range(4))
+        self.leave = nn.Linear(256, 1024)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.enter(self.table(tokens)).to(torch.bfloat16)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.nn.functional.silu(up(x)))
+        return self.leave(x.float())
+
+
+TOKENS = torch.arange(5)[None] * 37
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled with its weights packed."""
+    path = tmp_path_factory.mktemp("packed") / "model.pt2"
+    torch.manual_seed(0)
+    exported = torch.export.export(Mixed().eval(), (TOKENS,))
+    penstock.compile(penstock.apply_weight_offload(exported), path, device="cpu", pack=True)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["model.pt2", "model.ptd"]
+    return path
+
+
+@pytest.fixture(scope="module")
+def raw(program: Path) -> Path:
+    path = program.with_name("raw.ptd")
+    penstock.unpack(program.with_suffix(".ptd"), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(program: Path, raw: Path) -> Tensor:
+    with penstock.Module(program, weights=raw) as module:
+        found: Tensor = module(TOKENS)
+        return found
+
+
+@pytest.mark.parametrize("options", [{}, {"host_memory": STAGING_CAP_BYTES}, {"placement": "stream"}], ids=str)
+def test_every_budget_gives_the_same_bits(
+    program: Path, expected: Tensor, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_POISON", "1")
+    with penstock.Module(program, **options) as module:
+        floor, full = module.floor_bytes, module.full_bytes
+        stored = streamed = False
+        for eighths in range(9):
+            module.set_budget(floor + (full - floor) * eighths // 8)
+            assert module.plan is not None
+            planned = module.plan.method("forward")
+            for run in range(3):
+                assert torch.equal(module(TOKENS), expected)
+                assert traffic(module.last_run) == (planned.warm if run else planned.cold)
+            check_memory(module, full)
+            stored |= bool(module.plan.stores)
+            streamed |= planned.warm.bytes_streamed < planned.warm.bytes_decoded
+        assert stored and streamed
+        assert planned.warm.bytes_decoded == 0  # with everything resident
+        with pytest.raises(BelowFloorError) as refused:
+            module.set_budget(floor - 1)
+        assert refused.value.floor_bytes == floor
+
+
+def test_what_a_program_gathers_from_is_left(program: Path) -> None:
+    index = read_index(program.with_suffix(".ptd"))
+    large = {entry.name for entry in index if entry.raw_bytes >= BLOCK_BYTES}
+    assert {entry.name for entry in index if entry.packing} == large - {"table.weight"}
+
+
+def test_the_floor_is_little_above_that_of_the_raw_file(program: Path, raw: Path) -> None:
+    with (
+        penstock.Module(program, placement="stream") as packed,
+        penstock.Module(program, weights=raw, placement="stream") as other,
+    ):
+        assert other.floor_bytes < packed.floor_bytes <= other.floor_bytes + 8 * 2**20
+
+
+def test_a_calibrated_plan_gives_the_same_bits(program: Path, expected: Tensor) -> None:
+    with penstock.Module(program) as module:
+        module.set_budget((module.floor_bytes + module.full_bytes) // 2)
+        with module.calibrate():
+            module(TOKENS)
+            module(TOKENS)
+        assert torch.equal(module(TOKENS), expected)
+        assert module.calibration is not None
+
+
+@pytest.mark.parametrize("placement", ["in-place", "lru"])
+def test_placements_that_need_weights_as_they_are(program: Path, placement: str) -> None:
+    with pytest.raises(PenstockError, match=f"placement='{placement}' needs weights as they are, .*`penstock unpack`"):
+        penstock.Module(program, placement=placement)
+
+
+def test_reads_in_place_are_not_timed(program: Path) -> None:
+    with penstock.Module(program) as module:
+        module.set_budget((module.floor_bytes + module.full_bytes) // 2)
+        with module.calibrate():
+            module(TOKENS)
+        with pytest.raises(PenstockError, match="is packed in the weights file"), module.calibrate(in_place=True):
+            pass
+
+
+def test_a_packed_table_that_is_gathered_from(program: Path, raw: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "all.ptd"
+    penstock.pack(raw, packed)  # without the program, which would have told
+    with pytest.raises(WeightsFileError, match=r"gathers from 'table\.weight', which is packed.*--program"):
+        penstock.Module(program, weights=packed)
+
+
+def test_a_damaged_file_is_refused_by_verify(program: Path, tmp_path: Path) -> None:
+    weights = tmp_path / "model.ptd"
+    shutil.copy(program.with_suffix(".ptd"), weights)
+    entry = next(entry for entry in read_index(weights) if entry.packing)
+    with weights.open("r+b") as file:
+        file.seek(entry.offset_bytes + entry.length_bytes // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(WeightsFileError, match=entry.name):
+        penstock.Module(program, weights=weights, verify=True)
+    # Without it other numbers come out, and nothing else happens.
+    with penstock.Module(program, weights=weights) as module:
+        module.set_budget((module.floor_bytes + module.full_bytes) // 2)
+        assert module(TOKENS).shape == (1, 5, 1024)
