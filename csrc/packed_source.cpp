@@ -260,12 +260,11 @@ void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
 
 void PackedSource::decode_on_host(const PackedWeight& weight, const PieceRecord& piece, Address to, Stream stream) {
   const int64_t begin = piece.source_offset_bytes - weight.offset_bytes, end = begin + piece.bytes;
-  unsigned char* room = static_cast<unsigned char*>(driver_.allocate_host((size_t)kHostPartBytes));
+  // Not pinned: that memory has a cap, which is for what weights pass through in every run.
+  std::vector<unsigned char> decoded((size_t)std::min(kHostPartBytes, piece.bytes));
+  unsigned char* const room = decoded.data();
   // A wait that failed has not waited: the device may still read there.
-  Undo undo([&] {
-    sync_with_retry([&] { driver_.synchronize_stream(stream); });
-    driver_.free_host(room);
-  });
+  Undo undo([&] { sync_with_retry([&] { driver_.synchronize_stream(stream); }); });
   for (int64_t low = begin; low < end; low += kHostPartBytes) {
     const int64_t high = std::min(end, low + kHostPartBytes);
     const int64_t first = low / kBlockRawBytes, count = (high - 1) / kBlockRawBytes + 1 - first;
