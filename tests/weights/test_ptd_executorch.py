@@ -282,4 +282,5 @@ def test_its_runtime_runs_a_program_on_our_file(exported: tuple[Any, Path, Path]
     method = Runtime.get().load_program(program, data_path=path).load_method("forward")
     model.load_state_dict(doubled)
     with torch.no_grad():
-        assert torch.equal(method.execute([x])[0], model(x))
+        # Its kernels and torch's add in another order on some CPUs: the last bit may differ, other weights would not.
+        torch.testing.assert_close(method.execute([x])[0], model(x))
