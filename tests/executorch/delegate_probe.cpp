@@ -148,7 +148,8 @@ void stand_between() {
   };
   core.load_torch = [] { return refuses("load_torch") ? 1 : real.load_torch(); };
   core.session_create = [](void* driver, const char* path, int32_t lru, const int64_t* ends, int64_t count,
-                           int64_t buffer_bytes, int32_t buffers, int32_t threads, int32_t index, int32_t poison) {
+                           int64_t buffer_bytes, int32_t buffers, int32_t threads, int32_t index, int32_t poison,
+                           const int64_t* packed, int64_t packed_count) {
     made.staging_buffer_bytes = buffer_bytes;
     made.staging_buffers = buffers;
     made.staging_threads = threads;
@@ -158,7 +159,7 @@ void stand_between() {
     for (int64_t i = 0; i < made.chunk_count; ++i) made.chunk_ends[i] = ends[i];
     void* session = refuses("session_create") ? nullptr
                                               : real.session_create(driver, path, lru, ends, count, buffer_bytes,
-                                                                    buffers, threads, index, poison);
+                                                                    buffers, threads, index, poison, packed, packed_count);
     if (session) sessions.insert(session);
     made.session = session;
     made.sessions = (int64_t)sessions.size();

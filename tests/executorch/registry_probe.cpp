@@ -76,7 +76,7 @@ Core fake() {
     return 0;
   };
   core.session_create = [](void*, const char* path, int32_t, const int64_t* ends, int64_t count, int64_t, int32_t, int32_t,
-                           int32_t, int32_t poison) -> void* {
+                           int32_t, int32_t poison, const int64_t*, int64_t) -> void* {
     std::string name = path;
     if (name == "bad") return nullptr;
     {

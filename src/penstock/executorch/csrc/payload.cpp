@@ -128,6 +128,8 @@ class Rebase {
     skip(next());                                              // blocks
     for (int64_t ranges = next(); ranges > 0; --ranges) skip(next());
     for (int64_t fills = next(); fills > 0; --fills) piece();
+    int64_t slots = next(), stores = next();
+    if (slots || stores) refuse("a plan of the program is for packed weights, which a .pte has not");
     for (int64_t methods = next(); methods > 0; --methods) {
       next();  // steps
       int64_t accesses = next(), stays = next();
