@@ -1,11 +1,10 @@
 // Packing and unpacking on the host, in threads: what the commands pack and unpack, and verification, stand on.
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 #include "packed_block.h"
+#include "parallel.h"
 
 namespace penstock {
 namespace {
@@ -13,22 +12,10 @@ namespace {
 // Calls visit(block, begin of it in the weight, its bytes) for every block, in threads.
 template <typename Visit>
 void for_each_block(int64_t raw_bytes, int32_t threads, Visit visit) {
-  const int64_t count = (raw_bytes + kBlockRawBytes - 1) / kBlockRawBytes;
-  std::atomic<int64_t> next{0};
-  auto work = [&] {
-    for (int64_t block = next++; block < count; block = next++) {
-      int64_t begin = block * kBlockRawBytes;
-      visit(block, begin, std::min(kBlockRawBytes, raw_bytes - begin));
-    }
-  };
-  std::vector<std::thread> others;
-  // A thread that cannot be had is one fewer: the calling thread does the work alone if it must.
-  try {
-    for (int32_t i = 1; i < threads && i < count; ++i) others.emplace_back(work);
-  } catch (const std::exception&) {
-  }
-  work();
-  for (std::thread& other : others) other.join();
+  in_parallel((raw_bytes + kBlockRawBytes - 1) / kBlockRawBytes, threads, [&](int64_t block) {
+    int64_t begin = block * kBlockRawBytes;
+    visit(block, begin, std::min(kBlockRawBytes, raw_bytes - begin));
+  });
 }
 
 bool are_values(int32_t kind, int64_t raw_bytes) {
