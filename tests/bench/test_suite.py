@@ -44,7 +44,7 @@ from safetensors.torch import load_file
 import penstock
 from tests.bench.finished import FRACTIONS, ROOT, Finished, suite
 
-NEEDS_NO_GPU = {"eager", "resident", "planned", "calibrated", "lru", "aotinductor"}
+NEEDS_NO_GPU = {"eager", "resident", "planned", "calibrated", "lru", "packed", "packed-calibrated", "aotinductor"}
 OURS = {name for name, system in SYSTEMS.items() if system.ours}
 
 
