@@ -333,7 +333,7 @@ LinkRecord StreamingSession::time_copies(const Copies& copies) {
   std::vector<PieceRecord> pieces;
   for (const auto& copy : copies) {
     pieces.push_back(copy.first);
-    record.bytes += copy.first.bytes;
+    record.bytes += source_.link_bytes(copy.first);
   }
   source_.follow({}, pieces);
   Event begin = driver_.create_event(true);

@@ -32,7 +32,7 @@ struct Counters {
   int64_t bytes_decoded = 0;
 };
 
-// So many copies, of so many bytes together, one after the other.
+// So many copies, one after the other, and the bytes that they take over the link together.
 struct LinkRecord {
   int64_t copies;
   int64_t bytes;

@@ -15,7 +15,7 @@ from penstock.cli.curve_picture import MissingPackageError
 from penstock.cli.step_times_file import step_times_text
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.planner import Planner
 from penstock.plan.simulator import simulate
 from penstock.program import read_program
 from tests.cli.conftest import Cli, write_metadata
@@ -24,11 +24,11 @@ from tests.cli.test_inspect import PAGE, two_methods
 LINK = 1e9
 
 
-def planner(path: Path, placement: str = "auto") -> PlacementPlanner:
+def planner(path: Path, placement: str = "auto") -> Planner:
     """As a module makes it."""
     read = read_program(path)
     schedules, weights = [m.schedule for m in read.methods], {w.name: w for w in read.weights}
-    return PlacementPlanner(schedules, weights, page_bytes=PAGE, placement=placement)
+    return Planner(schedules, weights, page_bytes=PAGE, placement=placement)
 
 
 @pytest.fixture

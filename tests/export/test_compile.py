@@ -22,7 +22,7 @@ import penstock.export.compile as compile_module
 from penstock.errors import BelowFloorError, CheckpointError, MethodConflictError, PackageError
 from penstock.native import core
 from penstock.plan.pages import soft_page_bytes
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.planner import Planner
 from penstock.program import FORMAT_VERSION, TensorSpec, program_from_json, program_to_json, read_program
 from penstock.torch_private.loader import CompiledMethod as LoadedMethod
 from penstock.verify.module import PoisonedModule
@@ -159,7 +159,7 @@ def test_the_floor_can_be_computed_again(decoder_build: Built, small_build: Buil
         program = read_program(result.program_path)
         schedules, weights = [m.schedule for m in program.methods], {w.name: w for w in program.weights}
         page_bytes = soft_page_bytes(program.weight_bytes)
-        floor = PlacementPlanner(schedules, weights, page_bytes=page_bytes, placement="auto").floor()
+        floor = Planner(schedules, weights, page_bytes=page_bytes, placement="auto").floor()
         assert floor == result.floor
         assert 0 < program.floor_bytes == floor.floor_bytes
 

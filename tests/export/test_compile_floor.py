@@ -18,7 +18,7 @@ from penstock.export.method import CompiledMethod
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import floor_bytes
 from penstock.plan.pages import CUDA_PAGE_BYTES, page_bytes_on, soft_page_bytes
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.planner import Planner
 from penstock.program import Program, read_program
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
@@ -137,14 +137,14 @@ def test_a_table_that_is_gathered_from_is_in_no_floor(gathering: None, tmp_path:
     program = build(PROGRAMS["gathered table"](), tmp_path).program
     (table,) = [weight.nbytes for weight in program.weights if weight.name == "embed.weight"]
     schedules, weights = schedules_and_weights(program)
-    streamed = PlacementPlanner(schedules, weights, page_bytes=PAGE, placement="stream").floor_bytes
+    streamed = Planner(schedules, weights, page_bytes=PAGE, placement="stream").floor_bytes
     assert program.floor_bytes < table < streamed
 
 
 def test_both_refusals_name_the_modes_that_take_less(gathering: None, tmp_path: Path) -> None:
     programs = PROGRAMS["control flow"]()
     made = build(programs, tmp_path)
-    planner = PlacementPlanner(*schedules_and_weights(made.program), page_bytes=PAGE, placement="in-place")
+    planner = Planner(*schedules_and_weights(made.program), page_bytes=PAGE, placement="in-place")
     assert 0 < planner.floor_bytes < made.program.floor_bytes, "what control flow reads stays"
     wanted = f'That is for placement="auto"; placement="in-place" needs {planner.floor_bytes} bytes'
     loading = str(refused_at_load(made.program_path, 0))
@@ -159,10 +159,12 @@ def test_both_refusals_name_the_modes_that_take_less(gathering: None, tmp_path: 
 
 
 def test_a_weight_that_can_be_split_is_offered_that_mode(quick: None, tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
+    # Each is read three times in a row: once copied, and three times over the link, which is too much for "auto".
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(8)]
+    model = nn.Sequential(*(layer for layer in layers for _ in range(3))).bfloat16()
     programs = offloaded(model, (torch.ones(2, 64, dtype=torch.bfloat16),))
     made = build(programs, tmp_path, split_linear=True)
-    planner = PlacementPlanner(*schedules_and_weights(made.program), page_bytes=PAGE, placement="split")
+    planner = Planner(*schedules_and_weights(made.program), page_bytes=PAGE, placement="split")
     wanted = f'placement="in-place" needs 0 bytes and placement="split" needs {planner.floor_bytes} bytes'
     assert planner.floor_bytes < made.program.floor_bytes
     assert wanted in str(refused_at_load(made.program_path, 0))
@@ -180,7 +182,7 @@ def test_a_gpu_has_larger_pages() -> None:
     }
     for device, nbytes in sizes.items():
         page_bytes = page_bytes_on(device, sum(weight.nbytes for weight in weights.values()))
-        assert nbytes == PlacementPlanner(schedules, weights, page_bytes=page_bytes, placement="auto").floor_bytes
+        assert nbytes == Planner(schedules, weights, page_bytes=page_bytes, placement="auto").floor_bytes
         with pytest.raises(BelowFloorError) as refused:
             compile_module._floor(schedules, weights, torch.device(device), nbytes - 1)
         assert refused.value.floor_bytes == nbytes

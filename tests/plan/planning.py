@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.plan.menu_planner import FloorPlan
 from penstock.plan.plan import Plan
-from penstock.plan.planner import FloorPlan, Planner
+from penstock.plan.planner import Planner
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.demand import Demand
-from penstock.plan.fifo import EVEN, FifoChoices
+from penstock.plan.fill import EVEN, Fill
+from penstock.plan.menu import Menu
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.planner import Planner
 from penstock.plan.residency import streaming
@@ -30,8 +30,8 @@ BUDGET_BYTES = 60 * 4096
 
 @pytest.fixture
 def plan() -> Plan:
-    demand = Demand.of([SCHEDULE], WEIGHTS, 4096)
-    draft = FifoChoices(streaming(demand, NAMES), BUDGET_BYTES // 4096).draft(EVEN, ahead_pages=1)
+    menu = Menu((SCHEDULE,), WEIGHTS, 4096)
+    draft = Fill(streaming(menu.demand, NAMES), BUDGET_BYTES // 4096, menu).draft(EVEN, ahead_pages=1)
     made = None if draft is None else draft.plan()
     assert made is not None
     check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=BUDGET_BYTES)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.menu import Menu
+from penstock.plan.menu_planner import MenuPlanner
 from penstock.plan.plan import DIRECT, Piece, Plan, Range
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -24,9 +25,10 @@ HEAD = 512 * ROW
 @pytest.fixture
 def plan() -> Plan:
     """Prefixes beside a ring."""
-    choice = PlacementPlanner([SCHEDULE], WEIGHTS, page_bytes=PAGE, placement="split")._split_from(1)
-    made = choice.divided(choice.floor_bytes + 30 * PAGE, choice.floor_bytes, None, {})
-    check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=choice.floor_bytes + 30 * PAGE)
+    menu = Menu((SCHEDULE,), WEIGHTS, PAGE, split=lambda access: access.linear)
+    lowest = MenuPlanner(menu).floor()
+    made = menu.finished(lowest.plan, lowest.floor_bytes + 30 * PAGE, {})
+    check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=lowest.floor_bytes + 30 * PAGE)
     assert made.split_weights == ("x", "y") and made.ring_bytes and made.methods[0].placements[0].prefix_bytes == HEAD
     return made
 

@@ -11,8 +11,8 @@ import pytest
 from penstock.errors import BelowFloorError
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.packed import BLOCK_BYTES, SlotSizes, packed_bytes, streams_packed, with_packed
-from penstock.plan.packed_planner import PackedPlanner
 from penstock.plan.plan import DIRECT, Block, Copy, Piece, Plan, Range, Slots, Store
+from penstock.plan.planner import Planner
 from penstock.weight import Weight
 from tests.plan.planning import placed_floor
 from tests.plan.record.schedules import _decoder, program
@@ -37,8 +37,8 @@ def begins_of(nbytes: int, block_bytes: int = PACKED_BYTES) -> tuple[int, ...]:
 BEGINS = {name: begins_of(SIZES[name]) for name in NAMES}
 
 
-def planner(begins: dict[str, tuple[int, ...]] = BEGINS) -> PackedPlanner:
-    return PackedPlanner([SCHEDULE], WEIGHTS, begins, page_bytes=PAGE, reads_in_place=False)
+def planner(begins: dict[str, tuple[int, ...]] = BEGINS) -> Planner:
+    return Planner([SCHEDULE], WEIGHTS, page_bytes=PAGE, begins=begins)
 
 
 def check(plan: Plan, budget_bytes: int | None = None) -> None:
@@ -54,7 +54,9 @@ def test_the_floor_is_exact() -> None:
     lowest = placed_floor([SCHEDULE], WEIGHTS, page_bytes=PAGE).floor_bytes
     # Two slots of a block each, from a multiple of 256 to the next, in whole pages.
     assert floor == lowest + -(-2 * 46_080 // PAGE) * PAGE < made.full_bytes
-    with pytest.raises(BelowFloorError, match=f"the floor is {floor} bytes: {lowest} bytes for weights") as refused:
+    with pytest.raises(
+        BelowFloorError, match=f"the floor is {floor} bytes: .*and {floor - lowest} bytes for packed ones"
+    ) as refused:
         made.plan(floor - 1)
     assert (refused.value.budget_bytes, refused.value.floor_bytes) == (floor - 1, floor)
     check(made.plan(floor), floor)
@@ -63,13 +65,7 @@ def test_the_floor_is_exact() -> None:
 
 def test_a_floor_is_never_more_than_everything() -> None:
     """Where two slots are more than what streaming saves, everything is resident."""
-    few = PackedPlanner(
-        [chain("w0", "w1")],
-        WEIGHTS,
-        {name: BEGINS[name] for name in ("w0", "w1")},
-        page_bytes=PAGE,
-        reads_in_place=False,
-    )
+    few = Planner([chain("w0", "w1")], WEIGHTS, page_bytes=PAGE, begins={name: BEGINS[name] for name in ("w0", "w1")})
     assert few.floor_bytes == few.full_bytes
     plan = few.plan(few.floor_bytes)
     assert plan.slots is None and not plan.stores and not plan.methods[0].copies
@@ -112,7 +108,7 @@ def llama(layers: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
 
 def test_more_memory_streams_no_more_on_a_llama() -> None:
     made, begins = llama(16)
-    of = PackedPlanner(made.schedules, made.weights, begins, page_bytes=DEVICE_PAGE, reads_in_place=True)
+    of = Planner(made.schedules, made.weights, page_bytes=DEVICE_PAGE, placement="auto", begins=begins)
     floor, full = of.floor_bytes, of.full_bytes
     packed = sum(ends[-1] for ends in begins.values())
     streamed = []

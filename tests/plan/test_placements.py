@@ -13,7 +13,8 @@ from penstock.placement_names import PLANNED
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.link import Link
-from penstock.plan.placements import DirectChoice, PlacementPlanner
+from penstock.plan.menu import Menu
+from penstock.plan.menu_planner import MenuPlanner
 from penstock.plan.plan import DIRECT, Plan
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
@@ -26,8 +27,8 @@ PAGE = 16
 
 def planner(
     schedules: list[Schedule], weights: dict[str, Weight], placement: str = "auto", page: int = PAGE
-) -> PlacementPlanner:
-    return PlacementPlanner(schedules, weights, page_bytes=page, placement=placement)
+) -> Planner:
+    return Planner(schedules, weights, page_bytes=page, placement=placement)
 
 
 def direct_positions(plan: Plan, method: int = 0) -> list[int]:
@@ -249,7 +250,7 @@ def test_copies_stand_still_while_a_weight_is_read_in_place() -> None:
     timed = Calibration(Link(55e9), {"forward": (1e-5,) * 12}, {"forward": (1e-3,) * 12})
     everything = planner([schedule], weights, "in-place", LARGE_PAGE).plan(0)
     assert auto.predicted_s(everything, timed) == pytest.approx(12e-3)
-    chosen = DirectChoice([schedule], weights, LARGE_PAGE, lambda access: access.weight == "b")
+    chosen = MenuPlanner(Menu((schedule,), weights, LARGE_PAGE, lambda access: access.weight == "b"))
     mixed = chosen.plan(chosen.floor_bytes, None)
     assert mixed.direct_weights == ("b",)
     crossing_bytes = mixed.methods[0].warm.bytes_streamed + nbytes
@@ -262,7 +263,7 @@ def test_where_copying_all_needs_less_the_floor_is_that_of_copying() -> None:
     schedule = chain("a", "b c", "a", "~d e")
     weights = weights_of(a=0, b=1, c=17, d=1, e=17)
     auto, streamed = planner([schedule], weights, "auto"), planner([schedule], weights, "stream")
-    without_table = DirectChoice([schedule], weights, PAGE, lambda access: access.gathered)
+    without_table = MenuPlanner(Menu((schedule,), weights, PAGE, lambda access: access.gathered))
     assert streamed.floor_bytes < without_table.floor_bytes, "no odd case any more: find another"
     assert auto.floor_bytes == auto.floor().floor_bytes == streamed.floor_bytes
     check_plan(auto.plan(auto.floor_bytes), [schedule], weights, budget_bytes=auto.floor_bytes)

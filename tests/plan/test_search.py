@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
-from penstock.plan.demand import Demand
-from penstock.plan.fifo import EVEN, Draft, FifoChoices
+from penstock.plan.fill import EVEN, Draft, Fill
 from penstock.plan.link import Link
+from penstock.plan.menu import Menu
 from penstock.plan.planner import Planner
 from penstock.plan.residency import streaming
-from penstock.plan.search import Search, least
+from penstock.plan.search import Room, Search, least
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import AS_FAST
 from penstock.schedule import Schedule
@@ -47,55 +47,57 @@ def test_with_any_times_a_plan_is_safe_within_its_budget_and_no_slower_than_with
         assert planner.predicted_s(plan, calibration) <= planner.predicted_s(without, calibration) * AS_FAST
 
 
-def equal_weights(count: int, pages: int) -> Demand:
+def equal_weights(count: int, pages: int) -> Menu:
     names = [f"w{index}" for index in range(count)]
-    return Demand.of([chain(*names)], weights_of(**dict.fromkeys(names, pages * PAGE)), PAGE)
+    return Menu((chain(*names),), weights_of(**dict.fromkeys(names, pages * PAGE)), PAGE)
+
+
+def fill(menu: Menu, budget_pages: int) -> Fill:
+    return Fill(streaming(menu.demand, menu.demand.nbytes), budget_pages, menu)
 
 
 @pytest.mark.parametrize("cap", [EVEN, 1, 2, 3, 5])
 @pytest.mark.parametrize("budget_pages", [10, 17, 25, 31])
 def test_a_draft_keeps_to_its_cap_and_fills_the_budget_to_the_page(cap: int, budget_pages: int) -> None:
-    demand = equal_weights(8, 5)
-    chosen = streaming(demand, demand.nbytes)
-    draft = FifoChoices(chosen, budget_pages).draft(cap, ahead_pages=2)
+    choices = fill(equal_weights(8, 5), budget_pages)
+    draft = choices.draft(cap, ahead_pages=2)
     if draft is None:
         # Suffixes of so few pages leave more resident than there is room for.
         assert cap and 8 * (5 - cap) + cap + 2 > budget_pages
         return
-    assert chosen.resident_pages(draft.suffixes) + draft.ring_pages == budget_pages
+    assert choices.chosen.resident_pages(draft.suffixes) + draft.ring_pages == budget_pages
     assert max(draft.suffixes.values()) <= (cap or 5)
     if cap != EVEN:
         assert sum(suffix < cap for suffix in draft.suffixes.values()) <= 1, "whole suffixes, and one for the rest"
 
 
 def test_suffixes_are_spread_over_the_schedule_and_seldom_streamed_weights_go_first() -> None:
-    demand = Demand.of(
-        [chain("a", "often", "b", "c", "d", "often", "e", "f")],
+    menu = Menu(
+        (chain("a", "often", "b", "c", "d", "often", "e", "f"),),
         weights_of(a=4 * PAGE, b=4 * PAGE, c=4 * PAGE, d=4 * PAGE, e=4 * PAGE, f=4 * PAGE, often=4 * PAGE),
         PAGE,
     )
-    draft = FifoChoices(streaming(demand, demand.nbytes), 28 - 12 + 5).draft(4, ahead_pages=1)
+    draft = fill(menu, 28 - 12 + 5).draft(4, ahead_pages=1)
     assert draft is not None and draft.ring_pages == 5
     assert list(draft.suffixes) == ["a", "c", "e"] or list(draft.suffixes) == ["b", "d", "f"]
 
 
 def test_copies_alone_take_no_longer_than_the_plan() -> None:
-    demand = equal_weights(8, 5)
-    calibration = timed(list(demand.schedules), random.Random(1))
-    choices = FifoChoices(streaming(demand, demand.nbytes), 22)
+    menu = equal_weights(8, 5)
+    calibration = timed(list(menu.schedules), random.Random(1))
+    choices = fill(menu, 22)
     tried = 0
     for cap, ahead in itertools.product(choices.caps, range(4)):
         draft = choices.draft(cap, ahead)
         plan = None if draft is None else draft.plan()
         if draft is not None and plan is not None:
             tried += 1
-            assert draft.link_s(calibration) <= predicted_s(plan, demand.schedules, calibration) * (1 + 1e-9)
+            assert draft.least_s(calibration, menu, 22) <= predicted_s(plan, menu.schedules, calibration) * (1 + 1e-9)
     assert tried > 8
 
 
 def test_of_equally_fast_plans_the_one_that_moves_least_is_taken() -> None:
-    demand = equal_weights(6, 4)
-    choices = FifoChoices(streaming(demand, demand.nbytes), 20)
+    choices = fill(equal_weights(6, 4), 20)
     plans = [draft.plan() for ahead in (0, 2) if (draft := choices.draft(4, ahead)) is not None]
     short, long = plans
     assert short is not None and long is not None
@@ -111,7 +113,8 @@ def test_beside_all_suffixes_and_rings_there_are(seed: int) -> None:
     names = [f"w{index}" for index in range(6)]
     sizes = {name: draw.randint(1, 3) for name in names}
     schedules = [chain(*names)]
-    demand = Demand.of(schedules, weights_of(**{name: size * PAGE for name, size in sizes.items()}), PAGE)
+    menu = Menu(tuple(schedules), weights_of(**{name: size * PAGE for name, size in sizes.items()}), PAGE)
+    demand = menu.demand
     calibration = timed(schedules, draw)
     budget_pages = max(6, sum(sizes.values()) * 2 // 3)
     chosen = streaming(demand, demand.nbytes)
@@ -124,5 +127,5 @@ def test_beside_all_suffixes_and_rings_there_are(seed: int) -> None:
         plan = Draft(chosen, kept, ring_pages).plan()
         if plan is not None:
             best_s = min(best_s, predicted_s(plan, schedules, calibration))
-    found = Search([chosen], budget_pages, [calibration], 1).run()
+    found = Search([chosen], Room(menu, budget_pages * PAGE, None, {}), [calibration], 1).run()
     assert min(seconds for seconds, _ in found) <= best_s * 1.06

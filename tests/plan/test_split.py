@@ -14,8 +14,10 @@ from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.link import Link
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.menu import Menu
+from penstock.plan.menu_planner import MenuPlanner
 from penstock.plan.plan import DIRECT, SPLIT_ROWS, Plan
+from penstock.plan.planner import Planner
 from penstock.plan.prefixes import Spare, SplittableWeight, allocate_prefixes, host_curves
 from penstock.plan.simulator import simulate
 from penstock.plan.tuning import PREFIX_GRAIN_ROWS
@@ -37,8 +39,8 @@ def linear(schedule: Schedule, names: Collection[str]) -> Schedule:
     return replace(schedule, accesses=tuple(accesses))
 
 
-def planner(schedules: Sequence[Schedule], weights: dict[str, Weight], placement: str = "split") -> PlacementPlanner:
-    return PlacementPlanner(schedules, weights, page_bytes=PAGE, placement=placement)
+def planner(schedules: Sequence[Schedule], weights: dict[str, Weight], placement: str = "split") -> Planner:
+    return Planner(schedules, weights, page_bytes=PAGE, placement=placement)
 
 
 def kinds(plan: Plan, method: int = 0) -> list[str]:
@@ -203,7 +205,7 @@ def test_where_there_is_no_kernel_the_mode_is_refused() -> None:
     weights = matrices(x=1000)
     schedule = linear(chain("x"), weights)
     with pytest.raises(ValueError, match="placement is 'split', which needs a kernel that reads a weight"):
-        PlacementPlanner([schedule], weights, page_bytes=PAGE, placement="split", can_split=False)
+        Planner([schedule], weights, page_bytes=PAGE, placement="split", can_split=False)
 
 
 def test_a_program_without_linear_weights_plans_as_without_times() -> None:
@@ -307,9 +309,10 @@ def test_copies_stand_still_for_the_part_in_place() -> None:
     names = "abcdefghijkl"
     weights = matrices(x=4096, **dict.fromkeys(names, 4096))
     schedule = linear(chain("x", *names), ["x"])
-    choice = planner([schedule], weights)._split_from(1)
-    budget = choice.floor_bytes + 64 * PAGE
-    plan = choice.divided(budget, choice.floor_bytes, None, {})
+    menu = Menu((schedule,), weights, PAGE, split=lambda access: access.linear)
+    lowest = MenuPlanner(menu).floor()
+    budget = lowest.floor_bytes + 64 * PAGE
+    plan = menu.finished(lowest.plan, budget, {})
     check_plan(plan, [schedule], weights, budget_bytes=budget)
     placed, streamed = plan.methods[0].placements[0], plan.methods[0].warm.bytes_streamed
     assert placed.in_place_bytes == 2048 * ROW and streamed > 8 * 4096 * ROW
@@ -365,7 +368,7 @@ def test_every_plan_is_safe_and_within_its_budget(
     program: tuple[list[Schedule], dict[str, Weight]], page: int, parts: list[int], placement: str, timed: bool
 ) -> None:
     schedules, weights = program
-    made = PlacementPlanner(schedules, weights, page_bytes=page, placement=placement)
+    made = Planner(schedules, weights, page_bytes=page, placement=placement)
     floor, full = made.floor_bytes, made.full_bytes
     accesses = [one for schedule in schedules for one in schedule.accesses if weights[one.weight].nbytes]
     if placement == "split" and all(one.linear or one.gathered or one.pinned for one in accesses):
@@ -384,8 +387,8 @@ def test_every_plan_is_safe_and_within_its_budget(
                 if placement == "split" and access.linear and not access.pinned:
                     assert placed.stay is None, "what can be split is not copied"
                 elif placed.is_direct:
-                    assert access.gathered or (placement == "auto" and timed)
-                assert not placed.is_split or placement == "split" or timed
+                    assert access.gathered or (placement == "auto" and (timed or budget < made.copying_bytes))
+                assert not placed.is_split or placement == "split" or timed or budget < made.copying_bytes
         if budget >= full:
             assert not plan.direct_weights and not plan.split_weights
             assert not any(method.copies for method in plan.methods)

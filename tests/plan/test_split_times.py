@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.plan.check import check_plan
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.planner import Planner
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.plan.test_floor import llama_3_8b
@@ -55,7 +55,7 @@ def test_auto_splits_where_it_can_and_it_pays(llama: tuple[Schedule, dict[str, W
     calibration = replace(usual, link=replace(usual.link, bytes_per_s=DIRECT_BYTES_PER_S))
     budget = 8_000_000_000
     can = planner([schedule], weights, "auto", LARGE_PAGE)
-    cannot = PlacementPlanner([schedule], weights, page_bytes=LARGE_PAGE, placement="auto", can_split=False)
+    cannot = Planner([schedule], weights, page_bytes=LARGE_PAGE, placement="auto", can_split=False)
     split, other = can.plan(budget, calibration), cannot.plan(budget, calibration)
     check_plan(split, [schedule], weights, budget_bytes=budget)
     assert split.split_weights and not other.split_weights

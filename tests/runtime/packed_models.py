@@ -16,8 +16,8 @@ from pathlib import Path
 from penstock.native import core
 from penstock.plan.check import check_plan
 from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
-from penstock.plan.packed_planner import PackedPlanner
 from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
 from penstock.runtime.records import Numbers, packed_numbers
 from penstock.runtime.session import HostSource
 from penstock.schedule import Schedule
@@ -71,13 +71,13 @@ def _hash(content: bytes) -> int:
 @functools.cache
 def _planner(
     schedules: tuple[Schedule, ...], weights: tuple[Weight, ...], begins: tuple[tuple[str, tuple[int, ...]], ...]
-) -> PackedPlanner:
+) -> Planner:
     by_name = {weight.name: weight for weight in weights}
-    return PackedPlanner(schedules, by_name, dict(begins), page_bytes=PAGE, reads_in_place=False)
+    return Planner(schedules, by_name, page_bytes=PAGE, begins=dict(begins))
 
 
 @functools.cache
-def _plan(planner: PackedPlanner, budget_bytes: int) -> Plan:
+def _plan(planner: Planner, budget_bytes: int) -> Plan:
     return planner.plan(budget_bytes)
 
 
@@ -126,7 +126,7 @@ class PackedModel(Model):
         return packed_numbers((self.offsets[name], one) for name, one in self.blocks.items())
 
     @cached_property
-    def planner(self) -> PackedPlanner:
+    def planner(self) -> Planner:
         return _planner(self.schedules, tuple(self.weights.values()), tuple(self.begins.items()))
 
     @cached_property

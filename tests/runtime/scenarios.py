@@ -26,8 +26,8 @@ from penstock.errors import (
 )
 from penstock.native import core
 from penstock.plan.check import check_plan
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
+from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from tests.runtime import packed_refusals, packed_scenarios  # noqa: F401  # theirs are in the list, too
 from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
@@ -592,7 +592,7 @@ def weights_without_bytes(folder: Path) -> None:
 @scenario
 def what_is_read_in_place_is_counted(folder: Path) -> None:
     model = write_model(folder / "w", [chain("~t", "a", "b")], {"t": 2 * PAGE, "a": PAGE, "b": 3 * PAGE})
-    planner = PlacementPlanner(model.schedules, model.weights, page_bytes=PAGE, placement="auto")
+    planner = Planner(model.schedules, model.weights, page_bytes=PAGE, placement="auto")
     planned = planner.plan(planner.floor_bytes)
     assert planned.direct_weights == ("t",)
     with Rig(model) as rig:

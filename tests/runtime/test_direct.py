@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import BelowFloorError, DriverCallError, PenstockError, RuntimeFailure
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
 from penstock.runtime.records import plan_numbers
 from tests.harness import bits, compiled, offloaded
 from tests.runtime.modules import SCRIPTS
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Model:
 
 
 def plan_of(model: Model, budget_bytes: int | None = None, placement: str = "auto") -> Plan:
-    planner = PlacementPlanner(model.schedules, model.weights, page_bytes=PAGE, placement=placement)
+    planner = Planner(model.schedules, model.weights, page_bytes=PAGE, placement=placement)
     return planner.plan(planner.floor_bytes if budget_bytes is None else budget_bytes)
 
 

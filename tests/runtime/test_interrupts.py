@@ -20,8 +20,8 @@ import penstock
 from penstock.errors import ClosedError, NotCopyableError
 from penstock.native import core
 from penstock.plan.calibration import Calibration
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from tests.runtime.interruption import Interrupter, LineCounter, Place, interrupted_at, is_pure, places, traced
 from tests.runtime.modules import SCRIPTS, KeptDrivers, check_memory, hooks, play, same
@@ -171,17 +171,17 @@ PLANNING = ("set_budget", "calibrate", "calibrate_direct", "load")  # closing pl
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning holds nothing, and has a test of its own below. Traced, it would take most of the time here."""
-    plan = PlacementPlanner.plan
+    plan = Planner.plan
     known: dict[tuple[str, int, bool, bool], Plan] = {}
 
-    def once(planner: PlacementPlanner, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
+    def once(planner: Planner, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
         is_direct = calibration is not None and bool(calibration.direct_step_s)
         key = (planner._placement, budget_bytes, calibration is not None, is_direct)
         if key not in known:
             known[key] = plan(planner, budget_bytes, calibration)
         return known[key]
 
-    monkeypatch.setattr(PlacementPlanner, "plan", once)
+    monkeypatch.setattr(Planner, "plan", once)
 
 
 @pytest.mark.usefixtures("planned_once")

@@ -14,8 +14,8 @@ import pytest
 import penstock
 from penstock.errors import PenstockError
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Copy, Plan
+from penstock.plan.planner import Planner
 from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.records import Numbers, plan_numbers
 from tests.runtime.modules import SCRIPTS, floor_of, play
@@ -27,14 +27,14 @@ NAMES = [f"w{index}" for index in range(6)]
 @contextmanager
 def a_planner_that_errs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its plans are of one step more than the program has, whatever the mode."""
-    right = PlacementPlanner.plan
+    right = Planner.plan
 
-    def wrong(planner: PlacementPlanner, *arguments: Any) -> Plan:
+    def wrong(planner: Planner, *arguments: Any) -> Plan:
         plan = right(planner, *arguments)
         return replace(plan, methods=tuple(replace(one, step_count=one.step_count + 1) for one in plan.methods))
 
     with monkeypatch.context() as patch:
-        patch.setattr(PlacementPlanner, "plan", wrong)
+        patch.setattr(Planner, "plan", wrong)
         yield
 
 

@@ -18,7 +18,7 @@ from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
 from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.plan.pages import page_bytes_on
-from penstock.plan.placements import PlacementPlanner
+from penstock.plan.planner import Planner
 from penstock.program import Program, program_from_archive, read_program
 from penstock.regular_file import open_regular
 from penstock.schedule import Schedule
@@ -52,10 +52,8 @@ class Subject:
     def weights(self) -> dict[str, Weight]:
         return {weight.name: weight for weight in self.program.weights}
 
-    def planner(self, placement: str, page_bytes: int | None = None) -> PlacementPlanner:
-        return PlacementPlanner(
-            self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, placement=placement
-        )
+    def planner(self, placement: str, page_bytes: int | None = None) -> Planner:
+        return Planner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, placement=placement)
 
     def floor(self) -> Floor:
         """By the formula, in exact bytes, before pages: what sets it."""

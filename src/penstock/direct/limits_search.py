@@ -23,6 +23,10 @@ AS_FAST = 1.01
 # 32 MiB over the link take 0.6 ms, as long as ten launches from Python.
 ROWS, DEPTH = 4096, 4096
 BALANCED_HOST_ROWS = 96
+# On the device: more than any cache of a GPU holds, so that its memory is what is timed.
+DEVICE_ROWS = 4 * ROWS
+# What measuring takes there, with room for results.
+DEVICE_BYTES = (DEVICE_ROWS + 256) * DEPTH * 2
 LAUNCHES, ROUNDS = 4, 3
 
 
@@ -44,22 +48,31 @@ def choose_limits(trials: Sequence[Trial]) -> Limits:
 
 
 def measure_limits(device: torch.device | str) -> Limits:
-    """On an otherwise idle GPU, one token. Takes 64 MiB there and 32 MiB of pinned host memory while it lasts."""
+    """On an otherwise idle GPU, one token. Takes DEVICE_BYTES there and 32 MiB of pinned host memory while it lasts."""
     kernel = open_kernel(device)
     try:
-        trials = list(_trials(kernel, torch.device(device)))
+        return _measured(kernel, torch.device(device))
     finally:
         kernel.close()
+        # What torch keeps of it would be missing to weights and activations.
+        torch.cuda.empty_cache()
+
+
+def _measured(kernel: SplitLinear, device: torch.device) -> Limits:
+    x = torch.ones(1, DEPTH, dtype=torch.bfloat16, device=device)
+    rows = torch.zeros(DEVICE_ROWS, DEPTH, dtype=torch.bfloat16, device=device)
+    trials = _trials(kernel, x, rows)
+    device_s = _seconds(partial(kernel, x, rows, None, options=Options()), device)
     chosen = choose_limits(trials)
     host_s = next(trial.host_s for trial in trials if trial.limits == chosen)
-    return replace(chosen, link_bytes_per_s=ROWS * DEPTH * 2 / host_s)
+    return replace(chosen, link_bytes_per_s=ROWS * DEPTH * 2 / host_s, hbm_bytes_per_s=rows.nbytes / device_s)
 
 
-def _trials(kernel: SplitLinear, device: torch.device) -> list[Trial]:
-    x = torch.ones(1, DEPTH, dtype=torch.bfloat16, device=device)
+def _trials(kernel: SplitLinear, x: torch.Tensor, rows: torch.Tensor) -> list[Trial]:
+    device = x.device
     host = torch.zeros(ROWS, DEPTH, dtype=torch.bfloat16).pin_memory()
     # Larger than the part on the host by the ratio of the bandwidths, so that neither side waits long.
-    head = torch.zeros(2 * ROWS, DEPTH, dtype=torch.bfloat16, device=device)
+    head = rows[: 2 * ROWS]
     tail = host[:BALANCED_HOST_ROWS]
     trials = []
     for host_ctas in HOST_CTAS:

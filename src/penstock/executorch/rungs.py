@@ -9,8 +9,8 @@ from typing import Any
 from penstock.errors import UnsupportedProgramError
 from penstock.executorch.payload import WEIGHT_SHIFT, Rung
 from penstock.plan.check import check_plan
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -67,7 +67,7 @@ def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, pa
         chosen = [schedules[number] for number in methods]
         read = {access.weight for schedule in chosen for access in schedule.accesses}
         named = {weight.name: weight for weight in weights if weight.name in read}
-        planner = PlacementPlanner(chosen, named, page_bytes=page_bytes, placement=placement)
+        planner = Planner(chosen, named, page_bytes=page_bytes, placement=placement)
         between = BETWEEN if methods == everything else BETWEEN_ALONE
 
         def rung(budget_bytes: int) -> tuple[Plan, Rung]:
@@ -85,7 +85,7 @@ def make_ladders(schedules: Sequence[Schedule], weights: Sequence[Weight], *, pa
 
 def _ladder(
     methods: tuple[int, ...],
-    planner: PlacementPlanner,
+    planner: Planner,
     rung_at: Callable[[int], tuple[Plan, Rung]],
     page_bytes: int,
     between: int,

@@ -38,10 +38,9 @@ from penstock.export.target import target_device
 from penstock.export.toolchain import check_toolchain
 from penstock.export.values import has_value, is_zero, tensor_pieces
 from penstock.export.weightless import make_weightless
-from penstock.plan.lower_placements import lower_placements, lower_placements_text
+from penstock.plan.menu_planner import FloorPlan
 from penstock.plan.pages import page_bytes_on
-from penstock.plan.placements import PlacementPlanner
-from penstock.plan.planner import FloorPlan
+from penstock.plan.planner import Planner, lower_placements_text
 from penstock.program import Program
 from penstock.schedule import Schedule
 from penstock.temporary import TemporaryFolder
@@ -432,10 +431,10 @@ def _floor(
     page_bytes = page_bytes_on(device.type, sum(weight.nbytes for weight in weights.values()))
     has_linears = any(access.linear for schedule in schedules for access in schedule.accesses)
     can_split = has_linears and kernel_obstacle(device) is None
-    planner = PlacementPlanner(schedules, weights, page_bytes=page_bytes, placement="auto", can_split=can_split)
+    planner = Planner(schedules, weights, page_bytes=page_bytes, placement="auto", can_split=can_split)
     floor = planner.floor()
     if budget_bytes is not None and budget_bytes < floor.floor_bytes:
-        others = lower_placements_text(lower_placements(schedules, weights, page_bytes=page_bytes, can_split=can_split))
+        others = lower_placements_text(planner.lower_placements())
         raise BelowFloorError(
             f"weight_offload_budget is {format_bytes(budget_bytes)}, below the floor of this program: it needs at "
             f"least {floor.floor_bytes} bytes (pages of {page_bytes} bytes){others}"

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.plan.calibration import Calibration
-from penstock.plan.demand import Demand
 from penstock.plan.link import Link
+from penstock.plan.menu import Menu
 from penstock.plan.tuning import NOMINAL_COPY_LATENCY_S, NOMINAL_LINK_BYTES_PER_S, NOMINAL_STEPS
+from penstock.schedule import Access
 
 
-def nominal(demand: Demand) -> list[Calibration]:
+def nominal(menu: Menu) -> list[Calibration]:
     """One for each kind of step; those that count more than once have so much slower a link and steps."""
-    return [_calibration(demand, weight, part_of_link) for weight, part_of_link in NOMINAL_STEPS]
+    return [_calibration(menu, weight, part_of_link) for weight, part_of_link in NOMINAL_STEPS]
 
 
-def _calibration(demand: Demand, weight: float, part_of_link: float) -> Calibration:
+def _calibration(menu: Menu, weight: float, part_of_link: float) -> Calibration:
+    link_s_per_byte = weight / NOMINAL_LINK_BYTES_PER_S
+
+    def is_read(access: Access) -> bool:
+        """What only gathers in host memory reads next to nothing."""
+        return not (access.gathered and menu.in_place(access))
+
+    def is_in_place(access: Access) -> bool:
+        return menu.split(access) or (menu.in_place(access) and not access.gathered)
+
+    def by_step(counts: Callable[[Access], bool], s_per_byte: float) -> dict[str, tuple[float, ...]]:
+        return {
+            schedule.method: tuple(
+                sum(menu.weights[access.weight].nbytes for access in map(by_number, step.accesses) if counts(access))
+                * s_per_byte
+                for step in schedule.steps
+            )
+            for schedule in menu.schedules
+            for by_number in (schedule.access_by_number.__getitem__,)
+        }
+
     link = Link(NOMINAL_LINK_BYTES_PER_S / weight, NOMINAL_COPY_LATENCY_S * weight)
-    step_s = {
-        schedule.method: tuple(
-            sum(demand.nbytes.get(schedule.access_by_number[number].weight, 0) for number in step.accesses)
-            * part_of_link
-            / NOMINAL_LINK_BYTES_PER_S
-            * weight
-            for step in schedule.steps
-        )
-        for schedule in demand.schedules
-    }
-    return Calibration(link, step_s)
+    direct_step_s: dict[str, tuple[float, ...]] = {}
+    if any(map(is_in_place, menu.accesses)):
+        # Our own kernel reads each row once, and waits for the first of them as a copy does. How often any other reads
+        # one nobody knows: once, at the best.
+        direct_step_s = {
+            method: tuple(link.copy_latency_s + seconds for seconds in steps)
+            for method, steps in by_step(is_read, link_s_per_byte).items()
+        }
+    return Calibration(link, by_step(is_read, part_of_link * link_s_per_byte), direct_step_s)

@@ -1,181 +1,209 @@
-"""The planner: from schedules, sizes and a budget to a plan. Pure and deterministic; the authority on the floor.
-
-The way of a weight: candidate_sets.py says who may stream, fifo.py how much of it, ring.py where it lies; search.py
-picks the fastest, reuse.py what is kept between uses; assembly.py writes the plan.
-"""
+"""The planner: from schedules, sizes, a placement and a budget to a plan. It chooses among menus."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from penstock.errors import BelowFloorError
-from penstock.plan import floor
+from penstock.placement_names import PLANNED
+from penstock.plan.below_copying import BelowCopying, below_copying
 from penstock.plan.calibration import Calibration
-from penstock.plan.candidate_sets import CandidateSets
-from penstock.plan.demand import Demand
-from penstock.plan.nominal import nominal
-from penstock.plan.placed import Placed, lengthen_prefixes, lowest, place, surely_fits
+from penstock.plan.demand import small_copy_bytes
+from penstock.plan.direct import IsDirect, read_directly_by_default
+from penstock.plan.floor import check_schedules
+from penstock.plan.menu import Menu
+from penstock.plan.menu_planner import FloorPlan, MenuPlanner
+from penstock.plan.packed import Begins
 from penstock.plan.plan import Plan
-from penstock.plan.residency import streaming
-from penstock.plan.reuse import cheapest_kept
-from penstock.plan.search import Search, least
 from penstock.plan.simulator import predicted_s
-from penstock.plan.tuning import (
-    LOOKAHEAD_BYTES,
-    LOOKAHEAD_PART,
-    LOOKAHEAD_PART_OF_STREAM,
-    MEASURED_TRIALS,
-    NOMINAL_TRIALS,
-)
-from penstock.schedule import Schedule
+from penstock.plan.tuning import DRAFTS_KEPT, SIZES_TRIED
+from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
 
-@dataclass(frozen=True)
-class FloorPlan:
-    """The floor, the plan that meets it, and what sets it. `method` and `step_index` are None when nothing streams."""
-
-    floor_bytes: int
-    plan: Plan
-    resident_bytes: int
-    ring_bytes: int
-    method: str | None
-    step_index: int | None
-    # The weights in the ring at that step: in place, or on their way.
-    weights: tuple[str, ...]
-
-
 class Planner:
-    """The plans of one program at different budgets: what they have in common is worked out once."""
+    """The plans of one program in one placement at different budgets."""
 
-    def __init__(self, schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> None:
-        floor.check_schedules(schedules, weights, granularity_bytes=page_bytes)
-        self._demand = Demand.of(schedules, weights, page_bytes)
-        self._sets = CandidateSets(self._demand)
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        weights: Mapping[str, Weight],
+        *,
+        page_bytes: int,
+        placement: str = "stream",
+        can_split: bool = True,
+        begins: Begins | None = None,
+    ) -> None:
+        """`can_split`: whether there is a kernel that reads one weight on both sides. `begins`: of packed weights, with
+        which only "auto" and "stream" go: no kernel reads them where they lie."""
+        check_schedules(schedules, weights, granularity_bytes=page_bytes)
+        if placement not in PLANNED:
+            raise ValueError(f"placement is {placement!r}; it must be one of {', '.join(map(repr, PLANNED))}")
+        if placement == "split" and not can_split:
+            raise ValueError(
+                "placement is 'split', which needs a kernel that reads a weight on both sides; there is none"
+            )
+        self._schedules = tuple(schedules)
+        self._weights = weights
         self._page_bytes = page_bytes
-
-    @cached_property
-    def _lowest(self) -> Placed:
-        with _collector_paused():
-            return lowest(self._sets)
+        self._placement = placement
+        self._begins = begins or {}
+        if self._begins and placement not in ("auto", "stream"):
+            raise ValueError(f"placement is {placement!r}, and {min(self._begins)!r} is packed")
+        self._can_split = can_split and not self._begins
+        # The last that was asked for, and by which times.
+        self._below: tuple[Calibration | None, BelowCopying | None] | None = None
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest budget that `plan` accepts."""
-        return self._lowest.total_pages * self._page_bytes
+        """The smallest budget that `plan` accepts, whatever was measured."""
+        return self.floor_for(None)
 
-    @cached_property
+    def floor_for(self, calibration: Calibration | None) -> int:
+        """The smallest budget that `plan` accepts with these times."""
+        below = self._below_copying(calibration)
+        return self.copying_bytes if below is None else below.floor_bytes
+
+    @property
+    def copying_bytes(self) -> int:
+        """The smallest budget with which everything that does not fit is copied, but for what is only gathered from."""
+        return self._lowest.floor_bytes
+
+    @property
     def full_bytes(self) -> int:
-        """Device bytes of the plan that streams nothing. A larger budget buys nothing."""
-        return self._demand.full_pages * self._page_bytes
+        """Device bytes of the plan that holds everything. A larger budget buys nothing."""
+        return self._usual.full_bytes
 
     def floor(self) -> FloorPlan:
-        plan = self._lowest.plan(self._lowest.total_pages)
-        method, step_index, names = self._lowest.worst_step()
-        return FloorPlan(
-            floor_bytes=self.floor_bytes,
-            plan=plan,
-            resident_bytes=plan.resident_bytes,
-            ring_bytes=plan.ring_bytes,
-            method=method,
-            step_index=step_index,
-            weights=names,
-        )
+        below = self._below_copying(None)
+        return self._lowest.floor() if below is None else below.floor()
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None) -> Plan:
         """The plan that takes the least time within the budget, by measured times or on nominal machines.
 
         Raises BelowFloorError where no plan is safe and still overlaps.
         """
-        with _collector_paused():
-            return self._plan(budget_bytes, calibration)
+        try:
+            plan = self._usual.plan(budget_bytes, calibration)
+        except BelowFloorError:
+            plan = self._tight_plan(budget_bytes, calibration)
+        if self._placement != "auto" or calibration is None or not calibration.direct_step_s or self._begins:
+            return plan
+        # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
+        for schedule in self._schedules:
+            if schedule.method not in calibration.step_s or schedule.method not in calibration.direct_step_s:
+                raise ValueError(f"reads in place were timed, but not in method {schedule.method!r}: time all or none")
+        plans = [plan, *self._over_the_link(budget_bytes, calibration)]
+        return min(plans, key=lambda plan: self.predicted_s(plan, calibration))
 
-    def _plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
-        if budget_bytes >= self.full_bytes:
-            return place(streaming(self._demand, ()), {}).plan(self._demand.full_pages)
-        budget_pages = budget_bytes // self._page_bytes
-        known = [calibration] if calibration is not None else nominal(self._demand)
-        found = self._searched(budget_pages, known, is_measured=calibration is not None)
-        kept = cheapest_kept(self._sets, budget_pages) if not found or self._demand.reuses else None
-        self._refuse_below_floor(budget_bytes)
-        if not found and kept is None:
-            kept = lengthen_prefixes(self._lowest, budget_pages)
-        if kept is not None:
-            plan = kept.plan(budget_pages)
-            found.append((sum(self.predicted_s(plan, one) for one in known), plan))
-        return least(found)
-
-    def _searched(
-        self, budget_pages: int, known: Sequence[Calibration], *, is_measured: bool
-    ) -> list[tuple[float, Plan]]:
-        """Small weights stream only where nothing else fits: a copy of one is mostly overhead."""
-        sets = self._sets.fitting(budget_pages)
-        ahead_pages = max(1, self._usual_ahead_pages(budget_pages))
-        for small in (False, True):
-            some = [chosen for chosen in sets if self._demand.any_small(chosen.stays) is small]
-            found = Search(
-                some,
-                budget_pages,
-                known,
-                ahead_pages,
-                least_ahead_pages=0 if is_measured else ahead_pages,
-                trials=MEASURED_TRIALS if is_measured else NOMINAL_TRIALS,
-            ).run()
-            if found:
-                return found
-        return []
-
-    def _refuse_below_floor(self, budget_bytes: int) -> None:
-        # The exact floor takes time to find, which a budget well above it can do without.
-        if surely_fits(self._sets, budget_bytes // self._page_bytes):
-            return
-        if budget_bytes < self.floor_bytes:
-            raise BelowFloorError(
-                f"the budget is {budget_bytes} bytes, but the floor is {self.floor_bytes} bytes: "
-                f"{_reason(self._lowest)}",
-                budget_bytes=budget_bytes,
-                floor_bytes=self.floor_bytes,
-            )
-
-    def _usual_ahead_pages(self, budget_pages: int) -> int:
-        streamed_pages = self._demand.full_pages - budget_pages
-        return min(
-            LOOKAHEAD_BYTES // self._page_bytes,
-            budget_pages // LOOKAHEAD_PART,
-            streamed_pages // LOOKAHEAD_PART_OF_STREAM,
-        )
+    def _tight_plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
+        below = self._below_copying(calibration) if budget_bytes < self.copying_bytes else None
+        is_below = below is not None and below.floor_bytes <= budget_bytes
+        return (below.planner if below is not None and is_below else self._lowest).plan(budget_bytes, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        return predicted_s(plan, self._demand.schedules, calibration)
+        return predicted_s(plan, self._schedules, calibration)
+
+    def lower_placements(self) -> dict[str, int]:
+        """Floors of the placements that read weights in host memory, where they are below that of this one."""
+        splits = self._can_split and any(access.linear for one in self._schedules for access in one.accesses)
+        found = {"in-place": self._menu(self._whole).floor_bytes}
+        if splits:
+            found["split"] = self._split_from(1).floor_bytes
+        return {placement: nbytes for placement, nbytes in found.items() if nbytes < self.floor_bytes}
+
+    # ---- which menus there are
+
+    @cached_property
+    def _usual(self) -> MenuPlanner:
+        if self._placement == "split":
+            return self._split_from(1)
+        return self._menu(self._whole if self._placement == "in-place" else self._gathers_in_place)
+
+    @cached_property
+    def _lowest(self) -> MenuPlanner:
+        """Fewer weights to place are not always easier to place: in a cycle of few steps copying all may need less."""
+        if self._placement in ("stream", "in-place"):
+            return self._usual
+        streamed = self._menu(lambda access: False)
+        return streamed if streamed.floor_bytes < self._usual.floor_bytes else self._usual
+
+    def _over_the_link(self, budget_bytes: int, calibration: Calibration) -> list[Plan]:
+        """Plans of menus that read more over the link: drafts of all of them, and the best of these worked out."""
+        drafts: list[tuple[float, int, MenuPlanner]] = []
+        for index, one in enumerate([*self._with_more_in_place, *self._with_more_split]):
+            try:
+                plan = one.plan(budget_bytes, calibration, is_draft=True)
+            except BelowFloorError:
+                continue  # fewer weights to place are not always easier to place; then it is no choice here
+            drafts.append((self.predicted_s(plan, calibration), index, one))
+        return [one.plan(budget_bytes, calibration) for _, _, one in sorted(drafts)[:DRAFTS_KEPT]]
+
+    @cached_property
+    def _with_more_in_place(self) -> list[MenuPlanner]:
+        """Weights from some size on are read in place as well; from the smallest size on, all of them are."""
+        sizes = {weight.nbytes for weight in self._weights.values() if weight.nbytes}
+        return [self._menu(self._in_place_from(size)) for size in _sizes_tried(sizes)]
+
+    @cached_property
+    def _with_more_split(self) -> list[MenuPlanner]:
+        """The same for weights that can be split; all others as usual."""
+        accesses = (access for schedule in self._schedules for access in schedule.accesses)
+        sizes = {self._weights[access.weight].nbytes for access in accesses if access.linear and not access.pinned}
+        return [self._split_from(size) for size in _sizes_tried(sizes - {0})] if self._can_split else []
+
+    def _below_copying(self, calibration: Calibration | None) -> BelowCopying | None:
+        """For "auto", where copying does not fit: what takes less memory and not much more time, if anything does.
+
+        Our own kernel reads each row once, so splitting is judged with or without times. How often any other kernel
+        reads what it is given nobody knows before it was timed.
+        """
+        if self._placement != "auto" or self._begins:
+            return None
+        timed = calibration if calibration is not None and calibration.direct_step_s else None
+        if self._below is None or self._below[0] != timed:
+            choices = [*self._with_more_split[-1:], *(self._with_more_in_place[-1:] if timed is not None else ())]
+            self._below = timed, below_copying(self._lowest, choices, self._page_bytes, timed)
+        return self._below[1]
+
+    def _menu(self, in_place: IsDirect, split: IsDirect = lambda access: False) -> MenuPlanner:
+        return MenuPlanner(Menu(self._schedules, self._weights, self._page_bytes, in_place, split, self._begins))
+
+    # ---- who may take which row
+
+    def _whole(self, access: Access) -> bool:
+        return bool(self._weights[access.weight].nbytes) and not access.pinned
+
+    def _gathers_in_place(self, access: Access) -> bool:
+        if self._placement not in ("auto", "split") or access.weight in self._begins:
+            return False
+        # Small weights share pages with others and are never copied: nothing is gained by reading them in place.
+        is_worth_it = self._weights[access.weight].nbytes >= max(small_copy_bytes(self._page_bytes), 1)
+        return is_worth_it and read_directly_by_default(access)
+
+    def _in_place_from(self, nbytes: int) -> IsDirect:
+        def is_direct(access: Access) -> bool:
+            large = self._weights[access.weight].nbytes >= nbytes
+            return self._gathers_in_place(access) or (large and not access.pinned)
+
+        return is_direct
+
+    def _split_from(self, nbytes: int) -> MenuPlanner:
+        def is_split(access: Access) -> bool:
+            return access.linear and not access.pinned and self._weights[access.weight].nbytes >= nbytes
+
+        return self._menu(self._gathers_in_place, is_split)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Planning makes a few hundred thousand objects and no cycles. To search them takes a quarter of its time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def _sizes_tried(sizes: Collection[int]) -> list[int]:
+    largest_first = sorted(sizes, reverse=True)
+    return list(dict.fromkeys([*largest_first[:SIZES_TRIED], *largest_first[-1:]]))
 
 
-def _reason(placed: Placed) -> str:
-    page_bytes = placed.chosen.demand.page_bytes
-    held_bytes = placed.chosen.resident_pages(placed.suffixes) * page_bytes
-    held_count = len(placed.chosen.demand.nbytes) - len(placed.suffixes)
-    method, step_index, names = placed.worst_step()
-    held = f"{held_bytes} bytes for weights held all the time ({held_count} of them)"
-    if method is None:
-        return held
-    listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return (
-        f"{held} and {placed.ring_pages * page_bytes} bytes for step {step_index} of method {method!r}, during which "
-        f"{listed} must be in place or on their way (pages of {page_bytes} bytes)"
-    )
+def lower_placements_text(found: Mapping[str, int]) -> str:
+    """A sentence to append to a refusal of placement="auto"; nothing where no placement takes less."""
+    if not found:
+        return ""
+    listed = " and ".join(f'placement="{placement}" needs {nbytes} bytes' for placement, nbytes in found.items())
+    return f'. That is for placement="auto"; {listed}, because kernels then read weights over the link'

@@ -5,12 +5,16 @@ out, and then the neighbours of the best. What is not tried is slower at the bes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.plan.calibration import Calibration
-from penstock.plan.fifo import EVEN, Draft, FifoChoices
+from penstock.plan.fill import EVEN, Draft, Fill
+from penstock.plan.menu import Menu
+from penstock.plan.packed import SlotSizes
 from penstock.plan.plan import Plan
+from penstock.plan.ratios import TimeCurve
 from penstock.plan.residency import Streaming
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LENGTHS, MANY_ACCESSES, MEASURED_TRIALS, MORE_PAGES, Trials
@@ -18,11 +22,12 @@ from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LENGTHS, MANY_ACCESSES, 
 
 class Point(NamedTuple):
     """A candidate: a set of weights, by number; a cap on their suffixes, and how far copies may run ahead, in pages;
-    where the ring begins anew, in parts of a run."""
+    which part of the spare pages other rows get; where the ring begins anew, in parts of a run."""
 
     chosen: int
     cap: int
     ahead_pages: int
+    part: float = 0.0
     cut: int = 0
 
 
@@ -39,20 +44,44 @@ def least(plans: Sequence[tuple[float, Plan]]) -> Plan:
     return min(fast, key=lambda plan: sum(method.warm.bytes_streamed for method in plan.methods))
 
 
+@dataclass(frozen=True)
+class Room:
+    """A budget, less what packed weights pass through: what streams, is resident or takes another row shares it."""
+
+    menu: Menu
+    budget_bytes: int
+    slots: SlotSizes | None
+    # By which times weights that are split share what they get.
+    curves: Mapping[str, TimeCurve]
+
+    @property
+    def pages(self) -> int:
+        slots_bytes = 0 if self.slots is None else self.slots.total_bytes
+        return (self.budget_bytes - slots_bytes) // self.menu.page_bytes
+
+    def finished(self, plan: Plan) -> Plan:
+        return self.menu.finished(plan, self.budget_bytes, self.curves, self.slots)
+
+
 class Search:
-    """`sets`: of weights that may stream. `ahead_pages`: room for copies to run ahead, to begin with."""
+    """`sets`: of weights that may stream. `ahead_pages`: room for copies to run ahead, to begin with. `parts`: of the
+    spare pages, what other rows may get."""
 
     def __init__(
         self,
         sets: Sequence[Streaming],
-        budget_pages: int,
+        room: Room,
         calibrations: Sequence[Calibration],
         ahead_pages: int,
         *,
+        parts: Sequence[float] = (0.0,),
         least_ahead_pages: int = 0,
         trials: Trials = MEASURED_TRIALS,
     ) -> None:
-        self._choices = [FifoChoices(chosen, budget_pages) for chosen in sets]
+        budget_pages = room.pages
+        self._room = room
+        self._parts = parts
+        self._choices = [Fill(chosen, budget_pages, room.menu) for chosen in sets]
         self._calibrations = calibrations
         self._ahead_pages = ahead_pages
         self._least_ahead_pages = least_ahead_pages
@@ -61,7 +90,7 @@ class Search:
         # Each draft takes a while then.
         self._is_short = accesses > MANY_ACCESSES
         self._trials_left = trials.of(accesses)
-        self._drafts: dict[tuple[int, int, int], tuple[float, Draft] | None] = {}
+        self._drafts: dict[tuple[int, int, int, float], tuple[float, Draft] | None] = {}
         self._tried: set[Point] = set()
         self._found: list[Found] = []
 
@@ -90,7 +119,8 @@ class Search:
             for number, choices in enumerate(self._choices)
             for cap in (choices.caps[:1] if self._is_short else choices.caps)
             for ahead in self._first_aheads(cap)
-            if (drafted := self._draft(point := Point(number, cap, ahead))) is not None
+            for part in self._parts
+            if (drafted := self._draft(point := Point(number, cap, ahead, part))) is not None
         ]
 
     def _first_aheads(self, cap: int) -> set[int]:
@@ -117,18 +147,21 @@ class Search:
         plan = draft.plan(point.cut / CUTS)
         if plan is None:
             return None
+        plan = self._room.finished(plan)
         self._trials_left -= 1
-        seconds = sum(predicted_s(plan, draft.chosen.demand.schedules, one) for one in self._calibrations)
+        seconds = sum(predicted_s(plan, self._room.menu.schedules, one) for one in self._calibrations)
         self._found.append(Found(seconds, plan, point))
         return self._found[-1]
 
     def _draft(self, point: Point) -> tuple[float, Draft] | None:
         """With the least time that its copies take."""
-        key = point[:3]
+        key = point[:4]
         if key not in self._drafts:
-            choices = self._choices[point.chosen]
-            draft = choices.draft(point.cap, point.ahead_pages)
-            self._drafts[key] = None if draft is None else (sum(map(draft.link_s, self._calibrations)), draft)
+            draft = self._choices[point.chosen].draft(point.cap, point.ahead_pages, point.part)
+            self._drafts[key] = None
+            if draft is not None:
+                times = (draft.least_s(one, self._room.menu, self._budget_pages) for one in self._calibrations)
+                self._drafts[key] = sum(times), draft
         return self._drafts[key]
 
     def _neighbours(self, point: Point) -> Iterator[Point]:
@@ -141,6 +174,8 @@ class Search:
                 yield point._replace(cap=other, cut=0)
                 # The ring as many suffixes long as before.
                 yield point._replace(cap=other, ahead_pages=round(ahead * other / cap) if cap else ahead, cut=0)
+        for part in self._parts:
+            yield point._replace(part=part, cut=0)
         yield from self._near_whole_rings(point)[:2]
         for cut in range(1, CUTS):
             yield point._replace(cut=cut)

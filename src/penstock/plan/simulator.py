@@ -107,7 +107,7 @@ def simulate(
 
 def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibration) -> float:
     """One warm run of every method that was calibrated, back to back with others of its own."""
-    if not any(map(any, calibration.step_s.values())):
+    if not any(map(any, calibration.step_s.values())) and not calibration.direct_step_s:
         # Steps that take no time hold no copy up: each waits for steps whose own copies came before it.
         timed = (method for method in plan.methods if method.method in calibration.step_s)
         return sum(_copy_s(copy, calibration.link, decoded_per_s(calibration)) for m in timed for copy in m.copies)
@@ -130,10 +130,9 @@ def decoded_per_s(calibration: Calibration) -> float:
 
 
 def _copy_s(copy: Copy, link: Link, decoded_bytes_per_s: float) -> float:
-    """What the link was measured with are copies of weights, packed or not. What stays packed does not take it."""
-    if copy.packed_bytes == 0:
-        return copy.piece.nbytes / decoded_bytes_per_s
-    return link.copy_s(copy.piece.nbytes)
+    """Bytes are decoded while the next are on their way. What stays packed does not take the link."""
+    decoding_s = copy.decoded_bytes / decoded_bytes_per_s
+    return max(link.copy_s(copy.link_bytes), decoding_s) if copy.link_bytes else decoding_s
 
 
 def _timing(

@@ -74,11 +74,10 @@ AS_FAST = 1.0002
 # Of the sizes of weights, so many of the largest are tried as the least that is read in place. The largest weights are
 # those that make a ring long.
 SIZES_TRIED = 6
-# Of plans with prefixes, so many are worked out.
+# Of the plans that these lead to, so many are worked out.
 DRAFTS_KEPT = 2
-# Of the memory above what everything else needs, so much is tried for prefixes.
-PREFIX_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-PREFIX_PARTS_OF_MANY = (0.0, 0.5, 1.0)
+# Of the pages that neither the ring nor a cap asks for, such parts are tried for prefixes.
+MEASURED_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Rows that a prefix has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
 PREFIX_GRAIN_ROWS = 128
 # Where a budget is too small for copying: beyond so many times what copying takes at its own floor it is refused. A
@@ -101,12 +100,7 @@ NOMINAL_STEPS = ((1.0, 0.0), (1.0, 1 / 18), (0.3, 0.4))
 SLOTS = 3
 MOST_SLOTS_BYTES = 32 * 2**20
 SLOTS_PART_OF_BUDGET = 1 / 32
-# What is tried for weights as they are decoded, beyond their floor: such parts of the room. In between only where steps
-# were timed: without, the link is what everything waits for, and what stays packed takes the most off it.
-UNPACKED_PARTS = (0.0, 1.0)
-MEASURED_UNPACKED_PARTS = (0.0, 0.5, 1.0)
-# Where everything can stay packed: how often, and by how much, the guess at what need not is lowered.
-STORED_WHOLE_ATTEMPTS = 4
-STORED_WHOLE_STEP = 0.03
+# Of the pages that neither the ring nor a cap asks for, such parts are tried for what stays packed.
+PACKED_PARTS = (1.0, 0.5, 0.0)
 # Of a decoder, where none was measured: 1.85 TB/s alone on an H200, less while steps run.
 NOMINAL_DECODED_BYTES_PER_S = 1.5e12

@@ -16,7 +16,6 @@ import torch
 
 from penstock.budget import format_bytes
 from penstock.direct.launch_shape import Limits
-from penstock.direct.limits_search import measure_limits
 from penstock.direct.recipes import Recipes
 from penstock.errors import (
     ClosedError,
@@ -49,6 +48,7 @@ from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
+from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import begin_probe, prepare_source, read_weights_index, stored_bytes
@@ -163,9 +163,10 @@ class Module:
             self.host_bytes = prepared.host_bytes
             if core().penstock_load_torch():
                 raise last_exception()
-            limits = measure_limits(self.device) if asked.split_limits == "measured" else asked.split_limits
-            self._measured_limits = limits if asked.split_limits == "measured" else None
-            recipes = Recipes(self.device, limits) if options.offers_kernel else None
+            self._split_limits = SplitLimits(None)
+            if options.offers_kernel:
+                self._split_limits = choose_split_limits(asked.split_limits, self.device, self._choice.budget_bytes)
+            recipes = Recipes(self.device, self._split_limits.limits) if options.offers_kernel else None
             if recipes is not None:
                 stack.callback(recipes.close)
             self._session = Session(
@@ -547,7 +548,7 @@ class Module:
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
             *self._installer.installed.summary(),
             *self._options.linear.summary(),
-            *([f"measured for split weights: {self._measured_limits}"] if self._measured_limits is not None else []),
+            *self._split_limits.summary,
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._options.asked.cuda_graph else []),
             link_text(self.link),

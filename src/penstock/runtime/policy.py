@@ -13,10 +13,8 @@ from penstock.errors import BelowFloorError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
-from penstock.plan.lower_placements import lower_placements, lower_placements_text
-from penstock.plan.packed_planner import PackedPlanner
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner, lower_placements_text
 from penstock.program import Program
 from penstock.runtime.driver import Driver
 from penstock.runtime.packed_weights import PackedWeights
@@ -109,21 +107,14 @@ class PlannedPolicy(Policy):
     is_lru = False
 
     @cached_property
-    def _planner(self) -> PlacementPlanner | PackedPlanner:
-        if self._packed.begins:
-            return PackedPlanner(
-                self._schedules,
-                self._weights,
-                self._packed.begins,
-                page_bytes=self._page_bytes,
-                reads_in_place=self._placement == "auto",
-            )
-        return PlacementPlanner(
+    def _planner(self) -> Planner:
+        return Planner(
             self._schedules,
             self._weights,
             page_bytes=self._page_bytes,
             placement=self._placement,
             can_split=self._can_split,
+            begins=self._packed.begins,
         )
 
     def floor_for(self, calibration: Calibration | None) -> int:
@@ -151,9 +142,7 @@ class PlannedPolicy(Policy):
         # "stream" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
         if self._placement != "auto" or self._packed.begins:
             return ""
-        return lower_placements_text(
-            lower_placements(self._schedules, self._weights, page_bytes=self._page_bytes, can_split=self._can_split)
-        )
+        return lower_placements_text(self._planner.lower_placements())
 
     def arrange_in_place(self) -> InstalledPlan:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
@@ -189,8 +178,8 @@ class PlannedPolicy(Policy):
             )
         return self._proved(planner.plan(budget_bytes), budget_bytes)
 
-    def _planner_as(self, placement: str) -> PlacementPlanner:
-        return PlacementPlanner(self._schedules, self._weights, page_bytes=self._page_bytes, placement=placement)
+    def _planner_as(self, placement: str) -> Planner:
+        return Planner(self._schedules, self._weights, page_bytes=self._page_bytes, placement=placement)
 
 
 class LruPolicy(Policy):

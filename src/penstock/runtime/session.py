@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """So many copies, of so many bytes together, one after the other."""
+    """So many copies, one after the other, and the bytes that they take over the link together."""
 
     copies: int
     nbytes: int

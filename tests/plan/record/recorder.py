@@ -19,8 +19,8 @@ from pathlib import Path
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link
 from penstock.plan.pages import CUDA_PAGE_BYTES, soft_page_bytes
-from penstock.plan.placements import PlacementPlanner
 from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
 from tests.plan.record.frozen_simulator import simulate
 from tests.plan.record.schedules import PROGRAMS, Program
 
@@ -89,8 +89,8 @@ def streamed_bytes(plan: Plan) -> int:
     return sum(method.warm.bytes_streamed for method in plan.methods)
 
 
-def planner(program: Program, pages: str) -> PlacementPlanner:
-    return PlacementPlanner(
+def planner(program: Program, pages: str) -> Planner:
+    return Planner(
         program.schedules, program.weights, page_bytes=page_bytes(program, pages), placement="auto", can_split=False
     )
 

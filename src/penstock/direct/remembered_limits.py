@@ -1,0 +1,96 @@
+"""Limits as they were measured on the GPU at hand, remembered for it: a file for each GPU in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.direct.launch_shape import Limits
+from penstock.errors import OutputPathError
+from penstock.store.cache_folder import cache_folder, make_private, writing
+
+_FOLDER = "limits"
+# Of what is measured, and how. What another one measured is measured again.
+_FORMAT = 1
+# What no GPU or link has, so that a damaged file says nothing.
+_MOST = {"host_ctas": 1024, "host_inflight_bytes": 1 << 30, "link_bytes_per_s": 1e13, "hbm_bytes_per_s": 1e14}
+
+_LOG = logging.getLogger(__name__)
+
+
+def gpu_key(device: torch.device) -> dict[str, str]:
+    """The GPU in its slot: another one of the kind may have fewer lanes."""
+    properties = torch.cuda.get_device_properties(device)
+    return {"name": properties.name, "uuid": str(properties.uuid), "cuda": str(torch.version.cuda)}
+
+
+def read_limits(key: dict[str, str], folder: Path | None = None) -> Limits | None:
+    """None where nothing was remembered, or nothing that makes sense."""
+    try:
+        found = json.loads(_path(key, folder).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("gpu") != key:
+        return None
+    return _limits(found.get("limits"))
+
+
+def remember_limits(key: dict[str, str], limits: Limits, folder: Path | None = None) -> None:
+    """A cache that cannot be written costs the next start a measurement; that is said, and no reason to fail."""
+    path = _path(key, folder)
+    text = json.dumps({"format": _FORMAT, "gpu": key, "limits": asdict(limits)}, indent=1)
+    try:
+        make_private(cache_folder(folder))
+        make_private(path.parent)
+        with writing(path):
+            new = path.with_suffix(f".{os.getpid()}")
+            new.write_text(text)
+            new.replace(path)
+    except OutputPathError as error:
+        _LOG.warning("limits of %s were measured and cannot be remembered: %s", key["name"], error)
+
+
+def known_limits(
+    device: torch.device, measure: Callable[[torch.device], Limits], *, may_measure: bool, folder: Path | None = None
+) -> Limits | None:
+    """As remembered, or else as measured now. None: nothing is remembered, and there is no room to measure."""
+    key = gpu_key(device)
+    found = read_limits(key, folder)
+    if found is not None or not may_measure:
+        return found
+    return measured_limits(device, measure, folder=folder)
+
+
+def measured_limits(
+    device: torch.device, measure: Callable[[torch.device], Limits], *, folder: Path | None = None
+) -> Limits:
+    """Measured anew, whatever is remembered."""
+    limits = measure(device)
+    remember_limits(gpu_key(device), limits, folder)
+    return limits
+
+
+def _path(key: dict[str, str], folder: Path | None) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder(folder) / _FOLDER / f"{name}.json"
+
+
+def _limits(found: Any) -> Limits | None:
+    if not isinstance(found, dict) or found.keys() != asdict(Limits()).keys():
+        return None
+    for name, value in found.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not 0 < value <= _MOST.get(name, 1e3):
+            return None
+    if not all(isinstance(found[name], int) for name in ("host_ctas", "host_inflight_bytes")):
+        return None
+    return Limits(**found)
