@@ -6,6 +6,7 @@
 #include "decode_params.h"
 #include "fault_guard.h"
 #include "parallel.h"
+#include "trace.h"
 
 namespace penstock {
 namespace {
@@ -172,7 +173,7 @@ void PackedSource::decode_stored(const Stored& from, const PackedWeight& weight,
            to + (Address)(part.begin_bytes - begin), true, stream);
 }
 
-CopiedBytes PackedSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+CopiedBytes PackedSource::copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace) {
   const PackedWeight* weight = weight_of(piece);
   if (!weight) return beneath_->copy(piece, to, stream);
   if (const Stored* from = stored(*weight, piece)) {
@@ -186,15 +187,17 @@ CopiedBytes PackedSource::copy(const PieceRecord& piece, Address to, Stream stre
     next_slot_ = (next_slot_ + 1) % slots_.size();
     const Address part_to = to + (Address)(part.begin_bytes - begin);
     if (capturing_) pass_through_in_graph(slot, part, part_to, stream);
-    else pass_through(slot, part, part_to, stream);
+    else pass_through(slot, part, part_to, stream, trace);
     copied.over_link += part.packed_bytes();
   }
   return copied;
 }
 
-void PackedSource::pass_through(Slot& slot, const Part& part, Address to, Stream stream) {
+void PackedSource::pass_through(Slot& slot, const Part& part, Address to, Stream stream, Trace* trace) {
   driver_.wait(link_, slot.freed);  // S1, for the slot
+  if (trace) trace->link_begins(part.packed_bytes(), link_);
   beneath_->copy(in_file(part), slot.address, link_);
+  if (trace) trace->link_ends(link_);
   driver_.record(slot.filled, link_);
   driver_.wait(stream, slot.filled);  // S2
   decode(part, slot.address, to, false, stream);

@@ -32,7 +32,7 @@ class PackedSource final : public Source {
 
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
-  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) override;
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
   Address direct(int64_t offset_bytes, int64_t bytes) override;
   int64_t link_bytes(const PieceRecord& piece) const override;
   bool is_fixed() const override { return beneath_->is_fixed(); }
@@ -79,7 +79,7 @@ class PackedSource final : public Source {
   void decode_stored(const Stored& from, const PackedWeight& weight, const PieceRecord& piece, Address to,
                      Stream stream);
   void decode_on_host(const PackedWeight& weight, const PieceRecord& piece, Address to, Stream stream);
-  void pass_through(Slot& slot, const Part& part, Address to, Stream stream);
+  void pass_through(Slot& slot, const Part& part, Address to, Stream stream, Trace* trace);
   void pass_through_in_graph(Slot& slot, const Part& part, Address to, Stream stream);
   void give_up_slots() noexcept;
 

@@ -202,7 +202,7 @@ void PlannedSession::issue(int64_t index) {
   const Progress& progress = method.progress[record.stay];
   if (progress.before_graph && progress.issued) driver_.wait_external(copy_stream_, lead_);
   if (trace_) trace_->copy_begins(run_number_, method_, index, piece.bytes, copy_stream_);
-  const CopiedBytes copied = source_.copy(piece, address_of(piece), copy_stream_);
+  const CopiedBytes copied = source_.copy(piece, address_of(piece), copy_stream_, trace_.get());
   if (trace_) trace_->copy_ends(copy_stream_);
   run_.bytes_streamed += copied.over_link;
   run_.bytes_decoded += copied.decoded;

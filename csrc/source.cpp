@@ -28,7 +28,7 @@ void Source::take_memory(const PackedMemory& memory) {
 RegisteredSource::RegisteredSource(Driver& driver, const HostFile& file, const std::vector<size_t>& chunk_ends)
     : driver_(driver), file_(file), registration_(driver, file, chunk_ends) {}
 
-CopiedBytes RegisteredSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+CopiedBytes RegisteredSource::copy(const PieceRecord& piece, Address to, Stream stream, Trace*) {
   check_in_file("a copy", piece.source_offset_bytes, piece.bytes, file_);
   driver_.copy_to_device(to, file_.data() + piece.source_offset_bytes, (size_t)piece.bytes, stream);
   return {piece.bytes, 0};
@@ -50,7 +50,7 @@ void StagedSource::follow(const std::vector<PieceRecord>& once, const std::vecto
   staging_.follow(extents(once), extents(cycle));
 }
 
-CopiedBytes StagedSource::copy(const PieceRecord& piece, Address to, Stream stream) {
+CopiedBytes StagedSource::copy(const PieceRecord& piece, Address to, Stream stream, Trace*) {
   for_each_extent(piece, buffer_bytes_, [&](const Extent& extent, int64_t done) {
     staging_.copy_next(extent, to + (Address)done, stream);
   });

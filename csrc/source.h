@@ -12,6 +12,8 @@
 
 namespace penstock {
 
+class Trace;
+
 // What one copy moved: over the link, and, of packed weights, what became of it.
 struct CopiedBytes {
   int64_t over_link;
@@ -39,7 +41,8 @@ class Source {
 
   // The order of the copies to come: `once`, then `cycle` over and over.
   virtual void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) = 0;
-  virtual CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) = 0;
+  // `trace`, if any, is told when bytes are on their way on a stream of the source's own.
+  virtual CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) = 0;
 
   // Where kernels read these bytes without a copy, as long as the source lives. Throws where there is no such place.
   virtual Address direct(int64_t offset_bytes, int64_t bytes) = 0;
@@ -67,7 +70,7 @@ class RegisteredSource final : public Source {
 
   void load(const PieceRecord& piece, Address to, Stream stream) override { copy(piece, to, stream); }
   void follow(const std::vector<PieceRecord>&, const std::vector<PieceRecord>&) override {}
-  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) override;
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
   Address direct(int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return true; }
 
@@ -83,7 +86,7 @@ class StagedSource final : public Source {
 
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
-  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream) override;
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
   Address direct(int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return false; }
 

@@ -43,6 +43,18 @@ void Trace::copy_ends(Stream stream) {
   open_copy_ = -1;
 }
 
+void Trace::link_begins(int64_t bytes, Stream stream) {
+  const Span copy = spans_[open_copy_];
+  driver_.record(open(Lane::link, copy.run, copy.method, copy.index, bytes).begin, stream);
+  open_link_ = (int64_t)spans_.size() - 1;
+}
+
+void Trace::link_ends(Stream stream) {
+  driver_.record(spans_[open_link_].end, stream);
+  spans_[open_link_].ended = true;
+  open_link_ = -1;
+}
+
 void Trace::step_begins(int64_t run, int64_t method, int64_t step, Stream stream) {
   if (open_step_ < 0) {
     open(Lane::compute, run, method, step, 0);
@@ -64,6 +76,7 @@ void Trace::step_ends(int64_t run, int64_t method, int64_t step, Stream stream) 
 
 void Trace::drop_open() {
   open_copy_ = -1;
+  open_link_ = -1;
   open_step_ = -1;
   last_step_ = -1;
 }
@@ -72,8 +85,8 @@ std::vector<SpanRecord> Trace::collect() {
   std::vector<SpanRecord> records;
   driver_.synchronize_event(base_);
   // By lane: copies for the next run may be made long after the steps that come behind them in this list.
-  Event near_of[] = {base_, base_};
-  int64_t near_ns_of[] = {0, 0};
+  Event near_of[] = {base_, base_, base_};
+  int64_t near_ns_of[] = {0, 0, 0};
   for (Span& span : spans_) {
     if (!span.ended) continue;
     driver_.synchronize_event(span.end);

@@ -7,7 +7,8 @@
 
 namespace penstock {
 
-enum class Lane : int64_t { compute = 0, copy = 1 };
+// `link`: what packed weights take of it, before they are decoded, which is what their copies show.
+enum class Lane : int64_t { compute = 0, copy = 1, link = 2 };
 
 // One span, as handed out: `index` is the step or the copy, of method `method` in run `run`.
 struct SpanRecord {
@@ -29,6 +30,9 @@ class Trace {
 
   void copy_begins(int64_t run, int64_t method, int64_t copy, int64_t bytes, Stream stream);
   void copy_ends(Stream stream);
+  // Bytes of the copy that is open, on their way to where they are decoded from.
+  void link_begins(int64_t bytes, Stream stream);
+  void link_ends(Stream stream);
   // A step may begin several times: what counts is the last, after everything it reads has been waited for.
   void step_begins(int64_t run, int64_t method, int64_t step, Stream stream);
   void step_ends(int64_t run, int64_t method, int64_t step, Stream stream);
@@ -56,6 +60,7 @@ class Trace {
   std::vector<Span> spans_;
   // Indices into spans_, -1: none.
   int64_t open_copy_ = -1;
+  int64_t open_link_ = -1;
   int64_t open_step_ = -1;
   int64_t last_step_ = -1;
 };

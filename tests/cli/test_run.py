@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.cli import run
 from penstock.program import read_program
 from tests.cli.conftest import Cli
 from tests.cli.models import WIDTH, Small
@@ -240,3 +241,25 @@ def test_bfloat16_survives_safetensors_and_not_npz(tmp_path: Path) -> None:
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
     with pytest.raises(OutputPathError, match="safetensors"):
         dump_tensors(tmp_path / "t.npz", None, tensors)
+
+
+def test_a_trace_that_was_interrupted_before_it_was_entered_leaves_no_file(tmp_path: Path) -> None:
+    """An open trace is written when its module is closed, which a command does last."""
+
+    class Module:
+        path: Path | None = None
+
+        def trace(self, path: Path) -> None:
+            self.path = path
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            if self.path is not None:
+                self.path.write_text("spans")
+                self.path = None
+
+    module = Module()
+    with pytest.raises(KeyboardInterrupt), run._recording(module, tmp_path / "t.json", None):
+        raise AssertionError("it was never entered")
+    module.close()
+    assert list(tmp_path.iterdir()) == []

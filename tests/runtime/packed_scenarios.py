@@ -6,8 +6,10 @@ slot is full before it is decoded, and decoded before it is filled again. tests/
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from penstock.errors import DriverCallError, PenstockError, WeightsChangedError
@@ -326,6 +328,42 @@ def the_link_is_measured_with_what_goes_over_it(folder: Path) -> None:
                 ]
                 measured = [(sample.copies, sample.nbytes) for sample in samples[1:]]
                 assert measured == [(parts, sum(part_bytes))] * (parts > 0)
+
+
+@scenario
+def packed_bytes_have_a_lane_of_their_own(folder: Path) -> None:
+    """On a clock of ticks: each slot's copy is one, and lies before the end of the decoding that it is for."""
+    model = packed_chain(folder)
+    plan = model.divided(slots=3, stored_bytes=SOME_BYTES)
+    copies = plan.methods[0].copies
+    with Rig(model, poison=False) as rig:
+        rig.install_plan(plan)
+        rig.run(check=False)
+        rig.driver.set_clock(12345, TICK_NS)
+        rig.session.start_trace()
+        with rig.late_link():
+            rig.run(check=False)
+            rig.run(check=False)
+            # A run that fails leaves what had ended, and nothing that is taken for a later one's.
+            rig.begin()
+            rig.acquire(0)
+            with suppress(RunFailed):
+                rig.acquire(999)
+            rig._owner = None
+            rig.run(check=False)
+        spans = rig.session.stop_trace()
+        assert [span.begin_ns for span in spans] == sorted(span.begin_ns for span in spans)
+        made = {(span.run, span.index): span for span in spans if span.lane == "copy"}
+        link = [span for span in spans if span.lane == "link"]
+        assert all(span.end_ns - span.begin_ns == TICK_NS for span in link)
+        assert all(one.end_ns <= other.begin_ns for one, other in pairwise(link))
+        for run in (2, 3):
+            brought = Counter[int]()
+            for span in link:
+                if span.run == run:
+                    brought[span.index] += span.nbytes
+                    assert span.end_ns <= made[run, span.index].end_ns
+            assert brought == {index: copy.packed_bytes for index, copy in enumerate(copies) if copy.packed_bytes}
 
 
 @scenario

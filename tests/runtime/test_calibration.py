@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,25 @@ def test_copies_of_one_size_give_a_mean() -> None:
     spans = [copy(1, 0, 1000, 0, 100), copy(1, 1, 1000, 100, 400), step(1, 0, 0, 10), step(1, 1, 400, 410)]
     link = calibration_of(spans, [SCHEDULE], PLAN).link
     assert (link.bytes_per_s, link.copy_latency_s) == (pytest.approx(5e9), 0.0)
+
+
+def test_of_packed_weights_the_link_is_what_brings_them() -> None:
+    """Two copies of a packed weight, one of which stays packed: their spans are those of decoding."""
+    method = PLAN.methods[0]
+    first, second = method.copies
+    packed = (replace(first, packed_bytes=700), replace(second, packed_bytes=0))
+    plan = replace(PLAN, methods=(replace(method, copies=packed),))
+    spans = [
+        Span("link", 1, 0, 0, 300, 0, 100),
+        Span("link", 1, 0, 0, 400, 100, 200),
+        copy(1, 0, PAGE, 90, 250),
+        copy(1, 1, PAGE, 250, 350),
+        step(1, 0, 0, 10),
+        step(1, 1, 350, 360),
+    ]
+    calibration = calibration_of(spans, [SCHEDULE], plan)
+    assert calibration.link.bytes_per_s == pytest.approx(700 / 200e-9)
+    assert calibration.decoded_bytes_per_s == pytest.approx(PAGE / 100e-9)
 
 
 def test_what_cannot_be_calibrated_by() -> None:

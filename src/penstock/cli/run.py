@@ -243,8 +243,14 @@ def _tensor_device(module: Any) -> torch.device:
 @contextmanager
 def _recording(module: Any, trace: Path | None, step_times: Path | None) -> Iterator[None]:
     if trace is not None:
-        with whole_file(trace) as partial, module.trace(partial):
-            yield
+        with whole_file(trace) as partial:
+            try:
+                with module.trace(partial):
+                    yield
+            except BaseException:
+                # A trace that was never entered is written when its module goes: now, while its file will be removed.
+                module.close()
+                raise
     elif step_times is not None:
         with module.calibrate():
             yield

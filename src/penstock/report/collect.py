@@ -182,7 +182,7 @@ def _calibration(module: Module, events: Sequence[TraceEvent]) -> Calibration | 
         Span(each.lane, each.run, numbers[each.method], each.index, each.nbytes, each.begin_ns, each.end_ns)
         for each in events
     ]
-    return calibration_of(spans, [each.schedule for each in module.program.methods], module.plan, module.link)
+    return calibration_of(spans, [each.schedule for each in module.program.methods], module.plan)
 
 
 def _curve(

@@ -1,13 +1,14 @@
 "use strict";
-// Draws the trace: copies on one lane, steps and their stalls on the other. Each lane is a slider over its spans.
+// Draws the trace: copies on one lane, steps and their stalls on another, and packed weights on their way on a third, if
+// there are any. Each lane is a slider over its spans.
 (() => {
   const root = document.getElementById("timeline");
   const stored = document.getElementById("trace-data").textContent;
   const data = JSON.parse(document.getElementById("report-data").textContent);
-  const lanes = [
-    {kind: "copy", title: "Copies", top: 56, spans: []},
-    {kind: "compute", title: "Steps", top: 112, spans: []},
-  ];
+  const copies = {kind: "copy", title: "Copies", top: 56, spans: []};
+  const steps = {kind: "compute", title: "Steps", top: 112, spans: []};
+  const link = {kind: "link", title: "Link, packed", top: 168, spans: []};
+  const lanes = [copies, steps, link];
   const laneHeight = 34, axisHeight = 18, runsTop = 20, runsHeight = 16;
   const hint = "Point at a span, or focus a lane: arrow keys go from span to span, Page Up and Page Down from run to "
     + "run, + and \u2212 zoom, 0 shows everything.";
@@ -20,6 +21,7 @@
       begin: Math.round(event.ts * 1000), end: Math.round((event.ts + event.dur) * 1000),
     });
   }
+  if (!link.spans.length) lanes.pop();
   for (const lane of lanes) lane.spans.sort((a, b) => a.begin - b.begin);
   const stalls = new Map(data.stalls.map((stall) => [stall.run + "/" + stall.step, stall]));
   const everything = lanes.flatMap((lane) => lane.spans);
@@ -37,9 +39,10 @@
   const said = (lane, span) => {
     const where = `begins at ${time(span.begin)}, run ${whole(span.run)} of ${span.method}`;
     const took = time(span.end - span.begin);
-    if (lane.kind === "copy") {
+    if (lane !== steps) {
       const rate = span.GB_per_s === null ? "too short to be timed" : `${span.GB_per_s} GB/s`;
-      return `Copy ${span.index}, ${span.name}: ${whole(span.bytes)} bytes in ${took}, ${rate}; ${where}`;
+      const what = lane === link ? "Packed bytes of copy" : "Copy";
+      return `${what} ${span.index}, ${span.name}: ${whole(span.bytes)} bytes in ${took}, ${rate}; ${where}`;
     }
     const stall = stalls.get(span.run + "/" + span.index);
     const waited = stall ? `; stalled before it for ${time(stall.stall_ns)} at most, for ${stall.weight}` : "";
@@ -57,7 +60,7 @@
   };
   root.textContent = "";
   const tools = make("div", root, {class: "tools", role: "group", "aria-label": "Timeline view"});
-  const area = make("div", root, {class: "area"});
+  const area = make("div", root, {class: lanes.includes(link) ? "area three" : "area"});
   const canvas = make("canvas", area, {"aria-hidden": "true"});
   const readout = make("p", root, {class: "readout", id: "timeline-readout"}, hint);
   const pen = canvas.getContext("2d");
@@ -194,10 +197,10 @@
     for (const stall of data.stalls) {
       const left = x(stall.begin_ns), right = x(stall.begin_ns + stall.stall_ns);
       if (right < 0 || left > width) continue;
-      hatch(Math.max(left, -8), lanes[1].top, Math.min(right, width + 8), laneHeight, colour("stall"));
+      hatch(Math.max(left, -8), steps.top, Math.min(right, width + 8), laneHeight, colour("stall"));
     }
     for (const lane of lanes) {
-      const ink = colour(lane.kind === "copy" ? "copy" : "step");
+      const ink = colour(lane === steps ? "step" : "copy");
       for (let k = firstAfter(lane.spans, view.from); k < lane.spans.length; k++) {
         const span = lane.spans[k], left = x(span.begin), right = x(span.end);
         if (left > width) break;

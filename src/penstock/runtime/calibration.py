@@ -10,31 +10,27 @@ from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.link import Link, fit_link
 from penstock.plan.plan import Copy, Plan
-from penstock.runtime.session import LinkSample, Span
+from penstock.runtime.session import Span
 from penstock.schedule import Schedule
 
 _NS = 1e-9
 
 
-def calibration_of(
-    spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan, installed: Sequence[LinkSample] = ()
-) -> Calibration:
+def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
     """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied.
 
-    `installed`: copies as they were timed when the plan was installed. Packed weights are on their way before they are
-    decoded, which is what spans show: only copies one behind the other tell how fast the link brings them.
+    Spans of packed weights are those of their decoding; what they take of the link has spans of its own.
     """
     traced = [span for span in spans if span.lane == "copy"]
-    copies = [span for span in traced if _copy(plan, span).link_bytes]
-    if not copies:
+    over_link = [span for span in spans if span.lane == "link"]
+    over_link += [span for span in traced if _copy(plan, span).packed_bytes is None]
+    if not over_link:
         raise PenstockError(
             "nothing was copied in the runs to calibrate by: either there was none, or every weight is resident and "
             "there is nothing to plan"
         )
     decoded = [span for span in traced if not _copy(plan, span).link_bytes]
-    samples = [(span.nbytes, span.end_ns - span.begin_ns) for span in copies]
-    if plan.slots is not None:
-        samples = [(round(each.piece_bytes), round(each.ns / each.copies)) for each in installed]
+    samples = [(span.nbytes, span.end_ns - span.begin_ns) for span in over_link]
     return Calibration(
         _link(samples), step_times(spans, schedules, plan), decoded_bytes_per_s=_decoded_bytes_per_s(decoded)
     )

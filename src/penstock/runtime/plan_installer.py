@@ -93,7 +93,7 @@ class PlanInstaller:
         plan = self._planned()
         spans = self.recorder.stop(recording)
         self._leave_timing()
-        calibration = calibration_of(spans, self._schedules, plan, self._session.link())
+        calibration = calibration_of(spans, self._schedules, plan)
         self._install(self._policy.arrange(budget_bytes, calibration))
         self.calibration = calibration
 
@@ -110,7 +110,7 @@ class PlanInstaller:
         """Says what came of it."""
         policy, plan, recording = self._policy, self._planned(), self.recorder.current
         assert isinstance(policy, PlannedPolicy) and recording is not None
-        calibration = calibration_of(self.recorder.stop(recording), self._schedules, plan, self._session.link())
+        calibration = calibration_of(self.recorder.stop(recording), self._schedules, plan)
         installed = policy.arrange(budget_bytes, calibration)
         assert installed.plan is not None
         before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, installed.plan))

@@ -92,7 +92,7 @@ def link_text(samples: Sequence[LinkSample]) -> str:
 
 
 _COUNTERS = 10
-_LANES = {0: "compute", 1: "copy"}
+_LANES = {0: "compute", 1: "copy", 2: "link"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
 _SPAN_NUMBERS = 7

@@ -1,4 +1,5 @@
-"""A trace of runs, as Chrome and Perfetto read it: one lane for copies, one for steps, on the device's own clock."""
+"""A trace of runs, as Chrome and Perfetto read it: lanes for copies, steps, and what packed weights take of the link
+before they are decoded, on the device's own clock."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from penstock.runtime.recorder import Recording
 from penstock.runtime.session import Span
 
 _PROCESS = 1
-_THREADS = {"compute": 1, "copy": 2}
+_THREADS = {"compute": 1, "copy": 2, "link": 3}
 
 
 class Recorded(Protocol):
@@ -74,13 +75,14 @@ def trace_document(spans: Sequence[Span], name: Callable[[Span], tuple[str, str]
         *(
             {"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_name", "args": {"name": lane}}
             for lane, tid in _THREADS.items()
+            if lane != "link" or any(span.lane == lane for span in spans)
         ),
     ]
     for span in spans:
         method, title = name(span)
         duration_ns = span.end_ns - span.begin_ns
         arguments: dict[str, object] = {"run": span.run, "method": method, "index": span.index}
-        if span.lane == "copy":
+        if span.lane != "compute":
             arguments["bytes"] = span.nbytes
             arguments["GB_per_s"] = round(span.nbytes / duration_ns, 3) if duration_ns else None
         events.append(
