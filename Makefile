@@ -40,8 +40,10 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
+# Programs of these tests are compiled by the hundred, and three quarters of that time go into the code that calls
+# kernels: it is not optimised here. Kernels are, and in all other tests so is everything.
 unit: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not models" $(WITHOUT_MODELS)
+	AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL=O0 $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not models" $(WITHOUT_MODELS)
 
 # Language models of transformers: every family exported, more than ten compiled, and transformers' own generate() on them.
 test-models: $(VENV)/.dev

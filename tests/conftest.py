@@ -28,12 +28,38 @@ SLOW_FILES = (
 # And whatever uses one of these fixtures.
 SLOW_FIXTURES = frozenset(("finished",))  # a run of the benchmark suite
 
+# The longest of the others. They go first: near the end only short ones are left, and no worker waits for another.
+LONG_FILES = (
+    "export/test_hazards.py",
+    "export/test_pass_compiled.py",
+    "executorch/test_surface.py",
+    "runtime/test_interrupts.py",
+    "verify/test_poison.py",
+    "runtime/test_split_modules.py",
+    "export/test_pass.py",
+    "export/test_compile.py",
+    "executorch/test_payload.py",
+    "executorch/test_bad_files.py",
+    "export/test_small_programs.py",
+    "runtime/test_packed_modules.py",
+    "plan/test_record.py",
+    "executorch/test_module.py",
+    "docs/test_blocks.py",
+)
+
 # What a shell starts in the background ignores interrupts, and hands that on. Tests send themselves some.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {f"/tests/{name}": place for place, name in enumerate(LONG_FILES)}
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.as_posix()
+        return places.get(path[path.rfind("/tests/") :], len(places))
+
+    items.sort(key=place)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if item.path.as_posix().endswith(tuple(f"/tests/{name}" for name in SLOW_FILES)) or SLOW_FIXTURES & {*fixtures}:
