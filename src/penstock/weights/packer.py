@@ -26,7 +26,7 @@ from penstock.weights.packed_format import (
     KINDS,
     MAGIC,
     UNIT_BYTES,
-    VERSION,
+    VERSIONS,
     Packing,
     block_count,
     table_end_bytes,
@@ -56,7 +56,8 @@ def pack(
     on_bytes   is told how many bytes of the source are done, again and again
     overwrite  replace an existing file
 
-    bfloat16 and float32 weights of at least 64 KiB are packed where that saves a twentieth. All else stays as it is.
+    Floating-point weights of 8, 16 and 32 bits and at least 64 KiB are packed where that saves a twentieth. All else
+    stays as it is.
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
     gathered = frozenset() if program is None else _gathered(Path(program), source)
@@ -191,7 +192,7 @@ class _Packer:
             done_bytes += raw_bytes
             self.on_bytes(raw_bytes)
         _check(self.source, entry, digest.intdigest())
-        header = HEADER.pack(MAGIC, VERSION, kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
+        header = HEADER.pack(MAGIC, VERSIONS[kind], kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
         table = struct.pack(f"<{count}I", *(size // UNIT_BYTES for size in sizes))
         self.target.write(offset_bytes, (header + table).ljust(table_end_bytes(count), b"\0"))
         return end_bytes
