@@ -13,11 +13,13 @@ namespace penstock {
 template <typename Value, int kExponentBits, int kMantissaBits>
 struct PackedFloat {
   using Word = Value;
+  // As it lies in a file's bytes, at any address.
+  typedef Value Stored __attribute__((aligned(1), may_alias));
   static_assert(sizeof(Word) * 8 == 1 + kExponentBits + kMantissaBits, "a sign, the exponent, the mantissa");
   static constexpr int kRestBytes = (1 + kMantissaBits) / 8;
   static constexpr int kRestPlanes = (1 + kMantissaBits) % 8;
 
-  static void part(const Word* values, unsigned char* __restrict exponents, unsigned char* __restrict rests,
+  static void part(const Stored* values, unsigned char* __restrict exponents, unsigned char* __restrict rests,
                    unsigned char* __restrict bits) {
     for (int64_t i = 0; i < kTileValues; ++i) exponents[i] = (unsigned char)((values[i] >> kMantissaBits) & kExponents);
     for (int run = 0; run < kRestBytes; ++run)

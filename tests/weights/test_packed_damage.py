@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from penstock.native import core
 from penstock.weights import read_index, verify_checksums
 from penstock.weights.packed_format import KINDS, block_limits_bytes
 from penstock.weights.packing import pack, raw_content, unpack
+from tests.runtime.builds import COMPILER, SOURCES
 from tests.weights.block_stress import GUARD_BYTES, VALUE_BYTES, guarded, packed_block, stress, unpacked
 from tests.weights.packed_cases import gaussian, packable, single
 
@@ -62,6 +65,27 @@ def test_what_the_core_refuses() -> None:
 def test_damaged_blocks_stay_within_their_buffers() -> None:
     """Between two stretches that nobody may write to; tests/weights/test_packed_sanitizer.py sees reads as well."""
     assert stress(seed=0, cases=300) > 200
+
+
+def test_other_vectors_make_the_same_bytes(tmp_path: Path) -> None:
+    """What a CPU without AVX2 runs. On such a one both are the same code."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"there is no compiler {COMPILER}")
+    sources = [str(SOURCES / name) for name in ("packed_block.cpp", "packed_api.cpp")]
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DPENSTOCK_PLAIN_VECTORS"]
+    subprocess.run([COMPILER, *flags, *sources, "-o", str(tmp_path / "plain.so")], check=True)
+    plain = ctypes.CDLL(str(tmp_path / "plain.so"))
+    for name in ("penstock_pack_blocks", "penstock_unpack_blocks"):
+        function = getattr(core(), name)
+        getattr(plain, name).argtypes, getattr(plain, name).restype = function.argtypes, function.restype
+    for dtype, kind in KINDS.items():
+        for raw in (gaussian(dtype, 9000), np.random.default_rng(3).bytes(8 * 1031)):
+            block = packed_block(kind, raw)
+            out, sizes = ctypes.create_string_buffer(1 << 17), (ctypes.c_int64 * 1)()
+            packed_bytes = plain.penstock_pack_blocks(kind, raw, len(raw), out, len(out), sizes, 1)
+            assert out.raw[:packed_bytes] == block, dtype
+            assert plain.penstock_unpack_blocks(kind, block, len(block), sizes, len(raw), out, 1) == 0
+            assert out.raw[: len(raw)] == raw, dtype
 
 
 def test_the_guard_sees_a_write() -> None:

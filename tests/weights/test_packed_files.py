@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,14 @@ import pytest
 import xxhash
 
 import penstock
-from penstock.errors import ChecksumError, IdentityError, OutputExistsError, OutputPathError, WeightsFileError
+from penstock.errors import (
+    ChecksumError,
+    DiskFullError,
+    IdentityError,
+    OutputExistsError,
+    OutputPathError,
+    WeightsFileError,
+)
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import ITEM_BYTES, Weight
 from penstock.weights import layout_identity, read_index, verify_checksums, write_ptd
@@ -237,6 +246,27 @@ def test_damaged_weights_are_not_packed(tmp_path: Path, name: str) -> None:
     with pytest.raises(ChecksumError, match=f"entry '{name}' is damaged"):
         pack(path, tmp_path / "packed.ptd")
     assert [file.name for file in tmp_path.iterdir()] == ["model.ptd"]
+
+
+def test_a_disk_with_room_for_the_packed_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is written needs room."""
+    path = packable(tmp_path / "model.ptd")
+    room_bytes = pack(path, tmp_path / "packed.ptd").file_bytes
+    assert room_bytes < path.stat().st_size
+    write = os.pwrite
+
+    def full(fd: int, content: bytes, offset_bytes: int) -> int:
+        if offset_bytes + len(content) > room_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, content, offset_bytes)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "posix_fallocate", None)
+    pack(path, tmp_path / "again.ptd")
+    room_bytes -= 1
+    with pytest.raises(DiskFullError, match="another.ptd: needs .* No space left"):
+        pack(path, tmp_path / "another.ptd")
+    assert not list(tmp_path.glob("another*"))
 
 
 def test_who_needs_raw_weights_is_told(tmp_path: Path) -> None:

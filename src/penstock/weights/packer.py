@@ -39,6 +39,9 @@ from penstock.weights.writer import FilePlan, encode_index, plan_file, write_ptd
 # What stays above this is not worth unpacking: in hundredths of the raw size.
 _MOST_PERCENT = 95
 
+# Read at a time for a checksum: little enough to be in the CPU's nearer cache still.
+_CHECKSUM_BYTES = 256 << 10
+
 OnBytes = Callable[[int], None]
 
 
@@ -73,7 +76,9 @@ def pack_entries(
             raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
     with open_regular(source.path, WeightsFileError) as file, workers() as held:
         plan = _source_plan(source, file.fileno())
-        with partial_file(target, source.file_bytes) as partial:
+        # It needs less than the source. To ask for all of that would refuse disks that have the room, and take time
+        # where files are memory.
+        with partial_file(target, source.file_bytes, reserved=False) as partial:
             _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, gathered).write()
             written = read_index(partial.partial)
     return replace(written, path=target)
@@ -213,7 +218,7 @@ class _Packer:
 
 def _checksum(fd: int, offset_bytes: int, count_bytes: int) -> int:
     digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(count_bytes, 1 << 20)))
+    buffer = memoryview(bytearray(min(count_bytes, _CHECKSUM_BYTES)))
     for begin_bytes in range(0, count_bytes, len(buffer)):
         piece = buffer[: count_bytes - begin_bytes]
         read_into(fd, piece, offset_bytes + begin_bytes, "what was just written")
