@@ -24,7 +24,15 @@ CSRC = Path(__file__).parents[1] / "csrc"
 BLOCK_BYTES = 64 * 1024
 MOST_BLOCKS = 960
 TILE_VALUES = 1024
-KINDS = {torch.bfloat16: (1, "penstock_decode_bfloat16"), torch.float32: (2, "penstock_decode_float32")}
+KINDS = {
+    torch.bfloat16: (1, "penstock_decode_bfloat16"),
+    torch.float32: (2, "penstock_decode_float32"),
+    torch.float16: (3, "penstock_decode_float16"),
+    torch.float8_e4m3fn: (4, "penstock_decode_float8_e4m3"),
+    torch.float8_e5m2: (5, "penstock_decode_float8_e5m2"),
+}
+# By bytes of a value.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 THREADS = 256
 
 
@@ -107,29 +115,26 @@ class Packed:
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    integer = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    integer = INTEGERS[dtype.itemsize]
     yield "Gaussian", (torch.randn(300_001, generator=generator) * 0.02).to(dtype)
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32)
-    every = patterns.to(torch.int16) if dtype is torch.bfloat16 else (patterns << 16) | (patterns & 0xFFFF)
+    every = (patterns << 16) | (patterns & 0xFFFF) if dtype is torch.float32 else patterns.to(integer)
     yield "every pattern", every.view(dtype)
     yield "anything", torch.randint(-(2**15), 2**15, (100_003,), generator=generator).to(integer).view(dtype)
-    for count in (1, 7, 8, 1023, 1024, 1025, 32767, 32768, 32769):
+    for count in (1, 7, 8, 1023, 1024, 1025, 32767, 32768, 32769, 65537):
         yield f"{count} values", torch.randn(count, generator=generator).to(dtype)
     yield "zeros", torch.zeros(70_000, dtype=dtype)
 
 
 def differs(decoder: Decoder, tensor: torch.Tensor) -> bool:
     packed = Packed(tensor)
-    out = torch.full((packed.values + 8,), float("nan"), dtype=tensor.dtype, device="cuda")
+    integer = INTEGERS[tensor.dtype.itemsize]
+    # Nothing behind the end is written.
+    beyond = torch.full((8,), float("nan")).to(tensor.dtype).view(integer)
+    out = torch.cat([torch.zeros(packed.values, dtype=integer), beyond]).cuda()
     for params in packed.launches(out):
         decoder.launch(tensor.dtype, params, 64)
-    integer = torch.int16 if tensor.dtype is torch.bfloat16 else torch.int32
-    found = out.view(integer).cpu()
-    # Nothing behind the end was written.
-    beyond = torch.full((8,), float("nan"), dtype=tensor.dtype).view(integer)
-    return not (
-        torch.equal(found[: packed.values], tensor.view(integer)) and torch.equal(found[packed.values :], beyond)
-    )
+    return not torch.equal(out.cpu(), torch.cat([tensor.view(integer), beyond]))
 
 
 def seconds(work: Callable[[], None], times: int = 10) -> float:

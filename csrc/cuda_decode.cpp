@@ -11,6 +11,10 @@ constexpr char kPtx[] =
 #include "decode_ptx.inc"
     ;
 
+// By kind, from 1 on.
+constexpr const char* kFunctions[kPackedKinds] = {"penstock_decode_bfloat16", "penstock_decode_float32",
+                                                  "penstock_decode_float16", "penstock_decode_float8_e4m3",
+                                                  "penstock_decode_float8_e5m2"};
 constexpr int kMultiprocessorCount = 16;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kTilesABlock = kThreads / 32;
@@ -28,8 +32,9 @@ CudaOutcome CudaDecoder::load(int device) {
     module_ = nullptr;
     return {code, "cuModuleLoadData"};
   }
-  int code = cuda_.module_function(&bfloat16_, module_, "penstock_decode_bfloat16");
-  if (!code) code = cuda_.module_function(&float32_, module_, "penstock_decode_float32");
+  int code = 0;
+  for (int kind = 0; kind < kPackedKinds && !code; ++kind)
+    code = cuda_.module_function(&functions_[kind], module_, kFunctions[kind]);
   if (code) unload();
   return {code, "cuModuleGetFunction"};
 }
@@ -62,7 +67,7 @@ CudaOutcome CudaDecoder::launch(const DecodeCall& call, DeviceStream stream) con
   config.stream = stream;
   // The driver copies the parameters before it returns.
   void* arguments[] = {&params};
-  void* function = call.kind == PackedKind::bfloat16 ? bfloat16_ : float32_;
+  void* function = functions_[(int)call.kind - 1];
   return {cuda_.launch_kernel(&config, function, arguments, nullptr), "cuLaunchKernelEx"};
 }
 

@@ -19,8 +19,7 @@ class CudaDecoder {
  private:
   const CudaLibrary& cuda_;
   void* module_ = nullptr;
-  void* bfloat16_ = nullptr;
-  void* float32_ = nullptr;
+  void* functions_[kPackedKinds] = {};
   int multiprocessors_ = 0;
 };
 

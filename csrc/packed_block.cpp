@@ -6,6 +6,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "packed_float.h"
+
+// A test compares what the two make: PENSTOCK_PLAIN_VECTORS leaves this one out.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(PENSTOCK_PLAIN_VECTORS)
+#define PENSTOCK_AVX2
+#endif
+
 namespace penstock {
 namespace {
 
@@ -19,7 +26,7 @@ constexpr int kRounds = 4;
 constexpr uint32_t kNibbles = 0x11111111u;
 // And of each byte.
 constexpr uint64_t kBytes = 0x0101010101010101ull;
-constexpr int64_t kTileCodeBytes = kPlanes * kLanes * 4;
+constexpr int64_t kPlaneBytes = kLanes * 4;
 
 int64_t padded(int64_t bytes) { return (bytes + kPackedUnitBytes - 1) / kPackedUnitBytes * kPackedUnitBytes; }
 
@@ -27,48 +34,19 @@ int64_t padded(int64_t bytes) { return (bytes + kPackedUnitBytes - 1) / kPackedU
 // lane's word in each plane, so that three planes make eight selectors of four bits.
 constexpr int64_t value_index(int lane, int round, int at) { return round * 256 + lane * 8 + at; }
 
-// Per tile, so that compilers make vectors of the loops: exponents and rests apart, and together again.
-struct Bfloat16 {
-  using Word = uint16_t;
-  static constexpr int64_t kRestBytes = 1;
-  static void part(const Word* values, unsigned char* exponents, unsigned char* rests) {
-    for (int64_t i = 0; i < kTileValues; ++i) {
-      exponents[i] = (unsigned char)(values[i] >> 7);
-      rests[i] = (unsigned char)(((values[i] >> 8) & 0x80) | (values[i] & 0x7F));
-    }
-  }
-  static void join(const unsigned char* exponents, const unsigned char* rests, Word* values) {
-    for (int64_t i = 0; i < kTileValues; ++i)
-      values[i] = (Word)(((rests[i] & 0x80) << 8) | (exponents[i] << 7) | (rests[i] & 0x7F));
-  }
-};
-
-// Three bytes of rest, each in a plane of its own: the mantissa's lowest first, the sign with its highest.
-struct Float32 {
-  using Word = uint32_t;
-  static constexpr int64_t kRestBytes = 3;
-  static void part(const Word* values, unsigned char* exponents, unsigned char* rests) {
-    for (int64_t i = 0; i < kTileValues; ++i) {
-      exponents[i] = (unsigned char)(values[i] >> 23);
-      rests[i] = (unsigned char)values[i];
-      rests[kTileValues + i] = (unsigned char)(values[i] >> 8);
-      rests[2 * kTileValues + i] = (unsigned char)(((values[i] >> 24) & 0x80) | ((values[i] >> 16) & 0x7F));
-    }
-  }
-  static void join(const unsigned char* exponents, const unsigned char* rests, Word* values) {
-    for (int64_t i = 0; i < kTileValues; ++i) {
-      Word high = rests[2 * kTileValues + i];
-      values[i] = ((high & 0x80) << 24) | ((Word)exponents[i] << 23) | ((high & 0x7F) << 16) |
-                  ((Word)rests[kTileValues + i] << 8) | rests[i];
-    }
-  }
-};
-
 // Eight codes, a byte each, to four bits each.
 uint32_t narrowed(uint64_t codes) {
   codes = (codes | (codes >> 4)) & 0x00FF00FF00FF00FFull;
   codes = (codes | (codes >> 8)) & 0x0000FFFF0000FFFFull;
   return (uint32_t)(codes | (codes >> 16));
+}
+
+// And back.
+uint64_t widened(uint32_t codes) {
+  uint64_t wide = codes;
+  wide = (wide | (wide << 16)) & 0x0000FFFF0000FFFFull;
+  wide = (wide | (wide << 8)) & 0x00FF00FF00FF00FFull;
+  return (wide | (wide << 4)) & 0x0F0F0F0F0F0F0F0Full;
 }
 
 // The most frequent exponents, of equals the smaller; unused entries stay 0. Returns how many there are.
@@ -99,12 +77,13 @@ void encode_tile(const unsigned char* exponents, const unsigned char* table, int
   }
 }
 
-// Codes to planes, where a plane's word holds one bit of each of the lane's values.
-void part_planes(const unsigned char* codes, uint32_t planes[kPlanes][kLanes]) {
+// Codes, or other bits of the values, to planes, where a plane's word holds one bit of each of the lane's values.
+template <int kCount>
+void part_planes(const unsigned char* codes, uint32_t (*planes)[kLanes]) {
   uint64_t eights[kRounds][kLanes];
   static_assert(sizeof eights == kTileValues, "eight values for each lane, in each round");
   std::memcpy(eights, codes, sizeof eights);
-  for (int plane = 0; plane < kPlanes; ++plane)
+  for (int plane = 0; plane < kCount; ++plane)
     for (int lane = 0; lane < kLanes; ++lane) {
       uint64_t bits = 0;
       for (int round = 0; round < kRounds; ++round) bits |= ((eights[round][lane] >> plane) & kBytes) << round;
@@ -112,25 +91,55 @@ void part_planes(const unsigned char* codes, uint32_t planes[kPlanes][kLanes]) {
     }
 }
 
+// The way back: one byte for each value.
+template <int kCount>
+void join_planes(const unsigned char* planes, unsigned char* bits) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint32_t words[kCount];
+    for (int plane = 0; plane < kCount; ++plane) std::memcpy(&words[plane], planes + plane * kPlaneBytes + lane * 4, 4);
+    for (int round = 0; round < kRounds; ++round) {
+      uint32_t nibbles = 0;
+      for (int plane = 0; plane < kCount; ++plane) nibbles |= ((words[plane] >> round) & kNibbles) << plane;
+      const uint64_t eight = widened(nibbles);
+      std::memcpy(bits + value_index(lane, round, 0), &eight, sizeof eight);
+    }
+  }
+}
+
 template <typename Float>
 int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
   using Word = typename Float::Word;
   const BlockLayout layout(kind, raw_bytes);
-  std::memset(packed, 0, (size_t)layout.codes_at);
+  std::memset(packed, 0, (size_t)layout.planes_at);
   unsigned char exponents[kBlockRawBytes / (int64_t)sizeof(Word)];
-  // Four of each, so that equal exponents in a row do not wait for one another. Half of the values tell enough.
-  uint32_t counts[4][256] = {};
+  // Eight of each, so that equal exponents in a row do not wait for one another. Half of the values tell enough.
+  uint32_t counts[8][256] = {};
   for (int64_t tile = 0; tile < layout.tiles; ++tile) {
-    Word values[kTileValues];
-    const int64_t begin = tile * kTileValues, count = std::min(kTileValues, layout.values - begin);
-    std::memcpy(values, raw + begin * (int64_t)sizeof(Word), (size_t)count * sizeof(Word));
-    // Values that are not there take after the last that is.
-    std::fill(values + count, values + kTileValues, values[count - 1]);
-    Float::part(values, exponents + begin, packed + layout.rests_at + begin * Float::kRestBytes);
-    for (int64_t i = 0; i < kTileValues; i += 8)
-      for (int64_t k = 0; k < 4; ++k) counts[k][exponents[begin + i + k]]++;
+    const int64_t begin = tile * kTileValues, count = layout.values - begin;
+    const unsigned char* values = raw + begin * (int64_t)sizeof(Word);
+    Word filled_up[kTileValues];
+    if (count < kTileValues) {
+      // Values that are not there take after the last that is.
+      std::memcpy(filled_up, values, (size_t)count * sizeof(Word));
+      std::fill(filled_up + count, filled_up + kTileValues, filled_up[count - 1]);
+      values = reinterpret_cast<unsigned char*>(filled_up);
+    }
+    unsigned char bits[Float::kRestPlanes ? kTileValues : 1];
+    Float::part(reinterpret_cast<const typename Float::Stored*>(values), exponents + begin, packed + layout.rests_at + begin * Float::kRestBytes, bits);
+    if constexpr (Float::kRestPlanes != 0) {
+      uint32_t planes[Float::kRestPlanes][kLanes];
+      part_planes<Float::kRestPlanes>(bits, planes);
+      const int64_t planes_at = layout.planes_at + tile * layout.tile_planes_bytes + kPlanes * kPlaneBytes;
+      std::memcpy(packed + planes_at, planes, sizeof planes);
+    }
+    for (int64_t i = 0; i < kTileValues; i += 16)
+      for (int64_t k = 0; k < 4; ++k) {
+        counts[k][exponents[begin + i + k]]++;
+        counts[4 + k][exponents[begin + i + 8 + k]]++;
+      }
   }
-  for (int e = 0; e < 256; ++e) counts[0][e] += counts[1][e] + counts[2][e] + counts[3][e];
+  for (int k = 1; k < 8; ++k)
+    for (int e = 0; e < 256; ++e) counts[0][e] += counts[k][e];
   const int used = choose_exponents(counts[0], packed);
   unsigned char* escapes = packed + layout.escapes_at;
   uint32_t escape_count = 0;
@@ -141,12 +150,16 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
     unsigned char codes[kTileValues];
     encode_tile(of_tile, packed, used, codes);
     uint32_t planes[kPlanes][kLanes];
-    part_planes(codes, planes);
-    std::memcpy(packed + layout.codes_at + tile * kTileCodeBytes, planes, sizeof planes);
-    for (int lane = 0; lane < kLanes; ++lane)
-      for (uint32_t bits = ~(planes[0][lane] | planes[1][lane] | planes[2][lane]); bits; bits &= bits - 1) {
+    part_planes<kPlanes>(codes, planes);
+    std::memcpy(packed + layout.planes_at + tile * layout.tile_planes_bytes, planes, sizeof planes);
+    uint32_t escaped[kLanes], lanes = 0;
+    for (int lane = 0; lane < kLanes; ++lane) escaped[lane] = ~(planes[0][lane] | planes[1][lane] | planes[2][lane]);
+    for (int lane = 0; lane < kLanes; ++lane) lanes |= (uint32_t)(escaped[lane] != 0) << lane;
+    // Most lanes have none: asking each would be guessing wrong for each that has one.
+    for (; lanes; lanes &= lanes - 1)
+      for (uint32_t lane = (uint32_t)__builtin_ctz(lanes), bits = escaped[lane]; bits; bits &= bits - 1) {
         int bit = __builtin_ctz(bits);
-        escapes[escape_count++] = of_tile[value_index(lane, bit % kRounds, bit / kRounds)];
+        escapes[escape_count++] = of_tile[value_index((int)lane, bit % kRounds, bit / kRounds)];
       }
   }
   std::memcpy(packed + kTableBytes, &escape_count, sizeof escape_count);
@@ -163,11 +176,12 @@ void unpack_tile(const BlockLayout& layout, const unsigned char* packed, int64_t
   uint16_t first_escape;
   std::memcpy(&first_escape, packed + kHeaderBytes + tile * 2, sizeof first_escape);
   int64_t escape = first_escape;
+  const unsigned char* of_tile = packed + layout.planes_at + tile * layout.tile_planes_bytes;
   unsigned char exponents[kTileValues];
   for (int lane = 0; lane < kLanes; ++lane) {
     uint32_t planes[kPlanes];
     for (int plane = 0; plane < kPlanes; ++plane)
-      std::memcpy(&planes[plane], packed + layout.codes_at + tile * kTileCodeBytes + (plane * kLanes + lane) * 4, 4);
+      std::memcpy(&planes[plane], of_tile + plane * kPlaneBytes + lane * 4, 4);
     for (int round = 0; round < kRounds; ++round) {
       uint32_t codes = ((planes[0] >> round) & kNibbles) | (((planes[1] >> round) & kNibbles) << 1) |
                        (((planes[2] >> round) & kNibbles) << 2);
@@ -181,7 +195,9 @@ void unpack_tile(const BlockLayout& layout, const unsigned char* packed, int64_t
       escape++;
     }
   }
-  Float::join(exponents, packed + layout.rests_at + tile * kTileValues * Float::kRestBytes, out);
+  unsigned char bits[Float::kRestPlanes ? kTileValues : 1];
+  if constexpr (Float::kRestPlanes != 0) join_planes<Float::kRestPlanes>(of_tile + kPlanes * kPlaneBytes, bits);
+  Float::join(exponents, packed + layout.rests_at + tile * kTileValues * Float::kRestBytes, bits, out);
 }
 
 template <typename Float>
@@ -204,20 +220,42 @@ void unpack(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, 
   }
 }
 
-}  // namespace
-
-bool is_packed_kind(int32_t kind) {
-  return kind == (int32_t)PackedKind::bfloat16 || kind == (int32_t)PackedKind::float32;
+#ifdef PENSTOCK_AVX2
+// The same once more, in wider vectors.
+__attribute__((target("avx2"), flatten)) int64_t pack_with_avx2(PackedKind kind, const unsigned char* raw,
+                                                               int64_t raw_bytes, unsigned char* packed) {
+  return with_float(kind, [&](auto of) { return pack<decltype(of)>(kind, raw, raw_bytes, packed); });
 }
 
-int64_t item_bytes(PackedKind kind) { return kind == PackedKind::bfloat16 ? 2 : 4; }
+__attribute__((target("avx2"), flatten)) void unpack_with_avx2(PackedKind kind, const unsigned char* packed,
+                                                              int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
+                                                              int64_t end, unsigned char* out) {
+  with_float(kind, [&](auto of) { unpack<decltype(of)>(kind, packed, packed_bytes, raw_bytes, begin, end, out); });
+}
+
+bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2");
+  return has;
+}
+#endif
+
+}  // namespace
+
+bool is_packed_kind(int32_t kind) { return kind >= 1 && kind <= kPackedKinds; }
+
+int64_t item_bytes(PackedKind kind) {
+  return with_float(kind, [](auto of) { return (int64_t)sizeof(typename decltype(of)::Word); });
+}
 
 BlockLayout::BlockLayout(PackedKind kind, int64_t raw_bytes) {
+  const int64_t rest_bytes = with_float(kind, [](auto of) { return decltype(of)::kRestBytes; });
+  const int64_t rest_planes = with_float(kind, [](auto of) { return decltype(of)::kRestPlanes; });
   values = raw_bytes / item_bytes(kind);
   tiles = (values + kTileValues - 1) / kTileValues;
-  codes_at = padded(kHeaderBytes + tiles * 2);
-  rests_at = codes_at + tiles * kTileCodeBytes;
-  escapes_at = rests_at + tiles * kTileValues * (item_bytes(kind) - 1);
+  tile_planes_bytes = (kPlanes + rest_planes) * kPlaneBytes;
+  planes_at = padded(kHeaderBytes + tiles * 2);
+  rests_at = planes_at + tiles * tile_planes_bytes;
+  escapes_at = rests_at + tiles * kTileValues * rest_bytes;
 }
 
 int64_t least_block_bytes(PackedKind kind, int64_t raw_bytes) { return BlockLayout(kind, raw_bytes).escapes_at; }
@@ -228,14 +266,18 @@ int64_t most_block_bytes(PackedKind kind, int64_t raw_bytes) {
 }
 
 int64_t pack_block(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
-  return kind == PackedKind::bfloat16 ? pack<Bfloat16>(kind, raw, raw_bytes, packed)
-                                      : pack<Float32>(kind, raw, raw_bytes, packed);
+#ifdef PENSTOCK_AVX2
+  if (has_avx2()) return pack_with_avx2(kind, raw, raw_bytes, packed);
+#endif
+  return with_float(kind, [&](auto of) { return pack<decltype(of)>(kind, raw, raw_bytes, packed); });
 }
 
 void unpack_block(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
                   int64_t end, unsigned char* out) {
-  if (kind == PackedKind::bfloat16) unpack<Bfloat16>(kind, packed, packed_bytes, raw_bytes, begin, end, out);
-  else unpack<Float32>(kind, packed, packed_bytes, raw_bytes, begin, end, out);
+#ifdef PENSTOCK_AVX2
+  if (has_avx2()) return unpack_with_avx2(kind, packed, packed_bytes, raw_bytes, begin, end, out);
+#endif
+  with_float(kind, [&](auto of) { unpack<decltype(of)>(kind, packed, packed_bytes, raw_bytes, begin, end, out); });
 }
 
 }  // namespace penstock

@@ -8,7 +8,8 @@
 namespace penstock {
 
 // What the values are. The numbers stand in files.
-enum class PackedKind : int32_t { bfloat16 = 1, float32 = 2 };
+enum class PackedKind : int32_t { bfloat16 = 1, float32 = 2, float16 = 3, float8_e4m3 = 4, float8_e5m2 = 5 };
+constexpr int32_t kPackedKinds = 5;
 
 // Of the weight. Every block but a weight's last has as many.
 constexpr int64_t kBlockRawBytes = 64 << 10;
@@ -24,7 +25,8 @@ struct BlockLayout {
   BlockLayout(PackedKind kind, int64_t raw_bytes);
   int64_t values;
   int64_t tiles;
-  int64_t codes_at;
+  int64_t tile_planes_bytes;
+  int64_t planes_at;
   int64_t rests_at;
   int64_t escapes_at;
 };

@@ -117,7 +117,7 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
 
 def unpacked(segment: bytes) -> bytes:
     magic, version, kind, raw_bytes, block_raw_bytes, count, zero = struct.unpack_from("<4sHHQIIQ", segment)
-    assert (magic, version, block_raw_bytes, zero) == (b"PSPK", 1, 65536, 0)
+    assert (magic, version, block_raw_bytes, zero) == (b"PSPK", 1 if kind < 3 else 2, 65536, 0)
     sizes = struct.unpack_from(f"<{count}I", segment, 32)
     at = -(-(32 + 4 * count) // 16) * 16
     assert not any(segment[32 + 4 * count : at])
@@ -129,33 +129,37 @@ def unpacked(segment: bytes) -> bytes:
     return raw
 
 
+# By kind: bits of the exponent, bits of the mantissa, R and P.
+KINDS = {1: (8, 7, 1, 0), 2: (8, 23, 3, 0), 3: (5, 10, 1, 3), 4: (4, 3, 0, 4), 5: (5, 2, 0, 3)}
+
+
 def unpacked_block(block: bytes, kind: int, raw_bytes: int) -> bytes:
-    item_bytes = {1: 2, 2: 4}[kind]
+    exponent_bits, mantissa_bits, runs, rest_planes = KINDS[kind]
+    item_bytes = (1 + exponent_bits + mantissa_bits) // 8
     tiles = -(-raw_bytes // (1024 * item_bytes))
     (escape_count,) = struct.unpack_from("<I", block, 8)
     starts = struct.unpack_from(f"<{tiles}H", block, 16)
-    codes_at = -(-(16 + 2 * tiles) // 16) * 16
-    rests_at = codes_at + 384 * tiles
-    escapes_at = rests_at + 1024 * tiles * (item_bytes - 1)
+    planes_at = -(-(16 + 2 * tiles) // 16) * 16
+    rests_at = planes_at + 128 * (3 + rest_planes) * tiles
+    escapes_at = rests_at + 1024 * runs * tiles
     assert len(block) == -(-(escapes_at + escape_count) // 16) * 16
     raw = b""
     for tile in range(tiles):
-        planes = struct.unpack_from("<96I", block, codes_at + 384 * tile)
-        exponents = [0] * 1024
+        planes = struct.unpack_from(f"<{32 * (3 + rest_planes)}I", block, planes_at + 128 * (3 + rest_planes) * tile)
+        tile_rests = block[rests_at + 1024 * runs * tile :]
+        values = [0] * 1024
         escape = escapes_at + starts[tile]
         for lane in range(32):
             for bit in range(32):
-                code = sum((planes[32 * plane + lane] >> bit & 1) << plane for plane in range(3))
-                exponents[256 * (bit % 4) + 8 * lane + bit // 4] = block[code] if code else block[escape]
+                number = 256 * (bit % 4) + 8 * lane + bit // 4
+                bits = sum((planes[32 * plane + lane] >> bit & 1) << plane for plane in range(3 + rest_planes))
+                code, rest = bits & 7, bits >> 3 << 8 * runs
+                rest |= sum(tile_rests[1024 * run + number] << 8 * run for run in range(runs))
+                exponent = block[code] if code else block[escape]
                 escape += not code
-        rests = block[rests_at + 1024 * tile * (item_bytes - 1) :]
-        for number, exponent in enumerate(exponents):
-            if kind == 1:
-                value = (rests[number] & 0x80) << 8 | exponent << 7 | rests[number] & 0x7F
-            else:
-                low, middle, high = rests[number], rests[1024 + number], rests[2048 + number]
-                value = (high & 0x80) << 24 | exponent << 23 | (high & 0x7F) << 16 | middle << 8 | low
-            raw += value.to_bytes(item_bytes, "little")
+                sign, mantissa = divmod(rest, 1 << mantissa_bits)
+                values[number] = (sign << exponent_bits | exponent) << mantissa_bits | mantissa
+        raw += b"".join(value.to_bytes(item_bytes, "little") for value in values)
     return raw[:raw_bytes]
 
 

@@ -112,7 +112,7 @@ Payload program(const std::string& name) {
   return payload;
 }
 
-WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {0, 4096}}; }
+WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {0, 4096}, {{0, 4096}, {4096, 1904}}, {}}; }
 
 std::unique_ptr<SessionRef> session_ref(const std::string& path, int64_t method, const SessionRequest& request = {}) {
   return take_session_ref(program("program"), method, at(path), request, 0);
@@ -253,7 +253,7 @@ const Core& core() {
   return made;
 }
 void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
-const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool) {
+Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
   for (const Ladder& ladder : payload.ladders)
     if (ladder.methods == methods) return ladder;
   throw LoadError(Kind::package, "no ladder");

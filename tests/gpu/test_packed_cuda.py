@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.decoding import KINDS, Decoder, cases, differs
 
 import penstock
 from penstock import errors
 from tests.gpu import programs
 from tests.gpu.test_runtime_cuda import generate, same
+from tests.runtime.test_packed_dtypes import compiled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,3 +88,21 @@ def test_a_calibrated_plan_gives_the_same_bits(program: Path, packed: Path, expe
             for _ in range(4):
                 generate(module)
         assert same(generate(module), expected)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_kernels_make_the_same_bits(dtype: torch.dtype) -> None:
+    """Every bit pattern, tensors that pack badly, and sizes beside tiles and blocks."""
+    decoder = Decoder()
+    assert [name for name, tensor in cases(dtype) if differs(decoder, tensor)] == []
+
+
+def test_weights_of_every_dtype_give_the_same_bits(tmp_path: Path) -> None:
+    program, raw, x = compiled(tmp_path, "cuda")
+    with penstock.Module(program, weights=raw, budget="64MiB") as module:
+        expected = module(x)
+    with penstock.Module(program, budget="64MiB") as module:
+        for budget_bytes in (module.floor_bytes, (module.floor_bytes + module.full_bytes) // 2, module.full_bytes):
+            module.set_budget(budget_bytes)
+            for _ in range(2):
+                assert torch.equal(module(x), expected)

@@ -7,8 +7,11 @@ import random
 import sys
 
 from penstock.native import core
-from penstock.weights.packed_format import block_limits_bytes
+from penstock.weight import ITEM_BYTES
+from penstock.weights.packed_format import KINDS, block_limits_bytes
 
+# By kind.
+VALUE_BYTES = {kind: ITEM_BYTES[dtype] for dtype, kind in KINDS.items()}
 GUARD_BYTES = 4096
 
 
@@ -48,9 +51,10 @@ def stress(seed: int, cases: int) -> int:
     rng = random.Random(seed)
     changed = 0
     for _ in range(cases):
-        kind = rng.choice((1, 2))
-        values = rng.choice((1, 5, 1024, 1025, 3000, 16384))
-        raw = (rng.randbytes(values * 2 * kind) if rng.random() < 0.5 else rng.randbytes(2 * kind) * values)[:65536]
+        kind = rng.choice(list(VALUE_BYTES))
+        value_bytes = VALUE_BYTES[kind]
+        values = rng.choice((1, 5, 1024, 1025, 3000, 65536 // value_bytes))
+        raw = rng.randbytes(values * value_bytes) if rng.random() < 0.5 else rng.randbytes(value_bytes) * values
         block = bytearray(packed_block(kind, raw))
         assert unpacked(kind, bytes(block), len(raw)) == raw
         least_bytes, _ = block_limits_bytes(kind, len(raw))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.weight import State, Weight
+from penstock.weight import ITEM_BYTES, State, Weight
 from penstock.weights import WeightsIndex, layout_identity, write_ptd
 
 TIED = Weight("tied", "bfloat16", (300, 257), (0, 1), ("tied too", "tied again"))
@@ -15,26 +15,31 @@ SMALL = Weight("small", "bfloat16", (16, 16), (0, 1))
 EMPTY = Weight("empty", "bfloat16", (0, 4), (0, 1))
 NOISE = Weight("noise", "bfloat16", (65536,), (0,))
 HALVES = Weight("halves", "float16", (65536,), (0,))
+EIGHTHS = Weight("eighths", "float8_e4m3fn", (512, 129), (0, 1))
+INTEGERS = Weight("integers", "int16", (65536,), (0,))
 STATE = State("state", "bfloat16", (65536,), (0,), "stored")
-WEIGHTS = (TIED, SMALL, COLUMNS, EMPTY, NOISE, HALVES)
+WEIGHTS = (TIED, SMALL, COLUMNS, EMPTY, NOISE, HALVES, EIGHTHS, INTEGERS)
 # The others are too small, do not get smaller, are of another dtype, or are no weight.
-PACKED = (TIED, COLUMNS)
+PACKED = (TIED, COLUMNS, HALVES, EIGHTHS)
 
 
 def gaussian(dtype: str, count: int, seed: int = 0) -> bytes:
     values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * np.float32(0.02)
-    return as_bfloat16(values) if dtype == "bfloat16" else values.tobytes()
+    return as_dtype(values, dtype)
 
 
-def as_bfloat16(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> bytes:
-    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+def as_dtype(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -> bytes:
+    import torch
+
+    # An empty tensor has no view of another dtype.
+    return bytes(torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.uint8).numpy()) if values.size else b""
 
 
 def content(source: Weight | State) -> bytes:
     if source.name == "noise":
         return np.random.default_rng(1).bytes(source.nbytes)
-    dtype = "bfloat16" if source.dtype == "float16" else source.dtype
-    return gaussian(dtype, source.nbytes // (4 if dtype == "float32" else 2), seed=len(source.name))
+    dtype = "bfloat16" if source.dtype == "int16" else source.dtype
+    return gaussian(dtype, source.nbytes // ITEM_BYTES[dtype], seed=len(source.name))
 
 
 def packable(path: Path) -> Path:
@@ -45,5 +50,5 @@ def packable(path: Path) -> Path:
 
 
 def single(path: Path, dtype: str, raw: bytes) -> WeightsIndex:
-    weight = Weight("w", dtype, (len(raw) // {"bfloat16": 2, "float32": 4}[dtype],), (0,))
+    weight = Weight("w", dtype, (len(raw) // ITEM_BYTES[dtype],), (0,))
     return write_ptd(path, [weight], lambda _: [raw], identity=layout_identity([weight], ()))

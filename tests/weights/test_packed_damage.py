@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,8 @@ from penstock.native import core
 from penstock.weights import read_index, verify_checksums
 from penstock.weights.packed_format import KINDS, block_limits_bytes
 from penstock.weights.packing import pack, raw_content, unpack
-from tests.weights.block_stress import GUARD_BYTES, guarded, packed_block, stress, unpacked
+from tests.runtime.builds import COMPILER, SOURCES
+from tests.weights.block_stress import GUARD_BYTES, VALUE_BYTES, guarded, packed_block, stress, unpacked
 from tests.weights.packed_cases import gaussian, packable, single
 
 
@@ -28,10 +31,10 @@ def test_all_escapes(tmp_path: Path) -> None:
         assert unpacked(kind, block, len(raw)) == raw
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize("kind", VALUE_BYTES)
 @pytest.mark.parametrize("values", [1, 2, 7, 1023, 1024, 1025, 5000])
 def test_blocks_of_a_few_values(kind: int, values: int) -> None:
-    for raw in (random.Random(values).randbytes(values * 2 * kind), bytes(values * 2 * kind)):
+    for raw in (random.Random(values).randbytes(values * VALUE_BYTES[kind]), bytes(values * VALUE_BYTES[kind])):
         block = packed_block(kind, raw)
         least_bytes, most_bytes = block_limits_bytes(kind, len(raw))
         assert least_bytes <= len(block) <= most_bytes and len(block) % 16 == 0
@@ -47,7 +50,7 @@ def test_nothing_to_pack() -> None:
 def test_what_the_core_refuses() -> None:
     raw = ctypes.create_string_buffer(64)
     sizes = (ctypes.c_int64 * 1)()
-    for kind, raw_bytes in ((0, 64), (3, 64), (1, 63), (2, 62), (1, -2)):
+    for kind, raw_bytes in ((0, 64), (6, 64), (1, 63), (2, 62), (3, 63), (1, -2), (4, -1)):
         assert core().penstock_packed_most_bytes(kind, raw_bytes) == -1
         assert core().penstock_pack_blocks(kind, raw, raw_bytes, raw, 1 << 20, sizes, 1) == -1
         assert core().penstock_unpack_blocks(kind, raw, 64, sizes, raw_bytes, raw, 1) == 1
@@ -61,7 +64,28 @@ def test_what_the_core_refuses() -> None:
 
 def test_damaged_blocks_stay_within_their_buffers() -> None:
     """Between two stretches that nobody may write to; tests/weights/test_packed_sanitizer.py sees reads as well."""
-    assert stress(seed=0, cases=150) > 100
+    assert stress(seed=0, cases=300) > 200
+
+
+def test_other_vectors_make_the_same_bytes(tmp_path: Path) -> None:
+    """What a CPU without AVX2 runs. On such a one both are the same code."""
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"there is no compiler {COMPILER}")
+    sources = [str(SOURCES / name) for name in ("packed_block.cpp", "packed_api.cpp")]
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DPENSTOCK_PLAIN_VECTORS"]
+    subprocess.run([COMPILER, *flags, *sources, "-o", str(tmp_path / "plain.so")], check=True)
+    plain = ctypes.CDLL(str(tmp_path / "plain.so"))
+    for name in ("penstock_pack_blocks", "penstock_unpack_blocks"):
+        function = getattr(core(), name)
+        getattr(plain, name).argtypes, getattr(plain, name).restype = function.argtypes, function.restype
+    for dtype, kind in KINDS.items():
+        for raw in (gaussian(dtype, 9000), np.random.default_rng(3).bytes(8 * 1031)):
+            block = packed_block(kind, raw)
+            out, sizes = ctypes.create_string_buffer(1 << 17), (ctypes.c_int64 * 1)()
+            packed_bytes = plain.penstock_pack_blocks(kind, raw, len(raw), out, len(out), sizes, 1)
+            assert out.raw[:packed_bytes] == block, dtype
+            assert plain.penstock_unpack_blocks(kind, block, len(block), sizes, len(raw), out, 1) == 0
+            assert out.raw[: len(raw)] == raw, dtype
 
 
 def test_the_guard_sees_a_write() -> None:
@@ -106,7 +130,7 @@ def test_blocks_of_other_values_are_found(tmp_path: Path) -> None:
     assert entry.checksum is not None
     # Somebody who reseals the file, of which there is no use here: the index is changed behind the reader's back.
     object.__setattr__(entry, "checksum", entry.checksum ^ 1)
-    with pytest.raises(ChecksumError, match="1 of 7 entries are damaged: 'tied' unpacks to"):
+    with pytest.raises(ChecksumError, match="1 of 9 entries are damaged: 'tied' unpacks to"):
         verify_checksums(index)
     assert index.path.read_bytes() == text
 
@@ -119,7 +143,7 @@ def test_every_damaged_entry_is_listed_with_bytes_told_once(tmp_path: Path) -> N
     whole[index["small"].offset_bytes] ^= 1
     index.path.write_bytes(whole)
     seen: list[int] = []
-    with pytest.raises(ChecksumError, match="3 of 7 entries are damaged") as caught:
+    with pytest.raises(ChecksumError, match="3 of 9 entries are damaged") as caught:
         verify_checksums(index, seen.append)
     assert all(f"'{name}'" in str(caught.value) for name in ("tied", "columns", "small"))
     assert sum(seen) == sum(entry.length_bytes for entry in index.unique_entries)

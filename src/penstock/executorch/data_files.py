@@ -29,8 +29,6 @@ def data_files(program: Path, weights: Any) -> list[WeightsIndex]:
     if not paths:
         raise PenstockError("weights is an empty list; leave it out for the .ptd beside the program")
     indices = [read_weights_index(path) for path in paths]
-    for index in indices:
-        require_raw(index, "running a .pte")
     # Each holds our metadata, under one name for all; ExecuTorch refuses a name that two files have.
     ours = [str(index.path) for index in indices if index.identity is not None]
     if len(ours) > 1:

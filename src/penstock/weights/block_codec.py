@@ -86,8 +86,8 @@ def workers() -> Iterator[Workers]:
     count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(count, thread_name_prefix="penstock-pack") as pool:
         try:
-            # One more, so that nobody waits for what is being written.
-            yield Workers(pool, tuple(Slot() for _ in range(count + 1)))
+            # One for what is being written, and one more for each, so that nobody waits for a slower neighbour.
+            yield Workers(pool, tuple(Slot() for _ in range(2 * count + 1)))
         finally:
             pool.shutdown(cancel_futures=True)
 

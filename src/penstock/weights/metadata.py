@@ -19,13 +19,14 @@ from penstock.schema import SchemaError, parse_json
 from penstock.sealed_text import sealed, unsealed
 from penstock.weights.format import METADATA_KEY
 from penstock.weights.packed_format import KINDS as PACKED_KINDS
-from penstock.weights.packed_format import VERSION as PACKED_VERSION
+from penstock.weights.packed_format import VERSIONS as PACKED_VERSIONS
 from penstock.weights.packed_format import Packing
 
 METADATA_FORMAT = 2
 # Of files with a packed entry. All others keep the number above, and are read where packing is unknown.
 PACKED_METADATA_FORMAT = 3
 KINDS = ("weight", "state")
+_PACKED_FORMATS = sorted({*PACKED_VERSIONS.values()})
 
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
@@ -80,7 +81,7 @@ def encode_metadata(identity: str, records: Sequence[Record], head: bytes) -> by
 def _packed(packing: Packing | None) -> dict[str, Any]:
     if packing is None:
         return {}
-    return {"packed": {"format": PACKED_VERSION, "xxh3_64": f"{packing.checksum:016x}"}}
+    return {"packed": {"format": PACKED_VERSIONS[packing.kind], "xxh3_64": f"{packing.checksum:016x}"}}
 
 
 def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
@@ -129,11 +130,14 @@ def _record(entry: _Object, version: int) -> Record:
 def _packing(entry: _Object) -> Packing:
     packed = _Object(entry.path, f"{entry.where}: packed", entry.value["packed"])
     version = packed.typed("format", int)
-    if version != PACKED_VERSION:
-        packed.fail("format", version, f"{PACKED_VERSION}, which this Penstock reads")
+    if version not in _PACKED_FORMATS:
+        packed.fail("format", version, f"{' or '.join(map(str, _PACKED_FORMATS))}, which this Penstock reads")
     dtype, kind = entry.text("dtype"), entry.text("kind")
     if dtype not in PACKED_KINDS:
         entry.fail("dtype", dtype, f"{' or '.join(PACKED_KINDS)}, as it is packed")
+    needed_version = PACKED_VERSIONS[PACKED_KINDS[dtype]]
+    if version != needed_version:
+        packed.fail("format", version, f"{needed_version}, as it is {dtype}")
     if kind != "weight":
         entry.fail("kind", kind, "weight, as it is packed")
     return Packing(PACKED_KINDS[dtype], _checksum(packed))

@@ -16,18 +16,29 @@ from penstock.weight import ITEM_BYTES
 from penstock.weights.format import aligned_bytes
 
 MAGIC = b"PSPK"
-VERSION = 1
-# By dtype, the number that stands in the header. No other dtype is packed.
-KINDS: dict[str, int] = {"bfloat16": 1, "float32": 2}
+# By dtype, the number that stands in the header: how many bits are exponent and mantissa. No other dtype is packed.
+KINDS: dict[str, int] = {
+    "bfloat16": 1,
+    "float32": 2,
+    "float16": 3,
+    "float8_e4m3fn": 4,
+    "float8_e4m3fnuz": 4,
+    "float8_e5m2": 5,
+    "float8_e5m2fnuz": 5,
+}
+# By kind, the version of header and record. Readers of version 1 know the first two kinds alone.
+VERSIONS: dict[int, int] = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2}
 BLOCK_RAW_BYTES = 64 << 10
 UNIT_BYTES = 16
 
 HEADER = struct.Struct("<4sHHQIIQ")
 
 _ITEM_BYTES = {kind: ITEM_BYTES[dtype] for dtype, kind in KINDS.items()}
+_MANTISSA_BITS = {1: 7, 2: 23, 3: 10, 4: 3, 5: 2}
+_SIGN_BITS = 1
+_CODE_BITS = 3
 _TILE_VALUES = 1024
 _BLOCK_HEADER_BYTES = 16
-_TILE_CODE_BYTES = _TILE_VALUES * 3 // 8
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,10 @@ def table_end_bytes(count: int) -> int:
 
 def block_limits_bytes(kind: int, raw_bytes: int) -> tuple[int, int]:
     """The least and the most bytes of one block: with no escape, and with nothing else."""
-    item_bytes = _ITEM_BYTES[kind]
-    tiles = -(-raw_bytes // (item_bytes * _TILE_VALUES))
-    codes_bytes = aligned_bytes(_BLOCK_HEADER_BYTES + 2 * tiles, UNIT_BYTES)
-    least_bytes = codes_bytes + tiles * (_TILE_CODE_BYTES + _TILE_VALUES * (item_bytes - 1))
+    tiles = -(-raw_bytes // (_ITEM_BYTES[kind] * _TILE_VALUES))
+    starts_end_bytes = aligned_bytes(_BLOCK_HEADER_BYTES + 2 * tiles, UNIT_BYTES)
+    value_bits = _CODE_BITS + _SIGN_BITS + _MANTISSA_BITS[kind]
+    least_bytes = starts_end_bytes + tiles * _TILE_VALUES * value_bits // 8
     return least_bytes, least_bytes + tiles * _TILE_VALUES
 
 

@@ -19,7 +19,7 @@ from penstock.weights.packed_format import (
     KINDS,
     MAGIC,
     UNIT_BYTES,
-    VERSION,
+    VERSIONS,
     block_count,
     block_limits_bytes,
     table_end_bytes,
@@ -56,8 +56,10 @@ def blocks_of(index: WeightsIndex, entry: Entry, fd: int) -> Blocks:
     magic, version, *numbers = HEADER.unpack_from(head)
     if magic != MAGIC:
         _fail(index, entry, f"has identifier {magic!r}, needs {MAGIC!r}")
-    if version != VERSION:
-        _fail(index, entry, f"is packed in version {version}, this Penstock reads {VERSION}: a newer one wrote it")
+    needed_version = VERSIONS[entry.packing.kind]
+    if version != needed_version:
+        hint = ": a newer Penstock wrote it" if version > max(VERSIONS.values()) else ""
+        _fail(index, entry, f"is packed in version {version}, {entry.dtype} needs {needed_version}{hint}")
     needed = (KINDS[entry.dtype], entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
     names = ("kind", "raw bytes", "raw bytes per block", "block count", "reserved number")
     for name, has, needs in zip(names, numbers, needed, strict=True):

@@ -26,7 +26,7 @@ from penstock.weights.packed_format import (
     KINDS,
     MAGIC,
     UNIT_BYTES,
-    VERSION,
+    VERSIONS,
     Packing,
     block_count,
     table_end_bytes,
@@ -38,6 +38,9 @@ from penstock.weights.writer import FilePlan, encode_index, plan_file, write_ptd
 
 # What stays above this is not worth unpacking: in hundredths of the raw size.
 _MOST_PERCENT = 95
+
+# Read at a time for a checksum: little enough to be in the CPU's nearer cache still.
+_CHECKSUM_BYTES = 256 << 10
 
 OnBytes = Callable[[int], None]
 
@@ -56,7 +59,8 @@ def pack(
     on_bytes   is told how many bytes of the source are done, again and again
     overwrite  replace an existing file
 
-    bfloat16 and float32 weights of at least 64 KiB are packed where that saves a twentieth. All else stays as it is.
+    Floating-point weights of 8, 16 and 32 bits and at least 64 KiB are packed where that saves a twentieth. All else
+    stays as it is.
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
     gathered = frozenset() if program is None else _gathered(Path(program), source)
@@ -72,7 +76,9 @@ def pack_entries(
             raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
     with open_regular(source.path, WeightsFileError) as file, workers() as held:
         plan = _source_plan(source, file.fileno())
-        with partial_file(target, source.file_bytes) as partial:
+        # It needs less than the source. To ask for all of that would refuse disks that have the room, and take time
+        # where files are memory.
+        with partial_file(target, source.file_bytes, reserved=False) as partial:
             _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, gathered).write()
             written = read_index(partial.partial)
     return replace(written, path=target)
@@ -191,7 +197,7 @@ class _Packer:
             done_bytes += raw_bytes
             self.on_bytes(raw_bytes)
         _check(self.source, entry, digest.intdigest())
-        header = HEADER.pack(MAGIC, VERSION, kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
+        header = HEADER.pack(MAGIC, VERSIONS[kind], kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
         table = struct.pack(f"<{count}I", *(size // UNIT_BYTES for size in sizes))
         self.target.write(offset_bytes, (header + table).ljust(table_end_bytes(count), b"\0"))
         return end_bytes
@@ -212,7 +218,7 @@ class _Packer:
 
 def _checksum(fd: int, offset_bytes: int, count_bytes: int) -> int:
     digest = xxhash.xxh3_64()
-    buffer = memoryview(bytearray(min(count_bytes, 1 << 20)))
+    buffer = memoryview(bytearray(min(count_bytes, _CHECKSUM_BYTES)))
     for begin_bytes in range(0, count_bytes, len(buffer)):
         piece = buffer[: count_bytes - begin_bytes]
         read_into(fd, piece, offset_bytes + begin_bytes, "what was just written")

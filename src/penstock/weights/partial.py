@@ -79,7 +79,8 @@ class PartialFile:
 
 
 @contextmanager
-def partial_file(path: Path, total_bytes: int) -> Iterator[PartialFile]:
+def partial_file(path: Path, total_bytes: int, *, reserved: bool = True) -> Iterator[PartialFile]:
+    """`reserved`: ask for all of `total_bytes` first. Without it, they are the most that it can come to."""
     partial = path.with_name(path.name + ".partial")
     try:
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -94,7 +95,8 @@ def partial_file(path: Path, total_bytes: int) -> Iterator[PartialFile]:
             # What a killed writer left behind has no lock on it any more, and is written over.
             os.ftruncate(fd, 0)
             file = PartialFile(fd, path, partial, total_bytes)
-            file.reserve()
+            if reserved:
+                file.reserve()
             yield file
             file.publish()
         except BaseException:

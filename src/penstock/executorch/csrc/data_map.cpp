@@ -2,24 +2,19 @@
 
 #include <sys/stat.h>
 
-#include "mapping.h"
+#include <algorithm>
+#include <optional>
+
 #include "load_error.h"
+#include "mapping.h"
+#include "memory_order.h"
+#include "packed_entry.h"
 
 namespace penstock_executorch {
 namespace {
 
 using executorch::runtime::FreeableBuffer;
 using executorch::runtime::NamedDataMap;
-
-// The part of a dim order that the bytes depend on: a dimension of size 1 may stand anywhere.
-std::vector<int64_t> memory_order(const std::vector<int64_t>& shape, const std::vector<int64_t>& order) {
-  std::vector<int64_t> out;
-  for (int64_t size : shape)
-    if (size == 0) return out;
-  for (int64_t dim : order)
-    if (dim >= 0 && (size_t)dim < shape.size() && shape[(size_t)dim] != 1) out.push_back(dim);
-  return out;
-}
 
 void check_layout(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
   if ((int64_t)bytes != weight.bytes)
@@ -42,18 +37,43 @@ void check_layout(const NamedDataMap& data, const std::string& name, const Weigh
                                              " with dim order " + listed(weight.dim_order));
 }
 
+// Packed weights have offsets behind the end of the file, as if they lay there unpacked; the core has them in this order.
+void place_packed(WeightsPlace& place, const Payload& payload, const std::vector<std::optional<PackedEntry>>& packed) {
+  constexpr int64_t kBlockRawBytes = 64 << 10;
+  int64_t end_bytes = place.file_bytes;
+  for (size_t i = 0; i < packed.size(); ++i) {
+    if (!packed[i]) continue;
+    const PackedEntry& entry = *packed[i];
+    const int64_t offset_bytes = (end_bytes + kBlockRawBytes - 1) / kBlockRawBytes * kBlockRawBytes;
+    end_bytes = offset_bytes + payload.weights[i].bytes;
+    const int64_t numbers[] = {offset_bytes, payload.weights[i].bytes, entry.kind,
+                               place.spans[i].begin_bytes + entry.data_offset_bytes};
+    place.packed.numbers.insert(place.packed.numbers.end(), std::begin(numbers), std::end(numbers));
+    place.packed.numbers.insert(place.packed.numbers.end(), entry.begins_bytes.begin(), entry.begins_bytes.end());
+    place.offsets[i] = offset_bytes;
+    place.packed.weights.insert(i);
+    for (size_t block = 1; block < entry.begins_bytes.size(); ++block)
+      place.packed.largest_block_bytes = std::max(place.packed.largest_block_bytes,
+                                                  entry.begins_bytes[block] - entry.begins_bytes[block - 1]);
+  }
+}
+
 }  // namespace
 
 WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   WeightsPlace place{};
   std::vector<FreeableBuffer> held;
+  const PackedRecords records(data);
+  std::vector<std::optional<PackedEntry>> packed;
   std::vector<std::string> missing;
   for (const WeightFacts& weight : payload.weights) {
     bool is_there = false;
     for (const std::string& name : weight.names) {
       auto found = data.get_data(name);
       if (!found.ok()) continue;
-      check_layout(data, name, weight, found->size());
+      packed.emplace_back();
+      if (records.has(name)) packed.back() = records.read(name, weight, found->data(), found->size());
+      else check_layout(data, name, weight, found->size());
       held.push_back(std::move(*found));
       is_there = true;
       break;
@@ -73,6 +93,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     const WeightFacts& weight = payload.weights[i];
     if (!weight.bytes) {
       place.offsets.push_back(0);
+      place.spans.push_back({0, 0});
       continue;
     }
     FilePlace found = mappings.place(held[i].data(), "weight '" + weight.name + "'");
@@ -83,6 +104,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     place.device = found.device;
     place.inode = found.inode;
     place.offsets.push_back(found.offset_bytes);
+    place.spans.push_back({found.offset_bytes, (int64_t)held[i].size()});
   }
   for (FreeableBuffer& buffer : held) buffer.Free();
   struct stat status;
@@ -90,13 +112,14 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   if (stat(place.path.c_str(), &status))
     throw LoadError(Kind::weights_file, "the weights file " + place.path + " cannot be read");
   place.file_bytes = status.st_size;
-  for (size_t i = 0; i < place.offsets.size(); ++i)
-    if (payload.weights[i].bytes > place.file_bytes - place.offsets[i])
+  for (size_t i = 0; i < place.spans.size(); ++i)
+    if (place.spans[i].bytes > place.file_bytes - place.spans[i].begin_bytes)
       throw LoadError(Kind::weights_file, "the weights file " + place.path + " is truncated: it has " +
                                             std::to_string(place.file_bytes) + " bytes, weight '" +
                                             payload.weights[i].name + "' needs " +
-                                            std::to_string(payload.weights[i].bytes) + " from byte " +
-                                            std::to_string(place.offsets[i]));
+                                            std::to_string(place.spans[i].bytes) + " from byte " +
+                                            std::to_string(place.spans[i].begin_bytes));
+  place_packed(place, payload, packed);
   return place;
 }
 

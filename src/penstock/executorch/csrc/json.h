@@ -19,6 +19,8 @@ class Json {
   const std::vector<Json>& list() const;
   std::vector<int64_t> integers() const;
   const Json& at(const std::string& key) const;
+  // Nothing else than a table has any.
+  bool has(const std::string& key) const { return table_.count(key) != 0; }
 
  private:
   enum class Kind { null, boolean, integer, number, string, list, table };

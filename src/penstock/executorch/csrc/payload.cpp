@@ -1,5 +1,6 @@
 #include "payload.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "json.h"
@@ -125,17 +126,21 @@ class Rebase {
       : numbers_(numbers), offsets_(offsets), weights_(weights) {}
 
   void run() {
-    skip(next());                                              // blocks
+    skip(next());  // blocks
+    ranges_at = at_;
     for (int64_t ranges = next(); ranges > 0; --ranges) skip(next());
+    fills_at = at_;
     for (int64_t fills = next(); fills > 0; --fills) piece();
+    slots_at = at_;
     int64_t slots = next(), stores = next();
-    if (slots || stores) refuse("a plan of the program is for packed weights, which a .pte has not");
+    if (slots || stores) refuse("a plan of the program is for packed weights, and plans in a .pte are for weights as they are");
     for (int64_t methods = next(); methods > 0; --methods) {
       next();  // steps
       int64_t accesses = next(), stays = next();
       for (; accesses > 0; --accesses) access();
       skip(stays, 2);
       for (int64_t copies = next(); copies > 0; --copies) {
+        is_copying = true;
         skip(3);
         piece();
       }
@@ -143,6 +148,11 @@ class Rebase {
     }
     if (at_ != numbers_.size()) refuse("a plan of the program has numbers too many");
   }
+
+  // Of the plan, after run().
+  size_t ranges_at = 0, fills_at = 0, slots_at = 0;
+  bool is_copying = false;
+  std::set<size_t> in_place;
 
  private:
   int64_t next() {
@@ -161,6 +171,7 @@ class Rebase {
     int64_t bytes = next(), range = next();
     size_t offset_at = at_, source_at = at_ + 3;
     skip(4);
+    if (range == kDirect) in_place.insert((size_t)((uint64_t)numbers_[offset_at] >> kWeightShift));
     if (range == kDirect) rebase(numbers_[offset_at], bytes);
     rebase(numbers_[source_at], bytes);
   }
@@ -185,6 +196,68 @@ class Rebase {
   const std::vector<WeightFacts>& weights_;
   size_t at_ = 0;
 };
+
+// A copy of the numbers, walked over.
+Rebase walked(const Rung& rung, const std::vector<WeightFacts>& weights, std::vector<int64_t>& numbers) {
+  numbers.resize(rung.count);
+  std::memcpy(numbers.data(), rung.numbers, rung.count * sizeof(int64_t));
+  const std::vector<int64_t> anywhere(weights.size(), 0);
+  Rebase rebase(numbers, anywhere, weights);
+  rebase.run();
+  return rebase;
+}
+
+constexpr int64_t kMostSlotsBytes = 32 << 20;
+constexpr int64_t kSlotsPartOfPlan = 32;
+constexpr int64_t kSlotAlignmentBytes = 256;
+
+// At least two that hold a block each: one is filled while the other is decoded.
+Slots slots_of(int64_t wanted_bytes, int64_t page_bytes, int64_t block_bytes) {
+  auto whole = [](int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; };
+  const int64_t least_bytes = whole(2 * whole(block_bytes, kSlotAlignmentBytes), page_bytes);
+  const int64_t total_bytes = std::max(std::min(kMostSlotsBytes, wanted_bytes) / page_bytes * page_bytes, least_bytes);
+  const int64_t count = total_bytes / 3 / kSlotAlignmentBytes * kSlotAlignmentBytes >= block_bytes ? 3 : 2;
+  return {count, total_bytes / count / kSlotAlignmentBytes * kSlotAlignmentBytes, total_bytes};
+}
+
+// The same plans for packed weights: whatever is copied passes through slots. Nothing where one is read in place.
+std::optional<Ladder> with_slots(Ladder ladder, const Payload& payload, const PackedWeights& packed) {
+  const Slots least = slots_of(0, payload.page_bytes, packed.largest_block_bytes);
+  for (size_t i = 0; i < ladder.rungs.size(); ++i) {
+    Rung& rung = ladder.rungs[i];
+    std::vector<int64_t> numbers;
+    const Rebase plan = walked(rung, payload.weights, numbers);
+    for (size_t weight : plan.in_place)
+      if (packed.weights.count(weight)) return std::nullopt;
+    // With everything resident it is decoded once, on the host.
+    if (!plan.is_copying) continue;
+    // The first is for the floor.
+    rung.slots = i == 0 ? least : slots_of(rung.device_bytes / kSlotsPartOfPlan, payload.page_bytes,
+                                           packed.largest_block_bytes);
+    if (rung.device_bytes > INT64_MAX - rung.slots.total_bytes) refuse("a plan needs more memory than there can be");
+    rung.device_bytes += rung.slots.total_bytes;
+  }
+  if (ladder.rungs.front().slots.count && ladder.floor_bytes < ladder.full_bytes)
+    ladder.floor_bytes = std::min(ladder.full_bytes, ladder.floor_bytes + least.total_bytes);
+  return ladder;
+}
+
+// One block more, which is a range of its own.
+void add_slots(std::vector<int64_t>& numbers, const Slots& slots, const Rebase& plan) {
+  const int64_t blocks = numbers[0], ranges = numbers[plan.ranges_at];
+  std::vector<int64_t> made{blocks + 1};
+  auto take = [&](size_t begin, size_t end) {
+    made.insert(made.end(), numbers.begin() + (ptrdiff_t)begin, numbers.begin() + (ptrdiff_t)end);
+  };
+  take(1, plan.ranges_at);
+  made.insert(made.end(), {slots.total_bytes, ranges + 1});
+  take(plan.ranges_at + 1, plan.fills_at);
+  made.insert(made.end(), {1, blocks});
+  take(plan.fills_at, plan.slots_at);
+  made.insert(made.end(), {slots.count, ranges, slots.bytes});
+  take(plan.slots_at + 1, numbers.size());
+  numbers = std::move(made);
+}
 
 }  // namespace
 
@@ -234,17 +307,24 @@ Payload read_payload(const void* data, size_t bytes) {
   return out;
 }
 
-const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged) {
-  for (const Ladder& ladder : payload.ladders)
-    if (ladder.methods == methods && !(staged && ladder.reads_in_place)) return ladder;
-  refuse("the program holds no plans for methods " + listed(methods) + (staged ? " without reading in place" : ""));
+Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
+                   const PackedWeights& packed) {
+  for (const Ladder& ladder : payload.ladders) {
+    if (ladder.methods != methods || (staged && ladder.reads_in_place)) continue;
+    if (packed.weights.empty()) return ladder;
+    if (std::optional<Ladder> found = with_slots(ladder, payload, packed)) return *found;
+  }
+  refuse("the program holds no plans for methods " + listed(methods) +
+         (staged || !packed.weights.empty() ? " without reading in place" : ""));
 }
 
 std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,
                              const std::vector<WeightFacts>& weights) {
   std::vector<int64_t> numbers(rung.count);
   std::memcpy(numbers.data(), rung.numbers, rung.count * sizeof(int64_t));
-  Rebase(numbers, weight_offsets, weights).run();
+  Rebase rebase(numbers, weight_offsets, weights);
+  rebase.run();
+  if (rung.slots.count) add_slots(numbers, rung.slots, rebase);
   return numbers;
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -38,12 +39,31 @@ struct MethodFacts {
   int64_t outputs;
 };
 
+// What packed weights pass through on their way over the link: a range of a plan, divided evenly.
+struct Slots {
+  int64_t count;
+  int64_t bytes;
+  // Of all of them, in whole pages.
+  int64_t total_bytes;
+};
+
 // A plan, made at export; it fits every budget of `device_bytes` or more.
 struct Rung {
+  // With the slots.
   int64_t device_bytes;
   // Not aligned: a part of the payload.
   const char* numbers;
   size_t count;
+  // None, where weights are as they are; the plan in the file has none.
+  Slots slots{0, 0, 0};
+};
+
+// The weights that are packed in the file: none, or as the core takes them.
+struct PackedWeights {
+  std::vector<int64_t> numbers;
+  // Numbers of Payload::weights.
+  std::set<size_t> weights;
+  int64_t largest_block_bytes = 0;
 };
 
 // The plans of some of the program's delegates over one ring.
@@ -83,10 +103,12 @@ struct Payload {
 DelegateRef read_delegate_ref(const void* data, size_t bytes);
 Payload read_payload(const void* data, size_t bytes);
 
-// The plans for these delegates; `staged`: only those that read nothing in place will do. Throws LoadError(package).
-const Ladder& find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged);
+// The plans for these delegates; `staged`: only those that read nothing in place will do. With packed weights, those that
+// read none of them in place, with slots. Throws LoadError(package).
+Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
+                   const PackedWeights& packed);
 
-// The numbers of a rung with the offsets that weights have in a file; throws LoadError(package).
+// The numbers of a rung with the offsets that weights have in a file, and its slots; throws LoadError(package).
 std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,
                              const std::vector<WeightFacts>& weights);
 

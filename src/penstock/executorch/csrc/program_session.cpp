@@ -27,10 +27,10 @@ bool poison_asked() {
 std::vector<int64_t> chunk_ends(const Payload& payload, const WeightsPlace& weights) {
   int64_t whole = (weights.file_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   std::vector<std::pair<int64_t, int64_t>> spans;
-  for (size_t i = 0; i < weights.offsets.size(); ++i)
+  for (size_t i = 0; i < weights.spans.size(); ++i)
     if (payload.weights[i].bytes)
-      spans.emplace_back(weights.offsets[i] / kPageBytes * kPageBytes,
-                         (weights.offsets[i] + payload.weights[i].bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
+      spans.emplace_back(weights.spans[i].begin_bytes / kPageBytes * kPageBytes,
+                         (weights.spans[i].begin_bytes + weights.spans[i].bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
   std::sort(spans.begin(), spans.end());
   std::vector<int64_t> ends;
   int64_t start = 0, reached = 0;
@@ -133,8 +133,8 @@ ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, con
     if (core().load_torch()) throw_core_failure();
     std::vector<int64_t> ends = staging.buffers ? std::vector<int64_t>{} : chunk_ends(payload, weights);
     session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(),
-                                     staging.buffer_bytes, staging.buffers, staging.threads, device_index, poison, nullptr,
-                                     0);
+                                     staging.buffer_bytes, staging.buffers, staging.threads, device_index, poison,
+                                     weights.packed.numbers.data(), (int64_t)weights.packed.numbers.size());
     if (!session_) throw_core_failure();
     if (core().session_install(session_, numbers.data(), (int64_t)numbers.size())) throw_core_failure();
     facts_.floor_bytes = ladder.floor_bytes;
@@ -203,7 +203,7 @@ std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t met
     if (std::shared_ptr<ProgramSession> session = it->second.lock())
       if (session->taken().insert(method).second)
         return std::make_unique<SessionRef>(std::move(session), method, number, key);
-  const Ladder& ladder = find_ladder(payload, methods, request.host_cap_bytes > 0);
+  const Ladder ladder = find_ladder(payload, methods, request.host_cap_bytes > 0, weights.packed);
   std::shared_ptr<ProgramSession> made;
   busy_with(key, hold, [&] {
     made = std::make_shared<ProgramSession>(payload, ladder, asked, weights, request, device_index);

@@ -23,8 +23,14 @@ struct WeightsPlace {
   uint64_t device;
   uint64_t inode;
   int64_t file_bytes;
-  // In the order of Payload::weights.
+  // In the order of Payload::weights: by which plans know them, and what of the file each has.
   std::vector<int64_t> offsets;
+  struct Span {
+    int64_t begin_bytes;
+    int64_t bytes;
+  };
+  std::vector<Span> spans;
+  PackedWeights packed;
 };
 
 struct SessionRequest {

@@ -1,0 +1,58 @@
+"""A module with weights of every dtype that is packed: the same bits as with the file that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.weights import read_index
+from penstock.weights.packed_format import KINDS
+
+WIDTH = 300
+
+
+class EveryDtype(nn.Module):
+    """Two weights of each, none a multiple of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in KINDS:
+            for number in range(2):
+                weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+                self.register_buffer(f"{dtype}_{number}", weight.to(getattr(torch, dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for dtype in KINDS:
+            for number in range(2):
+                x = torch.tanh(x @ self.get_buffer(f"{dtype}_{number}").float())
+        return x
+
+
+def compiled(folder: Path, device: str) -> tuple[Path, Path, Tensor]:
+    """The program beside its packed weights, the raw ones, and an input."""
+    torch.manual_seed(0)
+    x = torch.randn(3, WIDTH, device=device)
+    exported = torch.export.export(EveryDtype().eval().to(device), (x,))
+    program, raw = folder / "model.pt2", folder / "raw.ptd"
+    penstock.compile(penstock.apply_weight_offload(exported), program, device=device, pack=True)
+    penstock.unpack(program.with_suffix(".ptd"), raw)
+    return program, raw, x
+
+
+def test_every_dtype_gives_the_same_bits(tmp_path: Path) -> None:
+    program, raw, x = compiled(tmp_path, "cpu")
+    entries = read_index(program.with_suffix(".ptd")).unique_entries
+    assert len(entries) == 2 * len(KINDS) and all(entry.packing for entry in entries)
+    with penstock.Module(program, weights=raw) as module:
+        expected = module(x)
+    with penstock.Module(program) as module:
+        decoded_bytes = 0
+        for budget_bytes in (module.floor_bytes, (module.floor_bytes + module.full_bytes) // 2, module.full_bytes):
+            module.set_budget(budget_bytes)
+            for _ in range(2):
+                assert torch.equal(module(x), expected)
+            decoded_bytes = max(decoded_bytes, module.last_run.bytes_decoded)
+        assert decoded_bytes > sum(entry.raw_bytes for entry in entries) // 2

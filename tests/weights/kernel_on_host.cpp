@@ -1,0 +1,74 @@
+// csrc/decode.cu for the host: one warp, its lanes threads that meet at every vote and shuffle. For tests without a GPU.
+#include <pthread.h>
+
+#include <algorithm>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct Extent {
+  unsigned x;
+};
+
+static constexpr unsigned kLanes = 32;
+static thread_local Extent threadIdx;
+static const Extent blockIdx{0}, gridDim{1}, blockDim{kLanes};
+static pthread_barrier_t meeting;
+static unsigned told[kLanes];
+
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static unsigned min(unsigned one, unsigned other) { return std::min(one, other); }
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
+
+static unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const unsigned long long bytes = ((unsigned long long)high << 32) | low;
+  unsigned picked = 0;
+  for (int i = 0; i < 4; ++i) picked |= (unsigned)((bytes >> (8 * ((selectors >> (4 * i)) & 7))) & 0xFF) << (8 * i);
+  return picked;
+}
+
+// Calls look when every lane has told its value, and until then no lane tells another.
+template <typename Look>
+static auto among_lanes(unsigned value, Look look) {
+  told[threadIdx.x] = value;
+  pthread_barrier_wait(&meeting);
+  auto seen = look();
+  pthread_barrier_wait(&meeting);
+  return seen;
+}
+
+static bool __any_sync(unsigned, bool is_so) {
+  return among_lanes(is_so, [] { return std::any_of(told, told + kLanes, [](unsigned each) { return each != 0; }); });
+}
+
+static unsigned __shfl_up_sync(unsigned, unsigned value, int distance) {
+  const int from = (int)threadIdx.x - distance;
+  return among_lanes(value, [&] { return from < 0 ? value : told[from]; });
+}
+
+#include "decode.cu"
+
+extern "C" void decode_on_host(int kind, const DecodeParams* params) {
+  void (*const kernels[])(DecodeParams) = {penstock_decode_bfloat16, penstock_decode_float32, penstock_decode_float16,
+                                           penstock_decode_float8_e4m3, penstock_decode_float8_e5m2};
+  pthread_barrier_init(&meeting, nullptr, kLanes);
+  std::vector<std::thread> lanes;
+  for (unsigned lane = 0; lane < kLanes; ++lane)
+    lanes.emplace_back([&, lane] {
+      threadIdx.x = lane;
+      kernels[kind - 1](*params);
+    });
+  for (std::thread& lane : lanes) lane.join();
+  pthread_barrier_destroy(&meeting);
+}

@@ -1,0 +1,52 @@
+"""The kernels that decode packed weights, run on the host: their arithmetic and their bounds, for lack of a GPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from penstock.native import library_path
+from penstock.weights.packed_format import KINDS
+from tests.runtime.builds import COMPILER, play
+from tests.runtime.test_sanitizers import environment, found
+from tests.weights.block_stress import VALUE_BYTES
+from tests.weights.kernel_stress import Kernels, blocks_of, build, some_values, stress
+
+pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"there is no compiler {COMPILER}")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return Kernels(build(tmp_path_factory.mktemp("kernels")))
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_kernels_make_the_same_bits(kernels: Kernels, dtype: str) -> None:
+    kind = KINDS[dtype]
+    value_bytes = VALUE_BYTES[kind]
+    for name, raw in some_values(dtype).items():
+        blocks, values = blocks_of(kind, raw), len(raw) // value_bytes
+        assert kernels.decoded(kind, blocks, len(raw), 0, values) == raw, name
+        # The middle of a tile to the middle of another: kernels write sixteen bytes at a time, so it begins at such.
+        begin, end = values // 3 // 16 * 16, values - values // 7
+        part = kernels.decoded(kind, blocks, len(raw), begin, end)
+        assert part == raw[begin * value_bytes : end * value_bytes], name
+
+
+def test_damaged_blocks_write_nothing_else(kernels: Kernels) -> None:
+    stress(kernels, seed=0)
+
+
+@pytest.mark.slow
+def test_no_damage_leads_a_kernel_outside(tmp_path: Path) -> None:
+    runtime = found("libasan.so")
+    if runtime is None:
+        pytest.skip(f"{COMPILER} has no libasan.so")
+    library = str(build(tmp_path, "-fno-omit-frame-pointer", "-fsanitize=address"))
+    module, core = "tests.weights.kernel_stress", library_path()
+    broken = play(core, module, library, "overrun", environment=environment(runtime))
+    assert broken.returncode == 66 and "AddressSanitizer" in broken.stderr, broken.stderr
+    whole = play(core, module, library, "stress", environment=environment(runtime), timeout_s=300)
+    assert (whole.returncode, whole.stdout) == (0, "done\n"), whole.stderr
