@@ -74,7 +74,7 @@ def generate(
 
 def cache_positions(program: Program) -> int:
     """How many positions the cache has, of a split one on both sides together."""
-    sides = [state.shape[3] for state in program.states if state.name.endswith("_kv_0")]
+    sides = [state.shape[3] for state in program.states if state.name.endswith("kv_0")]
     return sum(sides) if sides else program.states[0].shape[2]
 
 

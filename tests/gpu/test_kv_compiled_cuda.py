@@ -27,11 +27,11 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-CFG = dataclasses.replace(decoder.TINY, max_len=40)
-PROMPTS = [[3, 77, 120, 5, 9, 31, 200, 14, 15], [250, 1], [60, 61, 62, 63, 9]]
+CFG = dataclasses.replace(decoder.TINY, max_len=150)
+PROMPTS = [[(n * n + 3) % 251 for n in range(125)], [250, 1], [n % 7 + 60 for n in range(60)]]
 AMOUNT = 16
-# Everything far; a cut inside every prompt but the shortest.
-NEARS = (0, 4)
+# Everything far; a cut inside the longest prompt, and behind another one.
+NEARS = (0, 64)
 HOST_STATES = [f"cache.host_kv_{layer}" for layer in range(CFG.layers)]
 POSITION_BYTES = 2 * CFG.kv_heads * CFG.head_dim * CFG.dtype.itemsize * len(PROMPTS)
 
@@ -130,8 +130,8 @@ def test_the_far_side_lies_in_host_memory(compiled: dict[int, Path], near: int) 
 
 
 def test_state_is_read_written_and_reset_where_it_lies(compiled: dict[int, Path], expected: list[list[int]]) -> None:
-    model = a_model(4, DEVICE)
-    with penstock.Module(compiled[4], "1GiB") as module:
+    model = a_model(64, DEVICE)
+    with penstock.Module(compiled[64], "1GiB") as module:
         assert not any(module.read_state(name).any() for name in HOST_STATES)
         assert run_with(module, model) == expected
         kept = {state.name: module.read_state(state.name) for state in module.program.states}
@@ -153,7 +153,7 @@ def test_state_is_read_written_and_reset_where_it_lies(compiled: dict[int, Path]
             module.write_state(name, value.to(DEVICE) if name.endswith("0") else value)
         assert torch.equal(module.run_method("decode", *step), wanted)
     # Another load starts anew.
-    with penstock.Module(compiled[4], "1GiB") as module:
+    with penstock.Module(compiled[64], "1GiB") as module:
         assert not any(module.read_state(name).any() for name in HOST_STATES)
         assert run_with(module, model) == expected
 
