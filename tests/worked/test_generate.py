@@ -106,7 +106,7 @@ def test_the_default_model_without_compiling_it(
 
 # ------------------------------------------------------------------------------------------ a cache on both sides
 
-SPLIT = dataclasses.replace(DECODER, layers=1, max_len=150)
+SPLIT = dataclasses.replace(DECODER, layers=1, max_len=200)
 LONG_PROMPT = [(n * n + 5) % 293 for n in range(60)]
 POSITION_BYTES = 2 * SPLIT.kv_heads * SPLIT.head_dim * SPLIT.dtype.itemsize
 
