@@ -242,8 +242,10 @@ def _method(row: _MethodRow) -> Method:
 
 def _with_near(table: Any) -> Any:
     rows = table.get("states")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "near" not in row for row in rows):
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return table  # which the schema refuses
+    if any("near" in row for row in rows):
+        raise SchemaError(f"a state has the key 'near', which format version {_WITHOUT_NEAR} has not")
     return {**table, "states": [{**row, "near": None} for row in rows]}
 
 

@@ -46,8 +46,8 @@ def check_weightless(source: str, method: str) -> None:
 
 
 def check_handed_on(source: str, method: str, states: Mapping[int, str]) -> None:
-    """Raise CompileError if the code does anything with these states, by their places among its inputs, but to hand them
-    on: it takes them for tensors of the sizes of the export, and they may have others."""
+    """Raise CompileError if the code does anything with these states, by their places among its inputs, but to hand
+    them on: it takes them for tensors of the sizes of the export, and they may have others."""
     for position, name in states.items():
         uses = input_uses(source, position)
         if uses is None:

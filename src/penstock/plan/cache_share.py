@@ -7,6 +7,7 @@ get memory. `plan.ratios` finds the shares, and rounding to whole blocks leaves 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from penstock.plan.ratios import Operation, TimeCurve, allocate
 from penstock.plan.tuning import CACHE_FILL, FAR_READ_COST
 
 _WEIGHTS = "weights"
+# More than a ratio of terabytes is off by, and less than a byte.
+_ROUNDING_BYTES = 0.01
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,11 @@ def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup])
     """`room_bytes` are at least the floor of the weights. All of it is given: what positions leave is the weights'."""
     if room_bytes < weights.floor_bytes:
         raise ValueError(f"{room_bytes} bytes for weights and caches; weights alone need {weights.floor_bytes}")
-    operations = [Operation(str(number), group.nbytes, _cache_curve(group)) for number, group in enumerate(groups)]
+    # Of what costs nothing the first goes first: that copies are hidden was measured, how long texts are was not.
+    operations = []
     if weights.full_bytes > weights.floor_bytes:
         operations.append(Operation(_WEIGHTS, weights.full_bytes, _weights_curve(weights)))
+    operations += [Operation(str(number), group.nbytes, _cache_curve(group)) for number, group in enumerate(groups)]
     # Where all weights are always there, only the caches share.
     taken_bytes = 0 if weights.full_bytes > weights.floor_bytes else weights.floor_bytes
     total_bytes = sum(operation.nbytes for operation in operations)
@@ -68,8 +73,8 @@ def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup])
     positions: list[int] = []
     left_bytes = room_bytes - weights.floor_bytes
     for number, group in enumerate(groups):
-        # A byte is added for what the ratio may have lost in rounding; never more than is left above the floor.
-        wanted_bytes = round((1 - ratios[str(number)]) * group.nbytes) + 1
+        # Whole bytes, whatever the ratio has lost in rounding; never more than is left above the floor.
+        wanted_bytes = math.floor((1 - ratios[str(number)]) * group.nbytes + _ROUNDING_BYTES)
         positions.append(group.positions_within(min(wanted_bytes, left_bytes)))
         left_bytes -= positions[-1] * group.position_bytes
     # What all weights leave over is for positions after all.
