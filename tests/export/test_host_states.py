@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 import penstock
 from penstock.errors import UnsupportedProgramError
 from penstock.export.catalog import build_catalog, state_names
-from penstock.export.host_states import host_states
+from penstock.export.host_states import host_states, split_at_load
 from penstock.export.kv_workspace import kv_workspace_bound_bytes
 from penstock.export.weightless import WeightlessProgram, make_weightless
 from penstock.kv import HostKVCache, ops
@@ -108,6 +108,61 @@ def test_views_lead_back_to_the_buffer() -> None:
     ep = offloaded(Packed(), Q, K)
     assert host_states(ep) == {"far"}
     assert for_cuda(ep).states == ("near", "far")
+
+
+def test_a_cache_that_only_our_ops_take_can_be_split_at_load() -> None:
+    catalog = build_catalog({"forward": offloaded(Cached(), Q, K)})
+    assert {name: state.near for name, state in catalog.states.items()} == {
+        "cache.kv_0": None,
+        "cache.host_kv_0": "cache.kv_0",
+    }
+    model, reading = Cached(), Reading()
+    reading.cache, reading.weight = model.cache, model.weight
+    both = {"read": offloaded(reading, Q), "append": offloaded(model, Q, K)}
+    assert split_at_load(both) == {"cache.host_kv_0": "cache.kv_0"}
+
+
+@pytest.mark.parametrize("kind", ["views", "near read", "far read", "near written", "far returned", "two near sides"])
+def test_one_that_something_else_takes_cannot(kind: str) -> None:
+    class Peeking(Cached):
+        def forward(self, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> Any:
+            near, far = self.cache.kv_0, self.cache.host_kv_0
+            if kind == "near written":
+                near.add_(1)
+            out = self.cache(0, q * self.weight, k, k, starts, counts)
+            if kind == "near read":
+                return out + near.sum()
+            if kind == "far read":
+                return out + far[:, :, :, :1].sum()
+            if kind == "far returned":
+                return out, far
+            if kind == "two near sides":
+                return out + ops.ATTEND(q, self.other, far, starts, counts, 0.5, 2)
+            return out
+
+    model: nn.Module = Packed() if kind == "views" else Peeking()
+    model.register_buffer("other", torch.zeros(2, 1, 2, 64, 8), persistent=False)
+    ep = offloaded(model, Q, K)
+    assert split_at_load({"forward": ep}) == {}
+    # And so not if it is fine in another method.
+    if kind != "views":
+        plain = Cached()
+        plain.cache, plain.weight = model.cache, model.weight
+        fine = offloaded(plain, Q, K)
+        assert split_at_load({"fine": fine}) != {}
+        assert split_at_load({"fine": fine, "forward": ep}) == split_at_load({"forward": ep, "fine": fine}) == {}
+
+
+def test_nor_one_that_a_method_without_attention_reads() -> None:
+    class Summing(Cached):
+        def forward(self, q: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+            return self.cache.host_kv_0.sum() + (q * self.weight).sum() + starts + counts
+
+    model, other = Cached(), Summing()
+    other.cache, other.weight = model.cache, model.weight
+    both = {"append": offloaded(model, Q, K), "sum": offloaded(other, Q)}
+    assert split_at_load(both) == {}
+    assert {state.near for state in build_catalog(both).states.values()} == {None}
 
 
 def test_to_a_program_for_a_gpu_everything_is_on_it() -> None:

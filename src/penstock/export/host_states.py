@@ -10,6 +10,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
+from penstock.export.offload import placeholders
 from penstock.ops import FETCH
 from penstock.torch_private.functionalized import before_call, called_op, called_with
 from penstock.torch_private.graph import view_source
@@ -73,11 +74,18 @@ def split_at_load(methods: Mapping[str, ExportedProgram]) -> dict[str, str]:
             near, far = (targets.get(origin.name) if origin.op == "placeholder" else None for origin in origins)
             if near is None or far is None:
                 unfit.update(name for name in (near, far) if name is not None)
-                continue
-            if pairs.setdefault(far, near) != near or not all(_is_ours_alone(ep, origin) for origin in origins):
-                unfit.update((near, far, pairs[far]))
+            elif pairs.setdefault(far, near) != near:
+                unfit.update((near, far))
+    # In every method, also in one that has no call of ours.
+    sides = {*pairs, *pairs.values()}
+    for ep in methods.values():
+        nodes = placeholders(ep.graph)
+        for spec in ep.graph_signature.input_specs:
+            if spec.target in sides and not _is_ours_alone(ep, nodes[spec.arg.name]):
+                unfit.add(spec.target)
     shared = {near for near in pairs.values() if list(pairs.values()).count(near) > 1}
-    return {far: near for far, near in pairs.items() if far not in unfit and near not in unfit | shared}
+    unfit |= shared | (pairs.keys() & set(pairs.values()))
+    return {far: near for far, near in pairs.items() if not {far, near} & unfit}
 
 
 def _is_ours_alone(ep: ExportedProgram, node: Node) -> bool:
@@ -85,10 +93,11 @@ def _is_ours_alone(ep: ExportedProgram, node: Node) -> bool:
     value = node.meta["val"]
     if value.dim() != CACHE_DIMS or not value.is_contiguous():
         return False
-    written = {spec.arg.name for spec in ep.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION}
+    specs = ep.graph_signature.output_specs
+    returned = {getattr(spec.arg, "name", None) for spec in specs if spec.kind is not OutputKind.BUFFER_MUTATION}
     for user in node.users:
         if user.op == "output":
-            if node.name not in written:
+            if node.name in returned:
                 return False
         elif user.target is FETCH:
             if not _is_ours_alone(ep, user):
