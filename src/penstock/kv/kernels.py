@@ -58,11 +58,12 @@ def _attend_part(
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
+    CARRIES: tl.constexpr,
 ):
     """Attention of a block of rows of one kv head of one sequence over tiles from `begin` to `end`, online, in fp32.
 
     A row is one query head of the group with one token: all of them use the same keys, which are thus read once.
-    `carried`: the part goes on from what an earlier launch has left of it.
+    `carried`: the part goes on from what an earlier launch has left of it; if CARRIES, as for chunks.
     """
     rows = row_block * ROWS + tl.arange(0, ROWS)
     token = rows // GROUP
@@ -77,12 +78,19 @@ def _attend_part(
         query = query.to(tl.float32)
     reach = start + token
 
-    place = tl.cast((part * batch + sequence) * kv_heads + head, tl.int64) * tokens * GROUP + rows
-    out_at = place[:, None] * HEAD_DIM + columns[None, :]
-    top = tl.load(part_top + place, mask=inside & carried, other=float("-inf"))
-    total = tl.load(part_total + place, mask=inside & carried, other=0.0)
-    # Where nothing was seen nothing was stored: that memory holds anything.
-    summed = tl.load(part_out + out_at, mask=(inside & carried & (total != 0))[:, None] & in_head, other=0.0)
+    # 64 bits once, and 32 for what differs from row to row: addresses are many registers.
+    place = tl.cast((part * batch + sequence) * kv_heads + head, tl.int64) * tokens * GROUP
+    out_at = rows[:, None] * HEAD_DIM + columns[None, :]
+    if CARRIES:
+        top = tl.load(part_top + place + rows, mask=inside & carried, other=float("-inf"))
+        total = tl.load(part_total + place + rows, mask=inside & carried, other=0.0)
+        # Where nothing was seen nothing was stored: that memory holds anything.
+        stored = (inside & carried & (total != 0))[:, None] & in_head
+        summed = tl.load(part_out + place * HEAD_DIM + out_at, mask=stored, other=0.0)
+    else:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        summed = tl.zeros([ROWS, COLUMNS], tl.float32)
 
     # 64 bits: a cache may have more elements than 32 bits count. Strides are written as multiples of HEAD_DIM, which
     # tells the compiler that rows of 16 bytes are aligned.
@@ -119,10 +127,10 @@ def _attend_part(
         summed = summed * fade[:, None] + tl.dot(shares, value, input_precision="tf32x3")
         top = higher
 
-    tl.store(part_top + place, top, mask=inside)
-    tl.store(part_total + place, total, mask=inside)
+    tl.store(part_top + place + rows, top, mask=inside)
+    tl.store(part_total + place + rows, total, mask=inside)
     # NaN in what was read stays NaN: it is not "nothing seen".
-    tl.store(part_out + out_at, summed, mask=(inside & (total != 0))[:, None] & in_head)
+    tl.store(part_out + place * HEAD_DIM + out_at, summed, mask=(inside & (total != 0))[:, None] & in_head)
 
 
 @triton.jit(do_not_specialize=SPLIT_NUMBERS)
@@ -217,7 +225,7 @@ def attend_parts(
                 device_positions, far_first, far_positions,
                 sequence, one % kv_heads, row_block, part, start, count, begin, end, step, first_position > 0,
                 scale_log2,
-                GROUP, HEAD_DIM, ROWS, SLOTS, COLUMNS, UPCAST,
+                GROUP, HEAD_DIM, ROWS, SLOTS, COLUMNS, UPCAST, INTERLEAVED,
             )  # fmt: skip
 
 
