@@ -28,6 +28,7 @@ from torch import Tensor
 from bench.suite.prepare import environment
 from penstock.kv import HostKVCache, ops
 from penstock.kv.cache import HOST_PROGRAMS
+from penstock.kv.split import BLOCK_POSITIONS
 
 KV_HEADS, GROUP, HEAD_DIM = 8, 4, 128
 POSITION_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
@@ -110,7 +111,7 @@ class Case:
 
     def __init__(self, options: argparse.Namespace, share: float, programs: int) -> None:
         batch, length, tokens = options.batch, options.length, options.tokens
-        near = round((1 - share) * length)
+        near = length if not share else round((1 - share) * length / BLOCK_POSITIONS) * BLOCK_POSITIONS
         self.cache = HostKVCache(
             layers=1,
             batch=batch,
@@ -132,7 +133,7 @@ class Case:
         step = self.cache.begin(length - tokens)
         before = slice(0, length - tokens)
         torch.ops.penstock.kv_append(
-            self.cache.device_kv_0, self.cache.host_kv_0, self.k[:, :, before], self.v[:, :, before],
+            self.cache.kv_0, self.cache.host_kv_0, self.k[:, :, before], self.v[:, :, before],
             step.starts, step.counts,
         )  # fmt: skip
         self.step = self.cache.begin(tokens)
@@ -146,7 +147,7 @@ class Case:
 
     def run_near(self) -> Tensor:
         """The near side with nothing far: what the far side's readers take from it shows in the difference."""
-        near = self.cache.device_kv_0
+        near = self.cache.kv_0
         starts = (self.step.starts + self.step.counts).clamp(max=near.shape[3]) - self.step.counts
         far = near[:, :, :, :0].contiguous()
         programs = self.cache.host_programs
@@ -154,7 +155,7 @@ class Case:
 
     def run_copied(self) -> Tensor:
         """Without direct access: the far part to the device, then torch's own attention over both."""
-        kv = torch.cat((self.cache.device_kv_0, self.cache.host_kv_0.to("cuda", non_blocking=True)), dim=3)
+        kv = torch.cat((self.cache.kv_0, self.cache.host_kv_0.to("cuda", non_blocking=True)), dim=3)
         reach = torch.arange(kv.shape[3] - self.q.shape[2], kv.shape[3], device="cuda")
         mask = None if len(reach) == 1 else torch.arange(kv.shape[3], device="cuda") <= reach[:, None]
         return F.scaled_dot_product_attention(self.q, kv[0], kv[1], attn_mask=mask, enable_gqa=True)

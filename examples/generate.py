@@ -74,7 +74,7 @@ def generate(
 
 def cache_positions(program: Program) -> int:
     """How many positions the cache has, of a split one on both sides together."""
-    sides = [state.shape[3] for state in program.states if state.name.endswith("_kv_0")]
+    sides = [state.shape[3] for state in program.states if state.name.endswith("kv_0")]
     return sum(sides) if sides else program.states[0].shape[2]
 
 
@@ -128,9 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{len(made) / seconds:.1f} tokens/s in {format_bytes(module.budget_bytes)} of "
             f"{format_bytes(module.weight_bytes)}, {format_bytes(module.last_run.bytes_streamed)} streamed for the last"
         )
-        far_bytes = module.program.host_state_bytes
+        near_bytes, far_bytes = module.device_state_bytes, module.state_bytes - module.device_state_bytes
         if far_bytes:
-            near_bytes = module.program.state_bytes - far_bytes
             print(f"KV cache: {format_bytes(near_bytes)} on the device's side, {format_bytes(far_bytes)} on the host's")
 
 

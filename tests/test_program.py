@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import io
@@ -93,13 +94,49 @@ def test_every_kind_of_metadata_round_trips() -> None:
     assert program_from_json(program_to_json(program)) == program
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 99, None, True, "4", [4]])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 6, 99, None, True, "5", [5]])
 def test_another_format_version_is_refused_by_number(version: Any) -> None:
     table = {**TABLE, "format_version": version}
     shown = "list" if isinstance(version, list) else repr(version)
     wanted = f"has format version {shown}; this release reads version {FORMAT_VERSION}"
     with pytest.raises(PackageError, match=re.escape(wanted)):
         program_from_json(resealed(table))
+
+
+def test_programs_from_before_caches_could_be_split_are_read() -> None:
+    table = {**copy.deepcopy(TABLE), "format_version": 4}
+    with pytest.raises(PackageError, match="damaged"):
+        program_from_json(resealed(table))  # with a key that it did not have
+    for row in table["states"]:
+        del row["near"]
+    assert program_from_json(resealed(table)) == a_program()
+
+
+def a_cache(**changes: Any) -> tuple[State, ...]:
+    near = State("kv", "int8", (2, 1, 1, 64, 3), (0, 1, 2, 3, 4), "zeros")
+    far = State("host_kv", "int8", (2, 1, 1, 7, 3), (0, 1, 2, 3, 4), "zeros", host=True, near="kv")
+    return near, dataclasses.replace(far, **changes)
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        (a_cache(near="other"), "state 'host_kv' goes on from 'other', which is no state on the device"),
+        (a_cache(near="host_kv"), "goes on from 'host_kv', which is no state on the device"),
+        (a_cache(host=False), "goes on from 'kv', which is no state on the device"),
+        (a_cache(dtype="uint8"), "goes on from 'kv', which is not like it"),
+        (a_cache(shape=(2, 1, 2, 7, 3)), "goes on from 'kv', which is not like it"),
+        (a_cache(shape=(2, 1, 21), dim_order=(0, 1, 2)), "goes on from 'kv', which is not like it"),
+        ((*a_cache(), dataclasses.replace(a_cache()[1], name="more")), "'kv' twice|kv.*twice"),
+    ],
+)
+def test_caches_that_do_not_fit_together(states: tuple[State, ...], message: str) -> None:
+    program = dataclasses.replace(a_program(), methods=(dataclasses.replace(a_program().methods[0], states=()),))
+    fine = dataclasses.replace(program, states=a_cache(), identity=layout_identity(program.weights, a_cache()))
+    assert program_from_json(program_to_json(fine)).caches == (a_cache(),)
+    bad = dataclasses.replace(program, states=states, identity=layout_identity(program.weights, states))
+    with pytest.raises(PackageError, match=message):
+        program_from_json(program_to_json(bad))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

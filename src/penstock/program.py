@@ -21,7 +21,9 @@ from penstock.weight import State, Weight
 
 __all__ = ["FORMAT_VERSION", "METADATA_FILE"]
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+# Its states do not say whether their split can be chosen: it is the one of the export.
+_WITHOUT_NEAR = 4
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,12 @@ class Program:
         return sum(state.nbytes for state in self.states if state.host)
 
     @property
+    def caches(self) -> tuple[tuple[State, State], ...]:
+        """KV caches whose split is chosen at load: the states of the device's positions and of the host's."""
+        by_name = {state.name: state for state in self.states}
+        return tuple((by_name[state.near], state) for state in self.states if state.near is not None)
+
+    @property
     def gathered_weights(self) -> frozenset[str]:
         """Those of which some method reads only some rows."""
         accesses = (access for method in self.methods for access in method.schedule.accesses)
@@ -213,9 +221,12 @@ def program_from_json(text: str | bytes) -> Program:
 
 
 def _described(raw: bytes) -> tuple[Program, tuple[CodeFile, ...]]:
-    _check_version(raw)
+    version = _check_version(raw)
     try:
-        found = decode(_Description, parse_json(unsealed(raw)), rows=(Access, Step))
+        table = parse_json(unsealed(raw))
+        if version == _WITHOUT_NEAR:
+            table = _with_near(table)
+        found = decode(_Description, table, rows=(Access, Step))
     except SchemaError as error:
         raise PackageError(f"the offload metadata is damaged: {error}") from error
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(Program)}
@@ -229,7 +240,16 @@ def _method(row: _MethodRow) -> Method:
     return Method(**{**fields, "schedule": Schedule(row.name, row.schedule.accesses, row.schedule.steps)})
 
 
-def _check_version(raw: bytes) -> None:
+def _with_near(table: Any) -> Any:
+    rows = table.get("states")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return table  # which the schema refuses
+    if any("near" in row for row in rows):
+        raise SchemaError(f"a state has the key 'near', which format version {_WITHOUT_NEAR} has not")
+    return {**table, "states": [{**row, "near": None} for row in rows]}
+
+
+def _check_version(raw: bytes) -> int:
     """Before anything else: a file of another release is not a damaged one."""
     try:
         table = parse_json(raw.decode())
@@ -238,9 +258,12 @@ def _check_version(raw: bytes) -> None:
     if type(table) is not dict or "format_version" not in table:
         raise PackageError("the offload metadata is damaged: it has no 'format_version'")
     version = table["format_version"]
-    if version != FORMAT_VERSION or type(version) is not int:
+    if version not in (_WITHOUT_NEAR, FORMAT_VERSION) or type(version) is not int:
         shown = printable(f"{version!r:.40}") if not isinstance(version, list | dict) else type(version).__name__
-        raise PackageError(f"the program has format version {shown}; this release reads version {FORMAT_VERSION}")
+        raise PackageError(
+            f"the program has format version {shown}; this release reads version {FORMAT_VERSION}, and {_WITHOUT_NEAR}"
+        )
+    return version
 
 
 def read_program(path: str | Path) -> Program:

@@ -16,7 +16,7 @@ from penstock.plan.floor import check_schedules
 from penstock.printable import printable
 from penstock.runtime.symbolic_layout import SymbolicLayout
 from penstock.schema import HIGHEST
-from penstock.weight import ITEM_BYTES, State, Weight
+from penstock.weight import CACHE_DIMS, ITEM_BYTES, POSITIONS_DIM, State, Weight
 from penstock.weights.format import layout_fault
 from penstock.weights.identity import layout_identity
 
@@ -40,6 +40,7 @@ def check_program(program: Program) -> None:
     if program.device not in DEVICES:
         _refuse(f"its device is {_quoted(program.device)}, needs to be one of {', '.join(DEVICES)}")
     _check_stored(program.weights, program.states)
+    _check_caches(program.states)
     identity = layout_identity(program.weights, program.states)
     if program.identity != identity:
         _refuse(f"its identity is {_quoted(program.identity)}, its weights and states need {identity}")
@@ -120,6 +121,25 @@ def _check_stored(weights: Iterable[Weight], states: Iterable[State]) -> None:
         total_bytes += item.nbytes
         if total_bytes > HIGHEST:
             _refuse(f"up to {kind} {_quoted(item.name)} its tensors have {total_bytes} bytes, needs at most {HIGHEST}")
+
+
+def _check_caches(states: Iterable[State]) -> None:
+    by_name = {state.name: state for state in states}
+    far = [state for state in by_name.values() if state.near is not None]
+    _unique("state before a host side", (state.near for state in far if state.near is not None))
+    for state in far:
+        near = by_name.get(state.near or "")
+        if near is None or near.host or near.near is not None or not state.host:
+            _refuse(
+                f"state {_quoted(state.name)} goes on from {_quoted(state.near or '')}, which is no state on the device"
+            )
+        plain = tuple(range(CACHE_DIMS))
+        if (
+            near.dtype != state.dtype
+            or not near.dim_order == state.dim_order == plain
+            or any(near.shape[d] != state.shape[d] for d in plain if d != POSITIONS_DIM)
+        ):
+            _refuse(f"state {_quoted(state.name)} goes on from {_quoted(near.name)}, which is not like it")
 
 
 def _check_schedules(program: Program) -> None:

@@ -31,6 +31,12 @@ ITEM_BYTES: dict[str, int] = {
 }
 
 
+# Of a KV cache: keys and values, sequences, heads, positions, numbers of a head.
+CACHE_DIMS = 5
+SEQUENCES_DIM = 1
+POSITIONS_DIM = 3
+
+
 @dataclass(frozen=True)
 class Weight:
     """One set of bytes. `aliases` are the further names of a tied weight.
@@ -72,6 +78,9 @@ class State:
     init: str
     # The host side of a KV cache: with a GPU it lies in host memory, which kernels read and write in place.
     host: bool = False
+    # Of a host side that only our ops take, and as it is: the state with the positions before its own. How many of all
+    # these lie on the device is then for the loader to choose; the shapes are those of the export.
+    near: str | None = None
 
     @property
     def nbytes(self) -> int:

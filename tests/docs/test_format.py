@@ -210,7 +210,7 @@ def test_the_page_s_keys_are_those_that_are_written() -> None:
     for row, key in (("weights", "weights"), ("states", "states")):
         listed = re.search(rf"^\| `{row}` \| list of `{{([\w, ]+)}}`", PAGE, re.MULTILINE)
         assert listed is not None
-        items = document[key] or [{"name": 0, "dtype": 0, "shape": 0, "dim_order": 0, "init": 0, "host": 0}]
+        items = document[key] or [{"name": 0, "dtype": 0, "shape": 0, "dim_order": 0, "init": 0, "host": 0, "near": 0}]
         assert sorted(listed[1].split(", ")) == sorted(items[0])
     signature = re.search(r"^\| `signature` \| (.*) \|$", PAGE, re.MULTILINE)
     assert signature is not None

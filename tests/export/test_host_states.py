@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 import penstock
 from penstock.errors import UnsupportedProgramError
 from penstock.export.catalog import build_catalog, state_names
-from penstock.export.host_states import host_states
+from penstock.export.host_states import host_states, split_at_load
 from penstock.export.kv_workspace import kv_workspace_bound_bytes
 from penstock.export.weightless import WeightlessProgram, make_weightless
 from penstock.kv import HostKVCache, ops
@@ -30,7 +30,7 @@ class Cached(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8), requires_grad=False)
         self.cache = HostKVCache(
-            layers=1, batch=1, kv_heads=2, head_dim=8, max_length=9, device_cap_bytes=600, dtype=torch.float32
+            layers=1, batch=1, kv_heads=2, head_dim=8, max_length=70, device_cap_bytes=9000, dtype=torch.float32
         )
 
     def forward(self, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Cached(nn.Module):
 
 class Reading(Cached):
     def forward(self, q: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-        device_kv, host_kv = self.cache.device_kv_0, self.cache.host_kv_0
+        device_kv, host_kv = self.cache.kv_0, self.cache.host_kv_0
         return ops.ATTEND(q * self.weight, device_kv, host_kv, starts, counts, 0.5, 2)
 
 
@@ -49,7 +49,7 @@ class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8), requires_grad=False)
-        self.register_buffer("near", torch.zeros(2, 2, 1, 2, 4, 8), persistent=False)
+        self.register_buffer("near", torch.zeros(2, 2, 1, 2, 64, 8), persistent=False)
         self.register_buffer("far", torch.zeros(2, 2 * 2 * 5 * 8), persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Lent(nn.Module):
         super().__init__()
         self.copied = copied
         self.weight = nn.Parameter(torch.ones(8), requires_grad=False)
-        self.register_buffer("near", torch.zeros(2, 1, 2, 4, 8), persistent=False)
+        self.register_buffer("near", torch.zeros(2, 1, 2, 64, 8), persistent=False)
 
     def forward(self, q: Tensor, far: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
         self.near.add_(1)
@@ -87,7 +87,7 @@ def for_cuda(ep: ExportedProgram) -> WeightlessProgram:
 def test_the_host_side_and_no_other_state_is_marked() -> None:
     catalog = build_catalog({"forward": offloaded(Cached(), Q, K)})
     assert {name: state.host for name, state in catalog.states.items()} == {
-        "cache.device_kv_0": False,
+        "cache.kv_0": False,
         "cache.host_kv_0": True,
     }
 
@@ -110,9 +110,64 @@ def test_views_lead_back_to_the_buffer() -> None:
     assert for_cuda(ep).states == ("near", "far")
 
 
+def test_a_cache_that_only_our_ops_take_can_be_split_at_load() -> None:
+    catalog = build_catalog({"forward": offloaded(Cached(), Q, K)})
+    assert {name: state.near for name, state in catalog.states.items()} == {
+        "cache.kv_0": None,
+        "cache.host_kv_0": "cache.kv_0",
+    }
+    model, reading = Cached(), Reading()
+    reading.cache, reading.weight = model.cache, model.weight
+    both = {"read": offloaded(reading, Q), "append": offloaded(model, Q, K)}
+    assert split_at_load(both) == {"cache.host_kv_0": "cache.kv_0"}
+
+
+@pytest.mark.parametrize("kind", ["views", "near read", "far read", "near written", "far returned", "two near sides"])
+def test_one_that_something_else_takes_cannot(kind: str) -> None:
+    class Peeking(Cached):
+        def forward(self, q: Tensor, k: Tensor, starts: Tensor, counts: Tensor) -> Any:
+            near, far = self.cache.kv_0, self.cache.host_kv_0
+            if kind == "near written":
+                near.add_(1)
+            out = self.cache(0, q * self.weight, k, k, starts, counts)
+            if kind == "near read":
+                return out + near.sum()
+            if kind == "far read":
+                return out + far[:, :, :, :1].sum()
+            if kind == "far returned":
+                return out, far
+            if kind == "two near sides":
+                return out + ops.ATTEND(q, self.other, far, starts, counts, 0.5, 2)
+            return out
+
+    model: nn.Module = Packed() if kind == "views" else Peeking()
+    model.register_buffer("other", torch.zeros(2, 1, 2, 64, 8), persistent=False)
+    ep = offloaded(model, Q, K)
+    assert split_at_load({"forward": ep}) == {}
+    # And so not if it is fine in another method.
+    if kind != "views":
+        plain = Cached()
+        plain.cache, plain.weight = model.cache, model.weight
+        fine = offloaded(plain, Q, K)
+        assert split_at_load({"fine": fine}) != {}
+        assert split_at_load({"fine": fine, "forward": ep}) == split_at_load({"forward": ep, "fine": fine}) == {}
+
+
+def test_nor_one_that_a_method_without_attention_reads() -> None:
+    class Summing(Cached):
+        def forward(self, q: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+            return self.cache.host_kv_0.sum() + (q * self.weight).sum() + starts + counts
+
+    model, other = Cached(), Summing()
+    other.cache, other.weight = model.cache, model.weight
+    both = {"append": offloaded(model, Q, K), "sum": offloaded(other, Q)}
+    assert split_at_load(both) == {}
+    assert {state.near for state in build_catalog(both).states.values()} == {None}
+
+
 def test_to_a_program_for_a_gpu_everything_is_on_it() -> None:
     program = for_cuda(offloaded(Cached(), Q, K))
-    assert program.states == ("cache.device_kv_0", "cache.host_kv_0")
+    assert program.states == ("cache.kv_0", "cache.host_kv_0")
     values: list[Any] = [node.meta["val"] for node in program.module.graph.nodes if "val" in node.meta]
     tensors = [value for value in values if isinstance(value, Tensor)]
     assert len(tensors) > len(program.example_inputs) and {tensor.device for tensor in tensors} == {CUDA}
@@ -134,7 +189,7 @@ def test_a_host_side_that_nothing_writes_is_refused_for_a_gpu() -> None:
 def test_attention_inside_control_flow_is_refused_for_a_gpu() -> None:
     class Branching(Reading):
         def forward(self, q: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
-            sides = self.cache.device_kv_0, self.cache.host_kv_0
+            sides = self.cache.kv_0, self.cache.host_kv_0
             self.cache.host_kv_0.add_(1)
 
             def attend(x: Tensor, near: Tensor, far: Tensor) -> Tensor:
@@ -162,9 +217,7 @@ def test_what_attention_allocates_is_bounded(most: int | None, bounded: bool) ->
         tokens=most or 0,
         head_dim=8,
         element_bytes=4,
-        device_positions=cache.split.device_positions,
-        host_positions=cache.split.host_positions,
-        host_programs=cache.host_programs,
+        capacity=cache.split.capacity,
     )
     assert kv_workspace_bound_bytes(ep, CUDA) == (wanted if bounded else None)
     assert kv_workspace_bound_bytes(ep, torch.device("cpu")) == 0

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import penstock
 from penstock.kv import mapped_tensor
+from penstock.runtime.automatic_budget import activation_bound_bytes
 from tests.kv.decoder import SplitDecoder, cache_of, generate, generate_plain
 
 pytestmark = [
@@ -27,11 +29,12 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-CFG = dataclasses.replace(decoder.TINY, max_len=40)
-PROMPTS = [[3, 77, 120, 5, 9, 31, 200, 14, 15], [250, 1], [60, 61, 62, 63, 9]]
+CFG = dataclasses.replace(decoder.TINY, max_len=150)
+PROMPTS = [[(n * n + 3) % 251 for n in range(125)], [250, 1], [n % 7 + 60 for n in range(60)]]
 AMOUNT = 16
-# Everything far; a cut inside every prompt but the shortest.
-NEARS = (0, 4)
+# Everything far; a cut inside the longest prompt, and behind another one.
+NEARS = (0, 64)
+STATES = [f"cache.kv_{layer}" for layer in range(CFG.layers)]
 HOST_STATES = [f"cache.host_kv_{layer}" for layer in range(CFG.layers)]
 POSITION_BYTES = 2 * CFG.kv_heads * CFG.head_dim * CFG.dtype.itemsize * len(PROMPTS)
 
@@ -130,32 +133,68 @@ def test_the_far_side_lies_in_host_memory(compiled: dict[int, Path], near: int) 
 
 
 def test_state_is_read_written_and_reset_where_it_lies(compiled: dict[int, Path], expected: list[list[int]]) -> None:
-    model = a_model(4, DEVICE)
-    with penstock.Module(compiled[4], "1GiB") as module:
-        assert not any(module.read_state(name).any() for name in HOST_STATES)
+    model = a_model(64, DEVICE)
+    with penstock.Module(compiled[64], "1GiB") as module:
+        assert not any(module.read_state(name).any() for name in STATES)
         assert run_with(module, model) == expected
-        kept = {state.name: module.read_state(state.name) for state in module.program.states}
-        assert {kept[name].device.type for name in HOST_STATES} == {"cpu"}
+        kept = {name: module.read_state(name) for name in STATES}
+        assert {value.device.type for value in kept.values()} == {"cpu"}
         # What an eager run leaves in the cache, up to the arithmetic of the layers before it.
         generate(model, PROMPTS, AMOUNT, 4)
         torch.cuda.synchronize()
         for name, value in kept.items():
-            wanted = model.cache.get_buffer(name.removeprefix("cache.")).cpu()
+            sides = (name.removeprefix("cache."), f"host_{name.removeprefix('cache.')}")
+            wanted = torch.cat([model.cache.get_buffer(side).cpu() for side in sides], dim=3)
             torch.testing.assert_close(value.cpu(), wanted, rtol=1e-3, atol=1e-3)
         held = torch.tensor(model.cache.lengths, dtype=torch.int32, device=DEVICE)
         step = torch.tensor([[7], [8], [9]], device=DEVICE), held - 1, torch.ones_like(held)
         wanted = module.run_method("decode", *step).clone()
         module.reset_state()
-        assert not any(module.read_state(state.name).any() for state in module.program.states)
+        assert not any(module.read_state(name).any() for name in STATES)
         assert not torch.equal(module.run_method("decode", *step), wanted), "an empty cache says something else"
         # One from host memory, one from the device: either may be written.
         for name, value in kept.items():
             module.write_state(name, value.to(DEVICE) if name.endswith("0") else value)
         assert torch.equal(module.run_method("decode", *step), wanted)
     # Another load starts anew.
-    with penstock.Module(compiled[4], "1GiB") as module:
-        assert not any(module.read_state(name).any() for name in HOST_STATES)
+    with penstock.Module(compiled[64], "1GiB") as module:
+        assert not any(module.read_state(name).any() for name in STATES)
         assert run_with(module, model) == expected
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("near", NEARS)
+def test_the_same_bits_at_every_total(compiled: dict[int, Path], near: int, cuda_graph: bool) -> None:
+    """From everything far to everything near, whatever the cap was at export; bytes as the allocator counts them."""
+    block = 64 * CFG.layers * POSITION_BYTES
+    program = penstock.read_program(compiled[near])
+    activations = activation_bound_bytes(program) * (2 if cuda_graph else 1)
+    with penstock.Module(compiled[near], "1GiB") as module:
+        floor, full = module.floor_bytes, module.full_bytes
+    model = a_model(near, DEVICE)
+    outs: list[list[Tensor]] = []
+    splits = set[int]()
+    for room in (floor, floor + block, full + block, full + 2 * block, full + program.state_bytes):
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        with penstock.Module(compiled[near], device_memory=room + activations, cuda_graph=cuda_graph) as module:
+            taken = torch.cuda.memory_allocated() - before
+            assert module.device_state_bytes <= taken <= module.device_state_bytes + 512 * len(program.states)
+            assert module.budget_bytes + module.device_state_bytes <= room
+            splits.add(module.device_state_bytes)
+            seen: list[Tensor] = []
+
+            def run(tokens: Tensor, starts: Tensor, counts: Tensor, module: Any = module, seen: Any = seen) -> Tensor:
+                out = module.run_method("prefill" if tokens.shape[1] > 1 else "decode", tokens, starts, counts)
+                seen.append(out.clone())
+                return out
+
+            generate(model, PROMPTS, AMOUNT, 70, run=run)
+            outs.append([*seen, *(module.read_state(name) for name in STATES)])
+    assert len(splits) >= 4
+    for found in outs:
+        assert all(torch.equal(one, wanted) for one, wanted in zip(found, outs[0], strict=True))
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -52,7 +52,7 @@ def feed(cache: HostKVCache, tokens: Ragged, amount: int) -> tuple[Tensor, list[
     return cache(0, q, k, v, step.starts, step.counts), starts, counts
 
 
-@pytest.mark.parametrize("near", [0, 1, 500, 1501, 2048])
+@pytest.mark.parametrize("near", [0, 64, 512, 1472, 2048])
 @pytest.mark.parametrize(
     ("dtype", "kv_heads", "group", "head_dim"),
     [
@@ -76,7 +76,7 @@ def test_attention_over_both_sides(dtype: torch.dtype, kv_heads: int, group: int
 @pytest.mark.parametrize("host_programs", [1, 2, 8, 64])
 def test_any_number_of_programs_towards_the_host(host_programs: int) -> None:
     tokens = Ragged(kv_heads=4, group=4, head_dim=128, lengths=LENGTHS, dtype=torch.bfloat16, device="cuda")
-    cache = cache_for(tokens, 300, host_programs=host_programs)
+    cache = cache_for(tokens, 320, host_programs=host_programs)
     for amount in (1499, 1):
         out, starts, counts = feed(cache, tokens, amount)
         tokens.check(out, starts, counts)
@@ -84,14 +84,14 @@ def test_any_number_of_programs_towards_the_host(host_programs: int) -> None:
 
 def test_appends_go_to_the_right_side_and_nowhere_else() -> None:
     tokens = Ragged(kv_heads=2, group=1, head_dim=128, lengths=LENGTHS, dtype=torch.bfloat16, device="cuda")
-    cache = cache_for(tokens, 600)
-    for amount in (599, 2, 1, 898):
+    cache = cache_for(tokens, 640)
+    for amount in (639, 2, 1, 858):
         feed(cache, tokens, amount)
     torch.cuda.synchronize()
     for index, whole in enumerate((tokens.k, tokens.v)):
         for b, length in enumerate(LENGTHS):
-            for side, expected in (("device", whole[b, :, : min(length, 600)]), ("host", whole[b, :, 600:length])):
-                lines = cache.get_buffer(f"{side}_kv_0")[index, b]
+            for side, expected in (("kv_0", whole[b, :, : min(length, 640)]), ("host_kv_0", whole[b, :, 640:length])):
+                lines = cache.get_buffer(side)[index, b]
                 assert torch.equal(lines[:, : expected.shape[1]].cpu(), expected.cpu())
                 assert lines[:, expected.shape[1] :].isnan().all()
 
@@ -99,7 +99,7 @@ def test_appends_go_to_the_right_side_and_nowhere_else() -> None:
 def test_the_same_bits_every_time() -> None:
     """With the link busy otherwise, too: when a read arrives must not matter."""
     tokens = Ragged(kv_heads=8, group=4, head_dim=128, lengths=LENGTHS, dtype=torch.bfloat16, device="cuda")
-    cache = cache_for(tokens, 400)
+    cache = cache_for(tokens, 384)
     feed(cache, tokens, 1499)
     q, k, v, counts = tokens.chunk(list(cache.lengths), 1)
     step = cache.begin(counts)
@@ -111,6 +111,21 @@ def test_the_same_bits_every_time() -> None:
             with torch.cuda.stream(other):
                 noise.cuda(non_blocking=True)
         assert torch.equal(cache(0, q, k, v, step.starts, step.counts), first)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_heads", "group", "head_dim"),
+    [(torch.bfloat16, 8, 4, 128), (torch.float16, 2, 5, 80), (torch.float32, 2, 2, 128)],
+)
+def test_the_same_bits_wherever_the_sides_meet(dtype: torch.dtype, kv_heads: int, group: int, head_dim: int) -> None:
+    """Staged chunks and tokens; the far side read by any number of programs."""
+    tokens = Ragged(kv_heads=kv_heads, group=group, head_dim=head_dim, lengths=LENGTHS, dtype=dtype, device="cuda")
+    found: list[list[Tensor]] = []
+    for near, programs in ((0, 16), (64, 1), (512, 4), (960, 16), (1472, 64), (2048, 4)):
+        cache = cache_for(tokens, near, host_programs=programs)
+        found.append([feed(cache, tokens, amount)[0] for amount in (1300, 190, 3, 1, 1, 5)])
+    for outs in found:
+        assert all(torch.equal(out, wanted) for out, wanted in zip(outs, found[0], strict=True))
 
 
 def test_what_was_just_appended_is_seen_without_a_wait() -> None:
@@ -137,7 +152,7 @@ def test_the_cap_is_kept_and_the_far_side_takes_no_device_memory() -> None:
     before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     cache = make()
     taken = torch.cuda.memory_allocated() - before
-    assert taken == cache.device_bytes <= cap < cache.device_bytes + 2 * cache.shape.position_bytes
+    assert taken == cache.device_bytes <= cap < cache.device_bytes + 2 * 64 * cache.shape.position_bytes
     assert cache.host_bytes > 400 * 2**20
     # Registering takes page tables; the far side itself would be ten times the cap.
     assert free - torch.cuda.mem_get_info()[0] < 2 * cap
@@ -154,7 +169,7 @@ def test_what_attention_allocates_is_within_its_bound(tokens: int) -> None:
     del step
     step = cache.begin(tokens)
     q = torch.randn(2, 12, tokens, 128, device="cuda", dtype=torch.bfloat16)
-    arguments = q, cache.device_kv_0, cache.host_kv_0, step.starts, step.counts, 0.1, cache.host_programs
+    arguments = q, cache.kv_0, cache.host_kv_0, step.starts, step.counts, 0.1, cache.host_programs
     ops.ATTEND(*arguments)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -169,9 +184,7 @@ def test_what_attention_allocates_is_within_its_bound(tokens: int) -> None:
         tokens=tokens,
         head_dim=128,
         element_bytes=2,
-        device_positions=cache.split.device_positions,
-        host_positions=cache.split.host_positions,
-        host_programs=cache.host_programs,
+        capacity=cache.split.capacity,
     )
     # The allocator rounds each of three tensors up to 512 bytes.
     assert 0 < taken <= bound + 3 * 512
@@ -194,22 +207,22 @@ def test_registrations_end_with_their_caches() -> None:
 
 def test_a_length_that_does_not_fit() -> None:
     tokens = Ragged(kv_heads=2, group=2, head_dim=64, lengths=[20, 20], dtype=torch.bfloat16, device="cuda")
-    cache = cache_for(tokens, 8, max_length=16)
+    cache = cache_for(tokens, 64, max_length=72)
     for side in cache.buffers():
         side.fill_(1.0)
     q, k, v, _ = tokens.chunk([0, 0], 4)
     step = cache.begin([4, 4])
     cache(0, q, k, v, step.starts, step.counts)
-    with pytest.raises(KVCacheFullError, match="sequence 0 .* 17 positions long; it holds 16"):
-        cache.begin([13, 1])
+    with pytest.raises(KVCacheFullError, match="sequence 0 .* 73 positions long; it holds 72"):
+        cache.begin([69, 1])
     # The op itself cannot look at lengths without a wait: the sequence that does not fit is NaN, the other is right.
-    out = cache(0, q, k, v, torch.tensor([13, 4]).cuda(), torch.tensor([4, 4]).cuda())
+    out = cache(0, q, k, v, torch.tensor([69, 4]).cuda(), torch.tensor([4, 4]).cuda())
     assert out[0].isnan().all() and not out[1].isnan().any()
 
 
 def test_memory_that_is_not_registered_is_refused() -> None:
     numbers = torch.ones(1, dtype=torch.int32, device="cuda")
-    near = torch.zeros(2, 1, 1, 4, 64, device="cuda", dtype=torch.bfloat16)
+    near = torch.zeros(2, 1, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(KVCacheInputError, match="not registered with cuda"):
         ops.ATTEND(near[0], near, near.cpu(), numbers, numbers, 1.0, 2)
 
@@ -223,7 +236,7 @@ def test_moving_to_the_gpu_keeps_the_content() -> None:
     step = cache.begin(counts)
     cache(0, q, k, v, step.starts, step.counts)
     cache.cuda()
-    assert cache.device_kv_0.is_cuda and not cache.host_kv_0.is_cuda and cache.host_kv_0.is_pinned()
+    assert cache.kv_0.is_cuda and not cache.host_kv_0.is_cuda and cache.host_kv_0.is_pinned()
     q, k, v, counts = tokens.chunk([199], 1)
     step = cache.begin(counts)
     out = cache(0, q.cuda(), k.cuda(), v.cuda(), step.starts, step.counts)
@@ -233,7 +246,7 @@ def test_moving_to_the_gpu_keeps_the_content() -> None:
 def test_a_captured_step_follows_the_lengths() -> None:
     """One graph for every length: nothing about it is known on the host."""
     tokens = Ragged(kv_heads=8, group=4, head_dim=128, lengths=[700, 30], dtype=torch.bfloat16, device="cuda")
-    cache = cache_for(tokens, 400)
+    cache = cache_for(tokens, 384)
     feed(cache, tokens, 380)
     q, k, v, counts = tokens.chunk(list(cache.lengths), 1)
     starts = torch.tensor(cache.lengths, dtype=torch.int32, device="cuda")

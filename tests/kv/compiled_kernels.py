@@ -10,23 +10,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-POINTERS = ("q", "device_kv", "host_kv", "out", "k", "v", "staging")
+POINTERS = ("q", "device_kv", "host_kv", "far_kv", "out", "k", "v", "staging")
 TYPES = {
     **dict.fromkeys(POINTERS, "*bf16"),
     **dict.fromkeys(("starts", "counts"), "*i32"),
-    **dict.fromkeys(("partial_out", "partial_log"), "*fp32"),
+    **dict.fromkeys(("part_out", "part_top", "part_total"), "*fp32"),
     "scale_log2": "fp32",
 }
 # As launched for Llama-3-8B: a few tokens of several sequences, and one of one. A number that is 1 is a constant for
 # Triton, and code that takes it for a tensor fails.
-CONSTANTS = dict(GROUP=4, HEAD_DIM=128, SLOTS=64, COLUMNS=128, SPLITS=16, TOKENS=16, UPCAST=False)
-ROWS = {"attend_partials": 16, "merge_partials": 4}
-ONES = dict.fromkeys(("batch", "kv_heads", "tokens", "row_blocks", "device_splits", "host_splits", "splits", "rows"), 1)
+CONSTANTS = dict(GROUP=4, HEAD_DIM=128, SLOTS=64, BLOCK=64, COLUMNS=128, PARTS=16, TOKENS=16, UPCAST=False)
+ROWS = {"attend_parts": 16, "merge_parts": 4}
+ONES = dict.fromkeys(("batch", "kv_heads", "tokens", "row_blocks", "parts", "rows"), 1)
 
 
 def copies(kernel: triton.JITFunction, ones: dict[str, int]) -> int:
     names = kernel.arg_names
-    given = {**CONSTANTS, "ROWS": ROWS.get(kernel.__name__), **ones}
+    given = {**CONSTANTS, "ROWS": ROWS.get(kernel.__name__), "INTERLEAVED": not ones, **ones}
     constants = {name: given[name] for name in names if name in given}
     # What a launch finds out by itself: addresses and strides are multiples of 16.
     aligned = [name for name in names if name in POINTERS or name.endswith(("_stride", "_offset"))]
@@ -50,5 +50,5 @@ if __name__ == "__main__":
         spec.loader.exec_module(module)
         for name, kernel in vars(module).items():
             if isinstance(kernel, triton.JITFunction) and not name.startswith("_"):
-                for ones in ({}, {**ONES, "host_programs": 1}):
+                for ones in ({}, ONES):
                     print(f"{name} with {len(ones)} ones: wide copies {copies(kernel, ones)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from penstock.kv import launch, reference
-from penstock.kv.split import CacheShape, Split, step_traffic
+from penstock.kv.split import BLOCK_POSITIONS, CacheShape, Split, step_traffic
 from tests.kv.exact import TOLERANCE, Ragged
 
 # The interpreter cuts a bf16 off where a GPU rounds it: twice the error.
@@ -41,10 +41,10 @@ class Sides:
     ("dtype", "near", "kv_heads"),
     [
         (torch.bfloat16, 0, 1),
-        (torch.bfloat16, 30, 2),
+        (torch.bfloat16, 64, 2),
         (torch.bfloat16, 200, 1),
-        (torch.float16, 70, 1),
-        (torch.float32, 69, 1),
+        (torch.float16, 64, 1),
+        (torch.float32, 64, 1),
     ],
 )
 def test_steps_across_the_boundary(dtype: torch.dtype, near: int, kv_heads: int) -> None:
@@ -66,7 +66,7 @@ def test_steps_across_the_boundary(dtype: torch.dtype, near: int, kv_heads: int)
     assert starts == tokens.lengths
 
 
-@pytest.mark.parametrize(("near", "group"), [(0, 8), (50, 8), (200, 1)])
+@pytest.mark.parametrize(("near", "group"), [(0, 8), (64, 8), (200, 1)])
 def test_a_chunk_of_several_blocks_of_rows(near: int, group: int) -> None:
     """Two blocks of rows: nine tokens of eight heads, or seventy of one. What is far is staged in pieces."""
     tokens = Ragged(kv_heads=1, group=group, head_dim=16, lengths=[150, 12], dtype=torch.float16)
@@ -79,9 +79,36 @@ def test_a_chunk_of_several_blocks_of_rows(near: int, group: int) -> None:
     tokens.check(sides.attend(q, first, counts, staging_bytes=64 * 2 * 2 * 16 * 2), first, counts)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "group", "tokens_in_step"),
+    [(torch.bfloat16, 4, 1), (torch.float32, 2, 3), (torch.float16, 4, 20), (torch.float32, 1, 70)],
+)
+@pytest.mark.parametrize("multiprocessors", [1, 5])
+def test_the_same_bits_wherever_the_sides_meet(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, group: int, tokens_in_step: int, multiprocessors: int
+) -> None:
+    """Tokens, for which the far side is read in place, and chunks, for which it is staged in pieces of any size. With
+    few multiprocessors a part has several blocks, or several of the tiles that it takes in turn."""
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: multiprocessors)
+    lengths = [590 if tokens_in_step == 1 else 330, 100]
+    capacity = lengths[0] + 10
+    tokens = Ragged(kv_heads=1, group=group, head_dim=16, lengths=lengths, dtype=dtype)
+    starts = [length - tokens_in_step for length in lengths]
+    q, _, _, counts = tokens.chunk(starts, tokens_in_step)
+    _, k, v, whole = tokens.chunk([0, 0], lengths[0])
+    block_bytes = BLOCK_POSITIONS * 2 * 2 * 16 * dtype.itemsize
+    outs = []
+    for near, programs, blocks in ((capacity, 1, 1), (0, 2, 1), (64, 3, 2), (128, 1, 3), (256, 5, 1), (320, 2, 9)):
+        sides = Sides(tokens, Split(near, capacity - near))
+        reference.append(sides.near, sides.far, k, v, torch.tensor([0, 0]), torch.tensor(whole))
+        outs.append(sides.attend(q, starts, counts, host_programs=programs, staging_bytes=blocks * block_bytes))
+    tokens.check(outs[0], starts, counts)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
 def test_the_same_bits_whatever_lies_beyond() -> None:
     tokens = Ragged(kv_heads=1, group=2, head_dim=16, lengths=[180, 70], dtype=torch.bfloat16)
-    sides = Sides(tokens, Split(40, 160))
+    sides = Sides(tokens, Split(64, 136))
     _, k, v, counts = tokens.chunk([0, 0], 180)
     sides.append(k, v, [0, 0], counts)
     starts, counts = [179, 69], [1, 1]
@@ -96,11 +123,11 @@ def test_the_same_bits_whatever_lies_beyond() -> None:
 
 def test_nan_in_a_position_that_counts_is_seen() -> None:
     tokens = Ragged(kv_heads=1, group=1, head_dim=16, lengths=[100], dtype=torch.float16)
-    sides = Sides(tokens, Split(40, 100))
+    sides = Sides(tokens, Split(64, 76))
     _, k, v, counts = tokens.chunk([0], 100)
     sides.append(k, v, [0], counts)
     q, _, _, _ = tokens.chunk([99], 1)
-    for side, slot in ((sides.near, 20), (sides.far, 30)):
+    for side, slot in ((sides.near, 20), (sides.far, 20)):
         kept = side[0, 0, 0, slot].clone()
         side[0, 0, 0, slot] = torch.nan
         assert sides.attend(q, [99], [1]).isnan().all()
@@ -110,7 +137,7 @@ def test_nan_in_a_position_that_counts_is_seen() -> None:
 
 def test_a_length_that_does_not_fit_gives_nan_and_writes_nothing() -> None:
     tokens = Ragged(kv_heads=1, group=2, head_dim=16, lengths=[8, 8], dtype=torch.float32)
-    sides = Sides(tokens, Split(4, 4))
+    sides = Sides(tokens, Split(64, 4))
     for side in (sides.near, sides.far):
         side.fill_(1.0)
     # What follows the host side in memory would be the next thing to be overwritten.
@@ -118,10 +145,10 @@ def test_a_length_that_does_not_fit_gives_nan_and_writes_nothing() -> None:
     whole = torch.cat((sides.far.reshape(-1), around.reshape(-1)))
     sides.far = whole[: sides.far.numel()].view(sides.far.shape)
     q, k, v, _ = tokens.chunk([0, 0], 8)
-    sides.append(k[:, :, :3], v[:, :, :3], [0, 6], [3, 3])
+    sides.append(k[:, :, :3], v[:, :, :3], [0, 66], [3, 3])
     assert not whole[sides.far.numel() :].any()
     assert (sides.far[:, 0] == 1).all(), "nor is what follows within it"
-    out = sides.attend(q[:, :, :3], [0, 6], [3, 3])
+    out = sides.attend(q[:, :, :3], [0, 66], [3, 3])
     assert out[1].isnan().all()
     assert not out[0].isnan().any()
 
@@ -135,7 +162,7 @@ def test_bytes_over_the_link_are_those_reported(
     Nine tokens of eight heads are more than one block of rows: they are staged.
     """
     tokens = Ragged(kv_heads=2, group=8, head_dim=16, lengths=[190, 120], dtype=torch.float16)
-    split = Split(50, 150)
+    split = Split(64, 136)
     sides = Sides(tokens, split)
     q, k, v, counts = tokens.chunk([0, 0], 190)
     sides.append(k, v, [0, 0], counts)

@@ -42,7 +42,7 @@ def test_interpreted_kernels_compute_what_the_reference_does() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.search(r"(\d+) passed", done.stdout)
-    assert counted is not None and int(counted[1]) == 13
+    assert counted is not None and int(counted[1]) == 21
     assert "skipped" not in done.stdout
 
 
@@ -57,7 +57,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^(\w+) with \d ones: wide copies (\d+)$", done.stdout, re.MULTILINE)
-    names = ("attend_partials", "merge_partials", "append_tokens", "stage_slots")
+    names = ("attend_parts", "merge_parts", "append_tokens", "stage_slots")
     assert sorted(name for name, _ in found) == sorted(names * 2)
     # Towards the host loads are 16 bytes wide and asynchronous, or the link idles.
-    assert all(int(copies) > 0 for name, copies in found if name == "attend_partials")
+    assert all(int(copies) > 0 for name, copies in found if name == "attend_parts")

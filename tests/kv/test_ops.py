@@ -11,9 +11,9 @@ from penstock.kv import ops
 
 def arguments(device: str = "cpu") -> dict[str, torch.Tensor]:
     return dict(
-        device_kv=torch.randn(2, 2, 2, 5, 8, device=device),
+        device_kv=torch.randn(2, 2, 2, 64, 8, device=device),
         host_kv=torch.randn(2, 2, 2, 7, 8),
-        starts=torch.arange(4, 2, -1, device=device),
+        starts=torch.arange(63, 61, -1, device=device),
         counts=torch.arange(1, 3, device=device),
     )
 

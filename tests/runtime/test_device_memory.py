@@ -11,6 +11,7 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import BelowFloorError, BudgetError
+from penstock.plan.cache_share import WeightsRange
 from penstock.runtime.automatic_budget import activation_bound_bytes
 from penstock.runtime.device_memory import grant
 from tests.runtime.modules import SCRIPTS, play, same
@@ -80,4 +81,5 @@ def test_graphs_keep_activations_of_their_own(decoder: Path) -> None:
     program = penstock.read_program(decoder)
     once, twice = (grant("1GiB", program, torch.device("cpu"), cuda_graph=graph) for graph in (False, True))
     assert twice.activation_bytes == 2 * once.activation_bytes > 0
-    assert once.weights_bytes(0) - twice.weights_bytes(0) == once.activation_bytes
+    weights = WeightsRange(0, 1)
+    assert once.divided(weights).weights_bytes - twice.divided(weights).weights_bytes == once.activation_bytes

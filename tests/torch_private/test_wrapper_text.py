@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import ScheduleError
-from penstock.export.wrapper import check_wrapper
+from penstock.errors import CompileError, ScheduleError
+from penstock.export.wrapper import check_handed_on, check_wrapper
 from penstock.schedule import Access, Schedule, Step
 from penstock.torch_private.wrapper_text import (
     OPS_OF_OTHER_NAMES,
@@ -48,6 +48,49 @@ def refusal(source: str) -> str:
     with pytest.raises(ScheduleError) as caught:
         check_wrapper(source, SCHEDULE)
     return str(caught.value)
+
+
+HANDED = (
+    "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_proxy_executor_call_function(proxy_executor, 0, 0, "
+    "std::array<int64_t, 0>{}.data(), 3, std::array<AtenTensorHandle, 3>{arg0_1, buf2, buf3}.data()));"
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        HANDED,
+        HANDED.replace("arg0_1, buf2", "buf2, arg0_1"),
+        "arg0_1.reset();",
+        'if (_check_aoti_runtime_check_inputs_env()) { assert_size_stride(arg0_1, {8L}, {1L}, "input"); }',
+    ],
+)
+def test_an_input_that_is_only_handed_on(line: str) -> None:
+    check_handed_on(wrapper(read="", early=line), "run", {0: "cache.kv_0"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        READ,
+        "cpp_fused_add_0((const float*)(arg0_1.data_ptr()), (float*)(buf3.data_ptr()));",
+        "auto buf4 = std::move(arg0_1);  // reuse",
+        "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_clone(arg0_1, &buf4_handle));",
+        HANDED.replace("arg0_1", "reinterpret_tensor_wrapper(arg0_1, 2, int_array_0, int_array_1, 0L)"),
+        HANDED.replace("buf2", "arg0_1.data_ptr()"),
+    ],
+)
+def test_an_input_that_the_code_itself_reads(line: str) -> None:
+    """Its sizes are not those that the code was compiled for."""
+    with pytest.raises(
+        CompileError, match="method 'run': the generated wrapper does more with state 'cache.kv_0' than"
+    ):
+        check_handed_on(wrapper(read="", early=line), "run", {0: "cache.kv_0"})
+
+
+def test_an_input_that_is_not_there() -> None:
+    with pytest.raises(CompileError, match="the generated wrapper takes no input 1, state 'cache.kv_0'"):
+        check_handed_on(wrapper(), "run", {1: "cache.kv_0"})
 
 
 def test_the_plain_wrapper_passes() -> None:

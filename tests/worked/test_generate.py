@@ -106,7 +106,8 @@ def test_the_default_model_without_compiling_it(
 
 # ------------------------------------------------------------------------------------------ a cache on both sides
 
-SPLIT = dataclasses.replace(DECODER, layers=1)
+SPLIT = dataclasses.replace(DECODER, layers=1, max_len=200)
+LONG_PROMPT = [(n * n + 5) % 293 for n in range(60)]
 POSITION_BYTES = 2 * SPLIT.kv_heads * SPLIT.head_dim * SPLIT.dtype.itemsize
 
 
@@ -126,7 +127,7 @@ class Eager:
 
 
 def _greedy(module: Any, tokens: int = 12) -> list[int]:
-    return list(generate(module, PROMPT, tokens=tokens, temperature=0))
+    return list(generate(module, LONG_PROMPT, tokens=tokens, temperature=0))
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +137,14 @@ def plain_tokens() -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("near", [0, 1, 7, len(PROMPT), len(PROMPT) + 12, DECODER.max_len])
+@pytest.mark.parametrize("near", [0, 64, 128, SPLIT.max_len])
 def test_the_same_tokens_wherever_the_cache_is_cut(plain_tokens: list[int], near: int) -> None:
-    cap = near * POSITION_BYTES + POSITION_BYTES - 1  # one byte less than another position
+    cap = near * POSITION_BYTES + 64 * POSITION_BYTES - 1  # one byte less than another block
     model = HostCachedDecoder(build(SPLIT, cached=False), cap)
     module = Eager(model)
     assert _greedy(module) == plain_tokens
     assert _greedy(module) == plain_tokens, "nothing of the last text is left"
-    assert model.cache.device_kv_0.nbytes == near * POSITION_BYTES <= cap
+    assert model.cache.kv_0.nbytes == near * POSITION_BYTES <= cap
     assert model.cache.host_kv_0.nbytes == (SPLIT.max_len - near) * POSITION_BYTES
     assert example.cache_positions(module.program) == SPLIT.max_len
 
@@ -153,24 +154,23 @@ def test_a_compiled_decoder_with_a_cache_on_both_sides(
     plain_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(example, "CONFIG", SPLIT)
-    cap = 7 * POSITION_BYTES + 100
+    cap = 64 * POSITION_BYTES + 100
     words = ["--out", str(tmp_path), "--device", "cpu", "--tokens", "12", "--temperature", "0", "--budget", "1GiB"]
-    prompt = ["--prompt", " ".join(map(str, PROMPT)), "--max-len", str(SPLIT.max_len)]
+    prompt = ["--prompt", " ".join(map(str, LONG_PROMPT)), "--max-len", str(SPLIT.max_len)]
     example.main([*words, *prompt, "--kv-device-bytes", str(cap)])
     printed = capsys.readouterr().out.splitlines()
     assert " ".join(map(str, plain_tokens)) in printed
-    near, far = 7 * POSITION_BYTES, (SPLIT.max_len - 7) * POSITION_BYTES
+    near, far = 64 * POSITION_BYTES, (SPLIT.max_len - 64) * POSITION_BYTES
     assert f"KV cache: {format_bytes(near)} on the device's side, {format_bytes(far)} on the host's" in printed
     with penstock.Module(tmp_path / "model.pt2", budget="1GiB") as module:
         assert _greedy(module) == plain_tokens
-        assert [state.nbytes for state in module.program.states if not state.host] == [near] and near <= cap
-        kept = {name: module.read_state(name) for name in ("cache.device_kv_0", "cache.host_kv_0")}
-        assert kept["cache.host_kv_0"].any(), "the text went beyond the near side"
+        assert module.device_state_bytes == near <= cap
+        kept = module.read_state("cache.kv_0")
+        assert kept.shape[3] == SPLIT.max_len and kept[:, :, :, 64:].any(), "the text went beyond the near side"
         # Half of a text, then the state of another: the rest follows from that state alone.
         module.reset_state()
-        assert not module.read_state("cache.host_kv_0").any()
-        for name, value in kept.items():
-            module.write_state(name, value)
-        position = len(PROMPT) + 8
+        assert not module.read_state("cache.kv_0").any()
+        module.write_state("cache.kv_0", kept)
+        position = len(LONG_PROMPT) + 8
         logits = module.run_method("decode", torch.tensor([[plain_tokens[8]]]), torch.tensor([position]))
         assert int(logits[0].argmax()) == plain_tokens[9]

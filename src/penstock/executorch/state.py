@@ -55,8 +55,9 @@ class StateMemory:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         self._require_valid()
-        check_rows(self._tensors, rows)
-        select_rows(self._tensors, rows)
+        dims = dict.fromkeys(self._tensors, 0)
+        check_rows(self._tensors, rows, dims)
+        select_rows(self._tensors, rows, dims)
 
     def reset(self) -> None:
         """Puts the first values back."""

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from penstock.errors import MethodConflictError, UnsupportedProgramError
-from penstock.export.host_states import host_states
+from penstock.export.host_states import host_states, split_at_load
 from penstock.export.offload import WEIGHT_KINDS, mutated_targets
 from penstock.export.values import equal_values, has_value
 from penstock.layout import canonical
@@ -76,6 +76,9 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
     for ep in methods.values():
         for name in host_states(ep) & states:
             catalog.states[name] = replace(catalog.states[name], host=True)
+    for far, near in split_at_load(methods).items():
+        if {far, near} <= states:
+            catalog.states[far] = replace(catalog.states[far], near=near)
     return catalog
 
 

@@ -26,6 +26,7 @@ def kv_workspace_bound_bytes(ep: ExportedProgram, device: torch.device) -> int |
         if len(known) < len(sizes):
             return None
         batch, heads, tokens, head_dim, kv_heads, device_positions, host_positions = known
+        # All that both sides hold, wherever they meet.
         needed = workspace_bound_bytes(
             batch=batch,
             heads=heads,
@@ -33,9 +34,7 @@ def kv_workspace_bound_bytes(ep: ExportedProgram, device: torch.device) -> int |
             tokens=tokens,
             head_dim=head_dim,
             element_bytes=query.element_size(),
-            device_positions=device_positions,
-            host_positions=host_positions,
-            host_programs=called_with(node, "host_programs"),
+            capacity=device_positions + host_positions,
         )
         largest = max(largest, needed)
     return largest

@@ -12,9 +12,10 @@ from torch.export import ExportedProgram
 
 from penstock.errors import CompileError, PenstockError, ScheduleError
 from penstock.export.derive import Derivation, derive
+from penstock.export.host_states import split_at_load
 from penstock.export.kv_workspace import kv_workspace_bound_bytes
 from penstock.export.weightless import WeightlessProgram, make_weightless
-from penstock.export.wrapper import check_weightless, check_wrapper
+from penstock.export.wrapper import check_handed_on, check_weightless, check_wrapper
 from penstock.program import Method, Temporary
 from penstock.schedule import Access, Schedule
 from penstock.torch_private.emission import Emission
@@ -81,6 +82,8 @@ def compile_method(
     source = wrapper_source(files)
     check_wrapper(source, method.schedule)
     check_weightless(source, name)
+    split = {side for pair in split_at_load({name: ep}).items() for side in pair}
+    check_handed_on(source, name, {place: state for place, state in enumerate(program.states) if state in split})
     return CompiledMethod(method, tuple(files))
 
 

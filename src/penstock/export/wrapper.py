@@ -6,9 +6,18 @@ recorded, and the calls must stand exactly as recorded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from penstock.errors import CompileError, ScheduleError
 from penstock.schedule import Schedule
-from penstock.torch_private.wrapper_text import Mention, UnknownStatement, WrapperText, read_constants, read_wrapper
+from penstock.torch_private.wrapper_text import (
+    Mention,
+    UnknownStatement,
+    WrapperText,
+    input_uses,
+    read_constants,
+    read_wrapper,
+)
 
 _SHOWN_CHARACTERS = 400
 
@@ -34,6 +43,20 @@ def check_weightless(source: str, method: str) -> None:
         raise CompileError(
             f"method {method!r}: the compiled program holds {constants.count} constants ({names}); it must hold none"
         )
+
+
+def check_handed_on(source: str, method: str, states: Mapping[int, str]) -> None:
+    """Raise CompileError if the code does anything with these states, by their places among its inputs, but to hand
+    them on: it takes them for tensors of the sizes of the export, and they may have others."""
+    for position, name in states.items():
+        uses = input_uses(source, position)
+        if uses is None:
+            raise CompileError(f"method {method!r}: the generated wrapper takes no input {position}, state {name!r}")
+        for line in uses:
+            raise CompileError(
+                f"method {method!r}: the generated wrapper does more with state {name!r} than to hand it to the ops of "
+                f"its KV cache: {line[:_SHOWN_CHARACTERS]!r}; report it, with the version of torch"
+            )
 
 
 def _unknown(statement: UnknownStatement, schedule: Schedule) -> ScheduleError:

@@ -65,12 +65,12 @@ class HostKVCache(nn.Module):
         side = (2, batch, kv_heads, self.split.device_positions, head_dim)
         for layer in range(layers):
             # State, not weights: out of the state dict and checkpoints.
-            self.register_buffer(f"device_kv_{layer}", torch.zeros(side, dtype=dtype, device=place), persistent=False)
+            self.register_buffer(f"kv_{layer}", torch.zeros(side, dtype=dtype, device=place), persistent=False)
             self.register_buffer(f"host_kv_{layer}", self._host_tensor(place), persistent=False)
 
     @property
     def device(self) -> torch.device:
-        return self._side("device", 0).device
+        return self.get_buffer("kv_0").device
 
     @property
     def device_bytes(self) -> int:
@@ -114,14 +114,11 @@ class HostKVCache(nn.Module):
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
         """`q` is [batch, heads, tokens, head_dim], `k` and `v` the same with kv_heads."""
-        device_kv, host_kv = self._side("device", layer), self._side("host", layer)
+        device_kv, host_kv = self.get_buffer(f"kv_{layer}"), self.get_buffer(f"host_kv_{layer}")
         ops.APPEND(device_kv, host_kv, k, v, starts, counts)
         scale = self.shape.head_dim**-0.5
         attended: Tensor = ops.ATTEND(q, device_kv, host_kv, starts, counts, scale, self.host_programs)
         return attended
-
-    def _side(self, name: str, layer: int) -> Tensor:
-        return self.get_buffer(f"{name}_kv_{layer}")
 
     def _host_tensor(self, device: torch.device) -> Tensor:
         side = (2, self.shape.batch, self.shape.kv_heads, self.split.host_positions, self.shape.head_dim)
@@ -142,8 +139,8 @@ class HostKVCache(nn.Module):
         for layer in range(self.shape.layers):
             far = self._host_tensor(moved.device)
             # To and from meta there is nothing to copy.
-            if "meta" not in (far.device.type, self._side("host", layer).device.type):
-                far.copy_(self._side("host", layer))
-            setattr(self, f"device_kv_{layer}", fn(self._side("device", layer)))
+            if "meta" not in (far.device.type, self.get_buffer(f"host_kv_{layer}").device.type):
+                far.copy_(self.get_buffer(f"host_kv_{layer}"))
+            setattr(self, f"kv_{layer}", fn(self.get_buffer(f"kv_{layer}")))
             setattr(self, f"host_kv_{layer}", far)
         return self

@@ -1,4 +1,5 @@
-"""How the kernels are launched. No length is looked at on the host: a step can be captured into a CUDA graph.
+"""How the kernels are launched. No length is looked at on the host: a step can be captured into a CUDA graph. Where the
+sides meet decides how many launches there are, and which of them reads what; not what is added to what.
 
 The host side is an ordinary CPU tensor over memory that is registered with the device; Triton takes it, asks the driver
 for the device's address and passes that on. Or it is a tensor of the device that begins at that address. Kernels see no
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from penstock.kv import kernels, movement
-from penstock.kv.layout import MOST_MULTIPROCESSORS, SLOTS, STAGING_BYTES, lay_out
+from penstock.kv.layout import MOST_MULTIPROCESSORS, STAGING_BYTES, lay_out, tile_slots
+from penstock.kv.split import BLOCK_POSITIONS
 
 STAGED_SLOTS = 128
 APPENDED_TOKENS = 16
-MERGED_SPLITS = 16
+MERGED_PARTS = 16
 MERGED_ROWS = 4
 
 
@@ -59,117 +61,110 @@ def attend(
     batch, heads, tokens, head_dim = q.shape
     kv_heads = device_kv.shape[2]
     group = heads // kv_heads
+    near, far = device_kv.shape[3], host_kv.shape[3]
     layout = lay_out(
         batch=batch,
         kv_heads=kv_heads,
         rows=group * tokens,
         position_bytes=2 * batch * kv_heads * head_dim * q.element_size(),
-        device_positions=device_kv.shape[3],
-        host_positions=host_kv.shape[3],
-        host_programs=host_programs,
+        element_bytes=q.element_size(),
+        capacity=near + far,
         multiprocessors=_multiprocessors(q.device),
         staging_bytes=staging_bytes,
     )
     q = _rows(q)
     columns = _columns(head_dim)
-    # Results of both sides, in fp32: rounded once, after they are merged.
-    partial_out = q.new_empty((layout.splits, batch, heads * tokens, head_dim), dtype=torch.float32)
-    partial_log = q.new_empty((layout.splits, batch, heads * tokens), dtype=torch.float32)
+    # Results of parts, in fp32: rounded once, after they are merged.
+    part_out = q.new_empty((layout.parts, batch, heads * tokens, head_dim), dtype=torch.float32)
+    part_top, part_total = q.new_empty((2, layout.parts, batch, heads * tokens), dtype=torch.float32)
 
-    def partials(near: Tensor, first: int, positions: int, splits: int, first_split: int, far_splits: int) -> None:
-        far_programs = min(host_programs, batch * kv_heads * layout.row_blocks * far_splits)
-        programs = far_programs + batch * kv_heads * layout.row_blocks * splits
-        if not programs:
-            return
-        kernels.attend_partials[(programs,)](
+    def attend_parts(positions: range, far_kv: Tensor, far_first: int, facing: int) -> None:
+        kernels.attend_parts[(facing + batch * kv_heads * layout.row_blocks * layout.parts,)](
             q,
-            near,
-            host_kv,
+            device_kv,
+            far_kv,
             starts,
             counts,
-            partial_out,
-            partial_log,
+            part_out,
+            part_top,
+            part_total,
             *q.stride()[:3],
             batch,
             kv_heads,
             tokens,
-            first,
-            positions,
-            near.stride(2),
-            near.stride(0),
-            host_kv.shape[3],
-            host_kv.stride(2),
-            host_kv.stride(0),
-            splits,
-            far_splits,
-            first_split,
-            far_programs,
+            near + far,
+            near,
+            far_first,
+            far_kv.shape[3],
+            positions.start,
+            positions.stop,
+            layout.parts,
+            facing,
             layout.row_blocks,
             scale * math.log2(math.e),
             GROUP=group,
             HEAD_DIM=head_dim,
             ROWS=layout.rows,
-            # Tiles of one size in bytes, so that three of keys and of values fit beside the rest.
-            SLOTS=SLOTS * 2 // q.element_size(),
+            SLOTS=tile_slots(q.element_size()),
+            BLOCK=BLOCK_POSITIONS,
             COLUMNS=columns,
             UPCAST=INTERPRETED,
+            INTERLEAVED=layout.is_staged,
             num_warps=4 if columns <= 128 else 8,
             num_stages=3 if columns <= 128 else 2,
         )
 
-    partials(device_kv, 0, device_kv.shape[3], layout.device_splits, 0, layout.host_splits)
-    if layout.pieces:
-        staging = q.new_empty((2, batch, kv_heads, layout.staged_positions, head_dim))
-        for piece in range(layout.pieces):
-            slot = piece * layout.staged_positions
-            movement.stage_slots[(host_programs,)](
-                host_kv,
-                staging,
-                starts,
-                counts,
-                batch,
-                kv_heads,
-                device_kv.shape[3],
-                host_kv.shape[3],
-                slot,
-                layout.staged_positions,
-                HEAD_DIM=head_dim,
-                SLOTS=STAGED_SLOTS,
-                COLUMNS=columns,
-                num_warps=8,
-            )
-            partials(
-                staging,
-                device_kv.shape[3] + slot,
-                min(layout.staged_positions, host_kv.shape[3] - slot),
-                layout.staged_splits,
-                layout.device_splits + piece * layout.staged_splits,
-                0,
-            )
+    if not layout.is_staged:
+        attend_parts(range(near + far), host_kv, near, host_programs if far else 0)
+    elif near:
+        attend_parts(range(near), host_kv, near, 0)
+    pieces = layout.pieces(far)
+    if pieces:
+        staging = q.new_empty((2, batch, kv_heads, len(pieces[0]), head_dim))
+    for slots in pieces:
+        movement.stage_slots[(host_programs,)](
+            host_kv,
+            staging,
+            starts,
+            counts,
+            batch,
+            kv_heads,
+            near,
+            far,
+            slots.start,
+            staging.shape[3],
+            HEAD_DIM=head_dim,
+            SLOTS=STAGED_SLOTS,
+            COLUMNS=columns,
+            num_warps=8,
+        )
+        # Each goes on from what the ones before it have left: in the order of positions, wherever pieces begin.
+        attend_parts(range(near + slots.start, near + slots.stop), staging, near + slots.start, 0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows = batch * heads * tokens
-    kernels.merge_partials[(math.ceil(rows / MERGED_ROWS),)](
-        partial_out,
-        partial_log,
+    kernels.merge_parts[(math.ceil(rows / MERGED_ROWS),)](
+        part_out,
+        part_top,
+        part_total,
         out,
         starts,
         counts,
         rows,
         kv_heads,
         tokens,
-        layout.splits,
-        device_kv.shape[3] + host_kv.shape[3],
+        layout.parts,
+        near + far,
         GROUP=group,
         HEAD_DIM=head_dim,
         ROWS=MERGED_ROWS,
-        SPLITS=MERGED_SPLITS,
+        PARTS=MERGED_PARTS,
         COLUMNS=columns,
     )
     return out
 
 
 # Triton's interpreter takes a bf16 for the integer of its bits in a matrix product.
-INTERPRETED = type(kernels.attend_partials).__name__ == "InterpretedFunction"
+INTERPRETED = type(kernels.attend_parts).__name__ == "InterpretedFunction"
 
 
 def _rows(tensor: Tensor) -> Tensor:

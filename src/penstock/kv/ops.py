@@ -7,7 +7,8 @@ kv_attend  attention of the new tokens over both sides
 device_kv is [2, batch, kv_heads, positions, head_dim], keys before values, on the device of the query; host_kv is the
 same with a number of positions of its own, in host memory: a CPU tensor over memory that is registered with the GPU,
 or, in a compiled program, a tensor of the GPU at the address where it finds that memory (penstock.kv.mapped_tensor).
-Either may have no positions at all. Sequence b holds starts[b] positions before the step and gets the first counts[b]
+Either may have no positions at all; if both have some, the device has whole blocks of penstock.kv.split, and the output
+has the same bits at every such split. Sequence b holds starts[b] positions before the step and gets the first counts[b]
 of its tokens; what lies behind those is padding, neither written nor attended to, and its output is zero.
 
 On the CPU a sequence that does not fit is refused by name. On a GPU that would take a wait for the device in every
@@ -25,6 +26,7 @@ from torch import Tensor
 from penstock.errors import ToolchainError
 from penstock.kv import reference
 from penstock.kv.failures import KVCacheInputError
+from penstock.kv.split import BLOCK_POSITIONS, meets_on_a_border
 
 # How far from exact attention over the same keys and values an output may be, relative to the mean of their absolute
 # values under the same weights. A weight is rounded to the dtype before it meets its value, and the output once more:
@@ -69,6 +71,11 @@ def _check(tokens: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Tensor, c
             )
         if not kv.is_contiguous():
             raise KVCacheInputError(f"the KV cache's {name} side has strides {kv.stride()}; it must be contiguous")
+    if not meets_on_a_border(device_kv.shape[3], host_kv.shape[3]):
+        raise KVCacheInputError(
+            f"the KV cache has {device_kv.shape[3]} positions on the device and {host_kv.shape[3]} on the host; the "
+            f"first must be a multiple of {BLOCK_POSITIONS}, or all of them"
+        )
     if host_kv.shape[2] != device_kv.shape[2] or heads % device_kv.shape[2]:
         raise KVCacheInputError(
             f"{heads} heads over {device_kv.shape[2]} kv_heads on the device and {host_kv.shape[2]} on the host; "

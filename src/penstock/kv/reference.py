@@ -1,6 +1,7 @@
 """What the ops compute, in plain torch: the implementation on the CPU, and what the kernels are compared with.
 
-Both sides are attended to apart and merged by their log-sum-exps, as the kernels do it. All arithmetic is in fp32.
+A sequence is put together from both sides before any arithmetic, which then knows of none: the bits are the same
+wherever they meet. All arithmetic is in fp32.
 """
 
 from __future__ import annotations
@@ -36,13 +37,11 @@ def attend(
             continue
         query = _by_kv_head(q[sequence, :, :count].float() * scale, device_kv.shape[2])
         reach = torch.arange(start, length, device=q.device).repeat(query.shape[1] // count)
-        # Sliced to the length before any arithmetic: what lies beyond it may be anything, NaN included.
-        parts = [
-            _part(query, kv[:, sequence, :, :used].float(), reach, first)
-            for kv, first, used in ((device_kv, 0, min(length, near)), (host_kv, near, length - near))
-            if used > 0
-        ]
-        out[sequence, :, :count] = _merge(parts).view(q.shape[1], count, q.shape[3]).to(q.dtype)
+        keys, values = _whole(device_kv[:, sequence], host_kv[:, sequence], length)
+        positions = torch.arange(length, device=q.device)
+        scores = torch.matmul(query, keys.transpose(1, 2)).masked_fill(positions > reach[:, None], -torch.inf)
+        attended = torch.matmul(torch.softmax(scores, dim=-1), values)
+        out[sequence, :, :count] = attended.view(q.shape[1], count, q.shape[3]).to(q.dtype)
     return out
 
 
@@ -52,19 +51,14 @@ def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
     return query.reshape(kv_heads, heads // kv_heads * count, head_dim)
 
 
-def _part(query: Tensor, kv: Tensor, reach: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Attention over one side: its output, and the logarithm of what it was divided by (-inf: nothing was visible)."""
-    keys, values = kv
-    positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-    scores = torch.matmul(query, keys.transpose(1, 2)).masked_fill(positions > reach[:, None], -torch.inf)
-    sums = torch.logsumexp(scores, dim=-1, keepdim=True)
-    shares = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0.0))
-    return torch.matmul(shares, values), sums
-
-
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    shares = torch.softmax(torch.stack([sums for _, sums in parts]), dim=0)
-    return (shares * torch.stack([out for out, _ in parts])).sum(dim=0)
+def _whole(near: Tensor, far: Tensor, length: int) -> Tensor:
+    """Up to the length: what lies beyond it may be anything, NaN included. Always a copy, so that the arithmetic finds
+    the same strides and alignment at every split."""
+    held = min(length, near.shape[2])
+    whole = near.new_empty((*near.shape[:2], length, near.shape[3]), dtype=torch.float32)
+    whole[:, :, :held] = near[:, :, :held]
+    whole[:, :, held:] = far[:, :, : length - held]
+    return whole
 
 
 def _extents(starts: Tensor, counts: Tensor, capacity: int) -> list[tuple[int, int]]:

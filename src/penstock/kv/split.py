@@ -3,6 +3,9 @@
 The rule: of every sequence the first `device_positions` lie in device memory, the rest on the host. In full attention
 every step reads every position, so it does not matter which positions are near, only how many: filling the device first
 is the fewest bytes over the link at every length, and a position never moves once it is written.
+
+Attention adds up over fixed blocks of positions, and the sides meet on the border of one: so results are the same bits
+wherever they meet.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.kv.failures import KVCacheCapError
+
+# What all splits are multiples of: with another number results would differ in their last bits from those before.
+BLOCK_POSITIONS = 64
 
 
 class Side(Enum):
@@ -45,6 +51,10 @@ class CacheShape:
         return self.layers * self.layer_position_bytes
 
 
+def meets_on_a_border(device_positions: int, host_positions: int) -> bool:
+    return not host_positions or device_positions % BLOCK_POSITIONS == 0
+
+
 @dataclass(frozen=True)
 class Split:
     """The positions of each sequence that each side has room for."""
@@ -57,6 +67,11 @@ class Split:
             raise ValueError(
                 f"a split of {self.device_positions} positions on the device and {self.host_positions} on the host: "
                 "neither may be negative"
+            )
+        if not meets_on_a_border(self.device_positions, self.host_positions):
+            raise ValueError(
+                f"a split of {self.device_positions} positions on the device and {self.host_positions} on the host: "
+                f"the first must be a multiple of {BLOCK_POSITIONS}, or all of them"
             )
 
     @property
@@ -88,12 +103,13 @@ class StepTraffic:
 
 
 def split_within(shape: CacheShape, *, max_length: int, device_cap_bytes: int) -> Split:
-    """As many positions on the device as the cap holds for every sequence; never more, not for a moment."""
+    """As many blocks on the device as the cap holds for every sequence, or all; never more, not for a moment."""
     if max_length < 1:
         raise ValueError(f"a KV cache's max_length is {max_length}; it must be at least 1")
     if device_cap_bytes < 0:
         raise KVCacheCapError(f"device_cap_bytes is {device_cap_bytes}; it must not be negative")
-    near = min(max_length, device_cap_bytes // (shape.batch * shape.position_bytes))
+    held = device_cap_bytes // (shape.batch * shape.position_bytes)
+    near = max_length if held >= max_length else held // BLOCK_POSITIONS * BLOCK_POSITIONS
     return Split(near, max_length - near)
 
 

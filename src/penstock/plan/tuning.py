@@ -104,3 +104,12 @@ SLOTS_PART_OF_BUDGET = 1 / 32
 PACKED_PARTS = (1.0, 0.5, 0.0)
 # Of a decoder, where none was measured: 1.85 TB/s alone on an H200, less while steps run.
 NOMINAL_DECODED_BYTES_PER_S = 1.5e12
+
+# ---- Weights and KV caches in one total
+
+# How far a cache is taken to be filled: the mean over a text that grows from nothing to all of it. Positions behind
+# that get device memory when nothing else wants it.
+CACHE_FILL = 0.5
+# What a byte costs that attention reads over the link, beside one that is copied: kernels reached 50.4 of 55.4 GB/s
+# with half of a cache far (docs/direct.md). So of two bytes the weight's is streamed, which also overlaps with steps.
+FAR_READ_COST = 1.1

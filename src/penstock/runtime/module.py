@@ -35,7 +35,7 @@ from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
-from penstock.runtime.device_memory import grant
+from penstock.runtime.device_memory import grant, weights_range
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
@@ -49,6 +49,7 @@ from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
 from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
 from penstock.runtime.split_limits import SplitLimits, choose_split_limits
+from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import begin_probe, prepare_source, read_weights_index, stored_bytes
@@ -148,6 +149,7 @@ class Module:
             self._driver = driver
             schedules = [method.schedule for method in self.program.methods]
             known = self._given_times = check_calibration(asked.calibration, schedules)
+            self._split: tuple[SplitState, ...] = split_states(self.program)
             with self._policy.naming_lower_placements():
                 self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             installed = self._policy.arrange(self._choice.budget_bytes, known)
@@ -155,7 +157,7 @@ class Module:
                 index,
                 probe,
                 cap_bytes=options.host_memory_cap_bytes,
-                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self.program.host_state_bytes,
+                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes,
             )
             if prepared.pinned is not None:
                 stack.callback(prepared.pinned.release)
@@ -189,7 +191,9 @@ class Module:
             self._installer.arrange_first(installed, known)
             deliver_interrupt()
             self._recorder = self._installer.recorder
-            self._state = StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name))
+            self._state = StateStore(
+                self.program.states, self.device, index, lambda name: stored_bytes(index, name), self._split
+            )
             oom_counter = OomCounter(self.device)
             self._runners = {
                 method.name: MethodRunner(
@@ -250,6 +254,16 @@ class Module:
     def state_bytes(self) -> int:
         """Of the buffers that the program mutates: outside the budget, on the device but for far sides of caches."""
         return self.program.state_bytes
+
+    @property
+    def device_state_bytes(self) -> int:
+        """Of them, those that count as the device's: all but the host sides of KV caches."""
+        return self.program.state_bytes - self._host_state_bytes
+
+    @property
+    def _host_state_bytes(self) -> int:
+        split = {side.name: side for cache in self._split for side in cache.sides}
+        return sum(split.get(state.name, state).nbytes for state in self.program.states if state.host)
 
     @property
     def floor_bytes(self) -> int:
@@ -528,7 +542,10 @@ class Module:
         asked = self._options.asked
         assert asked.device_memory is not None
         granted = grant(asked.device_memory, self.program, self.device, cuda_graph=asked.cuda_graph)
-        return granted.weights_bytes(self._policy.floor_for(self._times))
+        floor_bytes, full_bytes = self._policy.floor_for(self._times), self._policy.full_bytes
+        division = granted.divided(weights_range(self.program, floor_bytes, full_bytes, self._times))
+        self._split = split_states(self.program, granted.device_positions(division))
+        return division.weights_bytes
 
     def _automatic_budget(self) -> int:
         terms = automatic_terms(
@@ -547,6 +564,7 @@ class Module:
             f"floor {format_bytes(self.floor_bytes)}",
             f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
             *self._installer.installed.summary(),
+            *summary_of(self._split),
             *self._options.linear.summary(),
             *self._split_limits.summary,
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),

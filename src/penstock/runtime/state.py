@@ -1,7 +1,8 @@
 """State: one allocation per mutated buffer, shared by all methods, from load to close.
 
 The host side of a KV cache is registered host memory where the device is a GPU: compiled code gets it as a tensor of
-the GPU at its mapped address, and everything else here uses it where it lies.
+the GPU at its mapped address, and everything else here uses it where it lies. A cache whose split was chosen at load is
+read and written as one state (runtime.split_state).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from penstock.errors import DeviceMemoryError, HostMemoryError, InputError, Regi
 from penstock.kv.host_block import host_tensor
 from penstock.kv.mapped_tensor import mapped_tensor
 from penstock.program import Method
+from penstock.runtime.split_state import SplitState, joined, spread
 from penstock.runtime.state_rows import check_rows, select_rows
-from penstock.weight import State
+from penstock.weight import SEQUENCES_DIM, State
 
 
 class StateStore:
@@ -34,7 +36,12 @@ class StateStore:
         device: torch.device,
         stored: Container[str],
         read_stored: Callable[[str], torch.Tensor | bytes],
+        split: Sequence[SplitState] = (),
     ) -> None:
+        self._split = {cache.near.name: cache for cache in split}
+        self._exported = {state.name: state for state in states}
+        sides = {side.name: side for cache in split for side in cache.sides}
+        states = [sides.get(state.name, state) for state in states]
         self._states = {state.name: state for state in states}
         self._device = device
         self._stored = stored
@@ -51,15 +58,23 @@ class StateStore:
                 else self._tensors[state.name]
                 for state in states
             }
+        # What can be read and written.
+        self._shown = {name: state for name, state in self._states.items() if state.near not in self._split}
+        self._shown.update((name, cache.whole) for name, cache in self._split.items())
         self.reset()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._states)
+        return tuple(self._shown)
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Of them, those of the device: all but host sides, which are host memory, or on the CPU stand for it."""
+        return sum(self._buffers[name].nbytes for name, state in self._states.items() if not state.host)
 
     @property
     def valid(self) -> bool:
@@ -85,40 +100,64 @@ class StateStore:
         """A copy of the present value, in host memory if that is where the state lies. Runs must have ended."""
         tensor = self._tensor(name)
         self._require_valid()
-        return tensor.clone()
+        return joined(*self._sides(name)) if name in self._split else tensor.clone()
 
     def write(self, name: str, value: torch.Tensor) -> None:
         tensor = self._tensor(name)
         self._require_valid()
-        _check_value(self._states[name], value)
+        _check_value(self._shown[name], value)
         self._invalid = f"write_state({name!r}) did not finish"
         with torch.no_grad():
-            tensor.copy_(value)
+            if name in self._split:
+                spread(value, *self._sides(name))
+            else:
+                tensor.copy_(value)
         self._invalid = None
 
     def select_rows(self, rows: torch.Tensor) -> None:
         self._require_valid()
-        check_rows(self._tensors, rows)
+        # A cache has keys and values first, then its sequences.
+        split = {side.name for cache in self._split.values() for side in cache.sides}
+        dims = {name: SEQUENCES_DIM if name in split else 0 for name in self._tensors}
+        check_rows(self._tensors, rows, dims)
         self._invalid = "select_state_rows() did not finish"
-        select_rows(self._tensors, rows)
+        select_rows(self._tensors, rows, dims)
         self._invalid = None
 
     def reset(self) -> None:
         """Puts the first values back."""
         self._invalid = "reset_state() did not finish"
         for name, buffer in self._buffers.items():
-            self._fill(name, buffer)
+            cache = next((cache for cache in self._split.values() if name in (cache.near.name, cache.far.name)), None)
+            if cache is None or not any(side.name in self._stored for side in cache.sides):
+                self._fill(name, buffer)
+            elif name == cache.near.name:
+                self._fill_split(cache)
         self._invalid = None
 
+    def _fill_split(self, cache: SplitState) -> None:
+        """From values that are stored as the cache was split at export."""
+        exported = [self._exported[side.name] for side in cache.sides]
+        values = [torch.empty(state.shape, dtype=getattr(torch, state.dtype)) for state in exported]
+        for state, value in zip(exported, values, strict=True):
+            self._fill(state.name, value)
+        spread(joined(*values), *self._sides(cache.near.name))
+
+    def _sides(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = self._split[name]
+        return self._tensors[cache.near.name], self._tensors[cache.far.name]
+
     def _tensor(self, name: str) -> torch.Tensor:
-        if name not in self._tensors:
-            raise InputError(f"there is no state {name!r}; the program has {', '.join(self._tensors) or 'none'}")
+        if name not in self._shown:
+            near = self._states[name].near if name in self._states else None
+            hint = "" if near is None else f"; it is the host's part of {near!r}"
+            raise InputError(f"there is no state {name!r}; the program has {', '.join(self._shown) or 'none'}{hint}")
         return self._tensors[name]
 
     def _require_valid(self) -> None:
         if self._invalid is not None:
             raise StateInvalidError(
-                f"the state ({', '.join(self._states)}) may be half written: {self._invalid}; call reset_state() first"
+                f"the state ({', '.join(self._shown)}) may be half written: {self._invalid}; call reset_state() first"
             )
 
     def _is_far(self, state: State) -> bool:

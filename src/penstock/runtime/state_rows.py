@@ -9,8 +9,9 @@ import torch
 from penstock.errors import InputError
 
 
-def check_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
-    sizes = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in states.items()}
+def check_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor, dims: Mapping[str, int]) -> None:
+    """`dims`: along which dimension each has its rows."""
+    sizes = {name: tensor.shape[dims[name]] if tensor.dim() else 0 for name, tensor in states.items()}
     unfit = [name for name, size in sizes.items() if size != rows.numel()]
     if unfit or rows.dtype != torch.int64 or rows.dim() != 1:
         raise InputError(
@@ -21,8 +22,8 @@ def check_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
         raise InputError(f"rows are {rows.tolist()}, each must be from 0 to {rows.numel() - 1}")
 
 
-def select_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
+def select_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor, dims: Mapping[str, int]) -> None:
     """Row i of every state becomes what row rows[i] was; one state at a time is held twice."""
     with torch.no_grad():
-        for tensor in states.values():
-            tensor.copy_(tensor.index_select(0, rows.to(tensor.device)))
+        for name, tensor in states.items():
+            tensor.copy_(tensor.index_select(dims[name], rows.to(tensor.device)))

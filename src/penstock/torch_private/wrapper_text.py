@@ -74,6 +74,7 @@ _CHECKED = re.compile(r"AOTI_TORCH_ERROR_CODE_CHECK\((.*)\)", re.DOTALL)
 _CALL = re.compile(r"([A-Za-z_][\w.]*)\((.*)\)", re.DOTALL)
 _RESULT = re.compile(r"&\s*(\w+)")
 
+_PROXY_CALL = "aoti_torch_proxy_executor_call_function("
 _FETCH_CALL = re.compile(rf"aoti_torch_[a-z]+_{FETCH}\(\s*(\d+)L?\b[^;]*,\s*&(\w+)\s*\)", re.DOTALL)
 _STEP_END_CALL = re.compile(rf"{STEP_END}\(\s*(\d+)L?\s*\)")
 
@@ -139,6 +140,27 @@ def read_wrapper(source: str) -> WrapperText | None:
     for kind, statement, line in _statements(match.group(1)):
         reader.read(kind, statement, line)
     return reader.found
+
+
+def input_uses(source: str, position: int) -> list[str] | None:
+    """What the run function does with one of its inputs, but for handing it on to ops as it is, asking for its size,
+    and letting go of it. None where the input is not found."""
+    match = _BODY.search(source)
+    statements = [] if match is None else list(_statements(match.group(1)))
+    taken = re.compile(rf"auto (\w+) = std::move\(inputs\[{position}\]\)")
+    names = [found[1] for _, text, _ in statements if (found := taken.fullmatch(text)) is not None]
+    if len(names) != 1:
+        return None
+    word, handed = re.compile(rf"\b{names[0]}\b"), re.compile(rf"[{{,]\s*{names[0]}(?=\s*[,}}])")
+    return [
+        line
+        for _, text, line in statements
+        if (mentions := len(word.findall(text)))
+        and not taken.fullmatch(text)
+        and not _RELEASED.fullmatch(text)
+        and not _ASKED.fullmatch(text)
+        and not (_PROXY_CALL in text and len(handed.findall(text)) == mentions)
+    ]
 
 
 def read_constants(source: str) -> Constants | None:
