@@ -73,9 +73,10 @@ def grant(asked: int | str, program: Program, device: torch.device, *, cuda_grap
 
 
 def weights_range(program: Program, floor_bytes: int, full_bytes: int, calibration: Calibration | None) -> WeightsRange:
-    """Copies overlap with steps that were timed: as much as the link moves in the shortest run costs nothing."""
+    """Copies overlap with steps that were timed: as much as the link moves in the shortest run costs nothing. Nothing
+    is known of the shortest where a method was not timed."""
     hidden_bytes = 0
-    if calibration is not None:
+    if calibration is not None and all(method.name in calibration.step_s for method in program.methods):
         shortest_s = min(calibration.resident_s(method.name) for method in program.methods)
         hidden_bytes = int(shortest_s * calibration.link.bytes_per_s)
     return WeightsRange(floor_bytes, max(floor_bytes, full_bytes), hidden_bytes)
