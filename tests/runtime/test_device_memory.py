@@ -12,8 +12,10 @@ from torch import Tensor
 import penstock
 from penstock.errors import BelowFloorError, BudgetError
 from penstock.plan.cache_share import WeightsRange
+from penstock.plan.calibration import Calibration
+from penstock.plan.link import Link
 from penstock.runtime.automatic_budget import activation_bound_bytes
-from penstock.runtime.device_memory import grant
+from penstock.runtime.device_memory import grant, weights_range
 from tests.runtime.modules import SCRIPTS, play, same
 
 
@@ -75,6 +77,18 @@ def test_a_later_budget_holds_over_it(decoder: Path) -> None:
     with penstock.Module(decoder, device_memory="1GiB") as module:
         module.set_budget(module.floor_bytes)
         assert module.budget_bytes == module.floor_bytes and "(given to set_budget)" in module.summary
+
+
+def test_copies_that_steps_hide_cost_nothing(decoder: Path) -> None:
+    """As many bytes as the link moves in the shortest method."""
+    program = penstock.read_program(decoder)
+    names = [method.name for method in program.methods]
+    assert len(names) == 2
+    times = Calibration(Link(bytes_per_s=1e6), {names[0]: (0.5, 0.25), names[1]: (2.0,)})
+    assert weights_range(program, 10, 90, times) == WeightsRange(10, 90, hidden_bytes=750_000)
+    assert weights_range(program, 10, 90, None) == WeightsRange(10, 90, hidden_bytes=0)
+    # Pages are whole: all weights may take less than the floor.
+    assert weights_range(program, 10, 9, None) == WeightsRange(10, 10)
 
 
 def test_graphs_keep_activations_of_their_own(decoder: Path) -> None:

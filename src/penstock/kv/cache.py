@@ -31,8 +31,11 @@ class HostKVCache(nn.Module):
     """Keys and values of all layers: the first positions of each sequence on the device, the others in host memory.
 
     The device side takes `device_bytes`, at most `device_cap_bytes`, for the life of the cache; the host side
-    `host_bytes`. Calling the cache appends the keys and values of one layer's new tokens and returns their causal
-    attention over everything the layer holds, within `penstock.kv.ops.TOLERANCE` of the exact one: 2**-7 for bf16.
+    `host_bytes`. In a compiled program the cap is the default at load, and `device_memory=` divides anew.
+
+    Calling the cache appends the keys and values of one layer's new tokens and returns their causal attention over
+    everything the layer holds, within `penstock.kv.ops.TOLERANCE` of the exact one: 2**-7 for bf16. The result has the
+    same bits wherever the sides meet.
 
     Moving the module to another device moves the near side and leaves the far one in host memory.
     """
