@@ -39,7 +39,15 @@ def test_nothing_of_the_pt2_s_surface_is_missing(lowered: Paths, packaged: Path,
     with penstock.Module(packaged, EVERYTHING) as ours:
         wanted = public_names(penstock.Module) | {name for name in vars(ours) if not name.startswith("_")}
         assert [name for name in sorted(wanted) if not hasattr(module, name)] == []
-        for name in ("device", "weight_bytes", "state_bytes", "floor_bytes", "budget_bytes", "calibration"):
+        for name in (
+            "device",
+            "weight_bytes",
+            "state_bytes",
+            "device_state_bytes",
+            "floor_bytes",
+            "budget_bytes",
+            "calibration",
+        ):
             assert getattr(module, name) == getattr(ours, name), name
     # The .ptd of a .pte has no metadata of ours in it.
     assert module.host_bytes == lowered("decoder").with_suffix(".ptd").stat().st_size

@@ -177,6 +177,11 @@ class Module:
         return self._state.nbytes
 
     @property
+    def device_state_bytes(self) -> int:
+        """Of them, those in the memory that the delegates compute in."""
+        return self._state.nbytes if self.device.type == "cpu" else 0
+
+    @property
     def host_bytes(self) -> int:
         return self._sessions.host_bytes
 
