@@ -41,6 +41,7 @@ from tests.executorch.probe import (
 from tests.executorch.programs import FIRST_CALLS, TWIN_ROWS, TWIN_WIDTH, Narrow, Wide
 from tests.runtime.mutant_plays import LEAST_S, PATIENCE, Plays, missed, tell_missed
 from tests.runtime.soft import Failure
+from tests.threads import thread_count
 
 # enum class Kind in csrc/load_error.h, and ExecuTorch's numbers of errors.
 PACKAGE, BUDGET, BELOW_FLOOR, OPTION, MISSING_WEIGHT, BUILD, INPUT, CORE, CODE, HOST, DEVICE = (
@@ -164,7 +165,7 @@ def held(program: Program) -> tuple[Any, ...]:
         made().sessions,
         maps,
         len([*Path("/proc/self/fd").iterdir()]),
-        len([*Path("/proc/self/task").iterdir()]),
+        thread_count(),
         left,
     )
 

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.threads import thread_count
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -26,7 +28,7 @@ def footprint(temporary: Path | None = None) -> Footprint:
     return Footprint(
         # The listing itself takes one.
         descriptors=len(list(Path("/proc/self/fd").iterdir())) - 1,
-        threads=len(list(Path("/proc/self/task").iterdir())),
+        threads=thread_count(),
         mappings=len(maps),
         unpacked_mappings=sum(".wrapper.so" in line for line in maps),
         anonymous_bytes=anonymous_kib * 1024,

@@ -26,6 +26,7 @@ from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from tests.runtime.interruption import Interrupter, LineCounter, Place, interrupted_at, is_pure, places, traced
 from tests.runtime.modules import SCRIPTS, KeptDrivers, check_memory, hooks, play, same
 from tests.runtime.rig import INLINE, PAGE, Rig, chain, write_model
+from tests.threads import thread_count
 
 SIGNALS = 2000
 
@@ -135,10 +136,6 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 def one_is_open(kept: KeptDrivers) -> None:
     """What an interrupted load made it has given back: all drivers but the present module's are closed and empty."""
     open_drivers = [driver for driver in kept.made if not driver.closed]
@@ -201,7 +198,7 @@ def _interrupt_at_every_line(subject: Subject, kept: KeptDrivers, name: str, wan
     operation()
     subject.check()
     one_is_open(kept)
-    before = descriptors(), threads()
+    before = descriptors(), thread_count()
     interrupted = 0
     for place, at in places(operation):
         if not wanted(place):
@@ -214,7 +211,7 @@ def _interrupt_at_every_line(subject: Subject, kept: KeptDrivers, name: str, wan
         one_is_open(kept)
     assert interrupted > 20
     gc.collect()
-    assert (descriptors(), threads()) == before
+    assert (descriptors(), thread_count()) == before
     with penstock.Module(subject.path, subject.low) as module:
         assert same(play(module.run_method, SCRIPTS["gate"]), subject._expected)
 
@@ -236,7 +233,7 @@ def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
     operations = {name: each for name, each in subject.operations().items() if name != "close"}  # loads close, too
     subject.check()
     one_is_open(kept)
-    before = descriptors(), threads()
+    before = descriptors(), thread_count()
     sent = 0
     with Interrupter(seed=14) as interrupter:
         while sent < SIGNALS:
@@ -251,7 +248,7 @@ def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
                     one_is_open(kept)
     assert sent >= SIGNALS
     gc.collect()
-    assert (descriptors(), threads()) == before
+    assert (descriptors(), thread_count()) == before
 
 
 def test_a_run_that_ends_late_is_complete(subject: Subject) -> None:

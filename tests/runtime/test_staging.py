@@ -27,6 +27,7 @@ from tests.runtime.host_cases import (
     host_file,
     soft_device,
 )
+from tests.threads import thread_count, threads_come_to
 
 BUFFER = 10_000
 FILE_BYTES = 300_000
@@ -75,10 +76,6 @@ class Staged:
         return int(core.penstock_host_staging_bytes_read(self.handle))
 
 
-def thread_count() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
 @contextmanager
 def staging(path: Path, *, buffers: int = 3, threads: int = 2, copies: int = 64) -> Iterator[Staged]:
     """Whatever happens inside, nothing of it is left afterwards."""
@@ -93,7 +90,7 @@ def staging(path: Path, *, buffers: int = 3, threads: int = 2, copies: int = 64)
         finally:
             core.penstock_host_staging_destroy(handle)
         assert (device.counts().host_bytes, device.counts().events) == (0, events)
-        assert thread_count() == threads_before
+        assert threads_come_to(threads_before)
 
 
 pairs = st.tuples(st.integers(0, FILE_BYTES - BUFFER), st.integers(1, BUFFER))
@@ -304,7 +301,7 @@ def test_each_driver_call_made_to_fail_in_turn(path: Path) -> None:
             device.fail_at(0)
             after = device.counts()
             assert (after.host_allocations, after.events, after.streams) == (0, before.events, before.streams), failed
-            assert thread_count() == threads_before, failed
+            assert threads_come_to(threads_before), failed
             if not failed:
                 break
     assert told >= {"allocate_host", "create_event", "copy_to_device", "record", "synchronize_event"}

@@ -13,6 +13,7 @@ from tests.soak.interrupts import Handler, Interrupter, Sender
 from tests.soak.programs import Kind, kinds
 from tests.soak.reference import Reference
 from tests.soak.tally import Tally
+from tests.threads import thread_count
 
 
 class World:
@@ -66,4 +67,4 @@ def descriptors() -> dict[str, str]:
 
 
 def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+    return thread_count()
