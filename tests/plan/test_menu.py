@@ -119,7 +119,7 @@ def test_packed_weights_fill_the_budget_and_more_of_it_streams_no_more(
 # ---- all rows in one plan
 
 
-def mixed(tokens: int) -> tuple[Schedule, dict[str, Weight]]:
+def mixed() -> tuple[Schedule, dict[str, Weight]]:
     """A table to gather from, products that can be split, and weights that only stream."""
     names = [f"p{index}" for index in range(4)]
     weights = {name: Weight(name, "bfloat16", (1024, 256), (0, 1)) for name in names}
@@ -128,7 +128,7 @@ def mixed(tokens: int) -> tuple[Schedule, dict[str, Weight]]:
 
 
 def test_one_plan_has_a_ring_and_prefixes_by_the_time_they_save() -> None:
-    schedule, weights = mixed(1)
+    schedule, weights = mixed()
     # Reads in place are a little faster than copies for p0, and four times as slow for the others.
     steps = len(schedule.steps)
     direct_s = [1e-6] * steps
@@ -150,7 +150,7 @@ def test_one_plan_has_a_ring_and_prefixes_by_the_time_they_save() -> None:
 
 
 def test_tables_come_after_everything_that_streams() -> None:
-    schedule, weights = mixed(1)
+    schedule, weights = mixed()
     planner = Planner([schedule], weights, page_bytes=65536, placement="auto")
     without_table = sum(weight.nbytes for name, weight in weights.items() if name != "table")
     for pages, is_held in ((0, False), (39, False), (40, True)):
