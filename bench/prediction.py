@@ -1,9 +1,10 @@
 """The simulator against the clock, and both against the bound: one program at several budgets, also calibrated.
 
-    python -m bench.prediction PROGRAM.pt2 [--budgets 0.1,0.25,0.5,0.75,0.9] [--tokens N] [--json OUT]
+    python -m bench.prediction PROGRAM.pt2 [--weights FILE.ptd] [--budgets 0.1,0.25,0.5,0.75,0.9] [--tokens N]
+                               [--json OUT]
 
-PROGRAM has one method with one input, as the programs that bench.suite compiles. Each budget is a part of the weights,
-or the floor where that is more. "Simulated" is what the simulator says of the calibrated plan, with the host's time per
+PROGRAM has one method with one input, as the programs that bench.suite compiles; FILE may be packed. Each budget is a
+part of the weights as they are without packing, or the floor where that is more. "Simulated" is what the simulator says of the calibrated plan, with the host's time per
 access as it was measured; "of link" is the rate over what large pinned copies reach.
 """
 
@@ -24,7 +25,7 @@ import penstock
 from bench.suite.measure import WARM_UP_RUNS, measure_link, synchronize, time_back_to_back, time_host, time_synchronised
 from penstock.errors import BelowFloorError
 from penstock.plan.bound import lower_bound_s
-from penstock.plan.simulator import Boundary, simulate
+from penstock.plan.simulator import Boundary, decoded_per_s, simulate
 from penstock.program import Method, Program, TensorSpec
 
 CALIBRATING_RUNS = 5
@@ -89,12 +90,14 @@ def main() -> int:
         for fraction in options.budgets:
             if int(fraction * program.weight_bytes) <= max((row.floor_bytes for row in rows), default=-1):
                 continue  # the row at the floor stands for it
-            row = _predict(options.program, method, fraction, x, device, options.round, resident, link)
+            module = _load(options.program, options.weights, fraction, device)
+            row = _predict(module, method, fraction, x, device, options.round, resident, link)
             rows.append(row)
             print(_line(_cells(row)), flush=True)
     if options.json is not None:
         stored = {
             "program": options.program.name,
+            "weights": None if options.weights is None else options.weights.name,
             "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
             "torch": torch.__version__,
             "input": list(x.shape),
@@ -112,9 +115,16 @@ def _resident(path: Path, x: Tensor, device: str, round_s: float) -> Resident:
 
 
 def _predict(
-    path: Path, method: Method, fraction: float, x: Tensor, device: str, round_s: float, resident: Resident, link: float
+    loaded: penstock.Module,
+    method: Method,
+    fraction: float,
+    x: Tensor,
+    device: str,
+    round_s: float,
+    resident: Resident,
+    link: float,
 ) -> Prediction:
-    with _load(path, fraction, device) as module:
+    with loaded as module:
         run: Callable[[], object] = lambda: module(x)  # noqa: E731
         kept = _warm(module, x, device)
         before_s = time_back_to_back(run, device, round_s).median_s
@@ -135,6 +145,7 @@ def _predict(
                 method.schedule,
                 step_s=calibration.step_s[method.name],
                 link=calibration.link,
+                decoded_bytes_per_s=decoded_per_s(calibration),
                 host_s_per_access=host_s_per_access,
                 boundary=boundary,
             ).run_s
@@ -168,12 +179,12 @@ def _predict(
         )
 
 
-def _load(path: Path, fraction: float, device: str) -> penstock.Module:
+def _load(path: Path, weights: Path | None, fraction: float, device: str) -> penstock.Module:
     budget_bytes = int(fraction * penstock.read_program(path).weight_bytes)
     try:
-        return penstock.Module(path, budget=budget_bytes, device=device)
+        return penstock.Module(path, weights=weights, budget=budget_bytes, device=device)
     except BelowFloorError as error:
-        return penstock.Module(path, budget=error.floor_bytes, device=device)
+        return penstock.Module(path, weights=weights, budget=error.floor_bytes, device=device)
 
 
 def _warm(module: penstock.Module, x: Tensor, device: str) -> list[Tensor]:
@@ -263,6 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.prediction", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("program", type=Path, metavar="PROGRAM.pt2")
+    parser.add_argument("--weights", type=Path, metavar="FILE.ptd", help="by default the one beside the program")
     parser.add_argument("--budgets", type=_budgets, default=[0.1, 0.25, 0.5, 0.75, 0.9], help="parts of the weights")
     parser.add_argument("--tokens", type=int, help="the size of a dimension that is not fixed")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")

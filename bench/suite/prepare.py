@@ -109,9 +109,13 @@ def _share_weights(folder: Path, path: Path) -> None:
     identity = penstock.read_program(path).identity
     for other in sorted(folder.glob("decoder-t*.pt2")):
         if other != path and penstock.read_program(other).identity == identity:
-            unfinished = path.with_suffix(".link")
-            os.link(other.with_suffix(".ptd"), unfinished)
-            unfinished.rename(path.with_suffix(".ptd"))
+            shared, own = other.with_suffix(".ptd"), path.with_suffix(".ptd")
+            # Two names of one file: a rename of one to the other does nothing, and leaves both.
+            if not own.exists() or not own.samefile(shared):
+                unfinished = path.with_suffix(".link")
+                unfinished.unlink(missing_ok=True)
+                os.link(shared, unfinished)
+                unfinished.rename(own)
             return
 
 

@@ -17,15 +17,16 @@ WIDTH = 300
 class EveryDtype(nn.Module):
     """Two weights of each, none a multiple of a block."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtypes: list[str]) -> None:
         super().__init__()
-        for dtype in KINDS:
+        self.dtypes = dtypes
+        for dtype in dtypes:
             for number in range(2):
                 weight = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
                 self.register_buffer(f"{dtype}_{number}", weight.to(getattr(torch, dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
-        for dtype in KINDS:
+        for dtype in self.dtypes:
             for number in range(2):
                 x = torch.tanh(x @ self.get_buffer(f"{dtype}_{number}").float())
         return x
@@ -35,7 +36,9 @@ def compiled(folder: Path, device: str) -> tuple[Path, Path, Tensor]:
     """The program beside its packed weights, the raw ones, and an input."""
     torch.manual_seed(0)
     x = torch.randn(3, WIDTH, device=device)
-    exported = torch.export.export(EveryDtype().eval().to(device), (x,))
+    # Triton's compiler has no code for the others on an NVIDIA GPU.
+    dtypes = [dtype for dtype in KINDS if device == "cpu" or not dtype.endswith("fnuz")]
+    exported = torch.export.export(EveryDtype(dtypes).eval().to(device), (x,))
     program, raw = folder / "model.pt2", folder / "raw.ptd"
     penstock.compile(penstock.apply_weight_offload(exported), program, device=device, pack=True)
     penstock.unpack(program.with_suffix(".ptd"), raw)

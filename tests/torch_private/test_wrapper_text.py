@@ -50,6 +50,14 @@ def refusal(source: str) -> str:
     return str(caught.value)
 
 
+ALIGNED = """
+    if ((reinterpret_cast<std::uintptr_t>(arg0_1.data_ptr()) & (16 -1)) != 0) {
+        AOTI_TORCH_WARN("Input 0 was compiled as 16-bytes aligned; it is not");
+        AtenTensorHandle arg0_1_aligned;
+        aoti_torch_clone_preserve_strides(arg0_1, &arg0_1_aligned);
+        arg0_1 = std::move(RAIIAtenTensorHandle(arg0_1_aligned));
+    }
+"""
 HANDED = (
     "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_proxy_executor_call_function(proxy_executor, 0, 0, "
     "std::array<int64_t, 0>{}.data(), 3, std::array<AtenTensorHandle, 3>{arg0_1, buf2, buf3}.data()));"
@@ -61,6 +69,7 @@ HANDED = (
     [
         HANDED,
         HANDED.replace("arg0_1, buf2", "buf2, arg0_1"),
+        ALIGNED + HANDED,
         "arg0_1.reset();",
         'if (_check_aoti_runtime_check_inputs_env()) { assert_size_stride(arg0_1, {8L}, {1L}, "input"); }',
     ],
@@ -78,6 +87,10 @@ def test_an_input_that_is_only_handed_on(line: str) -> None:
         "AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_clone(arg0_1, &buf4_handle));",
         HANDED.replace("arg0_1", "reinterpret_tensor_wrapper(arg0_1, 2, int_array_0, int_array_1, 0L)"),
         HANDED.replace("buf2", "arg0_1.data_ptr()"),
+        ALIGNED + READ,
+        ALIGNED.replace("!= 0", "== 0"),
+        ALIGNED.replace("AOTI_TORCH_WARN(", "use(arg0_1, "),
+        ALIGNED.replace("    }", "        use(arg0_1);\n    }"),
     ],
 )
 def test_an_input_that_the_code_itself_reads(line: str) -> None:

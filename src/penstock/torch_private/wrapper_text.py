@@ -144,7 +144,8 @@ def read_wrapper(source: str) -> WrapperText | None:
 
 def input_uses(source: str, position: int) -> list[str] | None:
     """What the run function does with one of its inputs, but for handing it on to ops as it is, asking for its size,
-    and letting go of it. None where the input is not found."""
+    letting go of it, and copying it where it does not begin at a multiple of 16 bytes, as code for a GPU does (our
+    states begin at one). None where the input is not found."""
     match = _BODY.search(source)
     statements = [] if match is None else list(_statements(match.group(1)))
     taken = re.compile(rf"auto (\w+) = std::move\(inputs\[{position}\]\)")
@@ -154,13 +155,36 @@ def input_uses(source: str, position: int) -> list[str] | None:
     word, handed = re.compile(rf"\b{names[0]}\b"), re.compile(rf"[{{,]\s*{names[0]}(?=\s*[,}}])")
     return [
         line
-        for _, text, line in statements
+        for _, text, line in _without_aligning(statements, names[0])
         if (mentions := len(word.findall(text)))
         and not taken.fullmatch(text)
         and not _RELEASED.fullmatch(text)
         and not _ASKED.fullmatch(text)
         and not (_PROXY_CALL in text and len(handed.findall(text)) == mentions)
     ]
+
+
+def _without_aligning(statements: list[tuple[str, str, str]], name: str) -> Iterator[tuple[str, str, str]]:
+    """All but the blocks, as Inductor writes them, that copy an input to where it is aligned."""
+    misaligned = f"if ((reinterpret_cast<std::uintptr_t>({name}.data_ptr()) & (16 -1)) != 0)"
+    copied = [
+        "AOTI_TORCH_WARN",
+        f"AtenTensorHandle {name}_aligned",
+        f"aoti_torch_clone_preserve_strides({name}, &{name}_aligned)",
+        f"{name} = std::move(RAIIAtenTensorHandle({name}_aligned))",
+        # What a block ends with: nothing before its brace, and the brace.
+        "",
+        "",
+    ]
+    position = 0
+    while position < len(statements):
+        kind, text, _ = statements[position]
+        inside = [re.sub(r"\(\s*\)", "", text) for _, text, _ in statements[position + 1 :][: len(copied)]]
+        if kind == "open" and text == misaligned and inside == copied:
+            position += 1 + len(copied)
+        else:
+            yield statements[position]
+            position += 1
 
 
 def read_constants(source: str) -> Constants | None:
