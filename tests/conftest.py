@@ -20,12 +20,14 @@ SLOW_FILES = (
     "direct/test_kernel_compiles.py",  # with nvcc and NVRTC, for each architecture
     "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
     "executorch/test_mutations.py",  # builds the delegate with every fault in it, and plays all plays against each
+    "export/test_hazards.py",  # compiles a program for each way in which Inductor would break a lent weight
     "export/test_models.py",  # compiles small models of many kinds; those of transformers have a target of their own
     "export/test_pass_compiled.py",  # compiles what test_pass.py runs as it is exported
     "export/test_low_memory.py",  # exports models of half a gigabyte; `make gate` holds the same limit
     "runtime/test_mutations.py",  # builds the core with every fault in it, and plays all scenarios against each
     "runtime/test_sanitizers.py",  # builds it with sanitizers
     "soak/test_slice.py",  # everything at random, from fixed seeds
+    "verify/test_poison.py",  # compiles programs in which a guard or a check is left out; each must be noticed
     "worked/test_embeddings.py",  # a real model with its weights
 )
 # And whatever uses one of these fixtures.

@@ -305,13 +305,18 @@ def test_a_probe_that_hangs_is_killed(tmp_path: Path, weights: Path) -> None:
 
 
 def test_a_probe_is_begun_before_it_is_asked_and_goes_if_nobody_asks(tmp_path: Path, weights: Path) -> None:
-    begun, pid_file = tmp_path / "begun", tmp_path / "pid"
-    os.mkfifo(begun)
-    body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nopen({str(begun)!r}, 'w').close()\n"
-    first = RegistrationProbe(weights, 0, command=child(tmp_path, body))
-    begun.open().close()  # once it has begun; nobody has asked yet
-    second = RegistrationProbe(weights, 0, command=child(tmp_path, body + "while True: signal.pause()"))
-    begun.open().close()
+    pid_file = tmp_path / "pid"
+
+    def begun(name: str, then: str) -> RegistrationProbe:
+        """Once its child has begun; nobody has asked yet. Each has a pipe of its own: the other's end may be open."""
+        pipe = tmp_path / name
+        os.mkfifo(pipe)
+        body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nopen({str(pipe)!r}, 'w').close()\n"
+        probe = RegistrationProbe(weights, 0, command=child(tmp_path, body + then))
+        pipe.open().close()
+        return probe
+
+    first, second = begun("first", ""), begun("second", "while True: signal.pause()")
     first.require()
     second.require()  # has the first one's answer
     second.close()
