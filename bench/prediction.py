@@ -4,8 +4,9 @@
                                [--json OUT]
 
 PROGRAM has one method with one input, as the programs that bench.suite compiles; FILE may be packed. Each budget is a
-part of the weights as they are without packing, or the floor where that is more. "Simulated" is what the simulator says of the calibrated plan, with the host's time per
-access as it was measured; "of link" is the rate over what large pinned copies reach.
+part of the weights as they are without packing, or the floor where that is more. "Simulated" is what the simulator
+says of the calibrated plan, with the host's time per access as it was measured; "of link" is the rate over what large
+pinned copies reach.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def _predict(
                 method.schedule,
                 step_s=calibration.step_s[method.name],
                 link=calibration.link,
+                slots=plan.slots,
                 decoded_bytes_per_s=decoded_per_s(calibration),
                 host_s_per_access=host_s_per_access,
                 boundary=boundary,

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.layout import (
-    LEAST_PARTS,
     MOST_MULTIPROCESSORS,
     MOST_ROWS,
     PARTIAL_ELEMENT_BYTES,
+    PARTS,
     RESERVED_PROGRAMS,
     Layout,
     lay_out,
@@ -51,7 +51,7 @@ def test_programs_fill_whole_waves(rows: int, lines: int, multiprocessors: int) 
         multiprocessors=multiprocessors,
     )
     wave = 2 * multiprocessors
-    assert layout.parts >= LEAST_PARTS
+    assert layout.parts >= PARTS // 2
     idle = -(lines * layout.parts + RESERVED_PROGRAMS) % wave
     assert idle < lines, "one part more would have been another wave"
 

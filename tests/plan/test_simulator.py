@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.plan.bound import lower_bound_s
 from penstock.plan.link import Link, fit_link
-from penstock.plan.plan import Copy, MethodPlan, Piece, Placement, Stay
+from penstock.plan.plan import Copy, MethodPlan, Piece, Placement, Slots, Stay
 from penstock.plan.simulator import Span, Timing, simulate
 from penstock.schedule import Schedule, Step
 from tests.plan.planning import full_bytes, make_plan
@@ -116,6 +116,50 @@ def test_where_steps_are_slower_copies_hide_behind_them() -> None:
 def test_with_one_place_nothing_overlaps() -> None:
     timing = simulate(*ring([0] * 6, [100] * 6), step_s=[1] * 6, link=LINK)
     assert (timing.run_s, timing.stall_s) == (66, 60)
+
+
+def packed(plan: MethodPlan, packed_bytes: int) -> MethodPlan:
+    return dataclasses.replace(
+        plan, copies=tuple(dataclasses.replace(copy, packed_bytes=packed_bytes) for copy in plan.copies)
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "run_s"),
+    [
+        # The slot is free only when it is decoded: six seconds of the link, beside the step, and two of decoding.
+        (Slots(1, 60, 0), 24),
+        # One is filled while the other waits for the step to end: what is left is decoding and steps.
+        (Slots(2, 60, 0), 21),
+        # The same in two parts each.
+        (Slots(4, 30, 0), 21),
+    ],
+)
+def test_packed_weights_are_on_their_way_while_pages_are_read(slots: Slots, run_s: float) -> None:
+    """One place in the ring; three weights of six seconds on the link and two of decoding."""
+    plan, schedule = ring([0] * 3, [100] * 3)
+    timing = simulate(packed(plan, 60), schedule, step_s=[5] * 3, link=LINK, slots=slots, decoded_bytes_per_s=50)
+    assert (timing.run_s, timing.link_busy_s, timing.settled) == (run_s, 18, True)
+
+
+def test_a_link_that_is_slower_than_decoding_and_steps_never_rests() -> None:
+    plan, schedule = ring([0, 1, 0, 1], [100] * 4)
+    timing = simulate(
+        packed(plan, 60), schedule, step_s=[1] * 4, link=LINK, slots=Slots(2, 60, 0), decoded_bytes_per_s=50
+    )
+    assert (timing.run_s, timing.link_utilisation) == (24, 1)
+
+
+def test_what_stays_packed_takes_decoding_alone() -> None:
+    plan, schedule = ring([0] * 3, [100] * 3)
+    timing = simulate(packed(plan, 0), schedule, step_s=[5] * 3, link=LINK, decoded_bytes_per_s=50)
+    assert (timing.run_s, timing.link_busy_s) == (21, 0)
+
+
+def test_packed_copies_need_slots() -> None:
+    plan, schedule = ring([0] * 3, [100] * 3)
+    with pytest.raises(ValueError, match="copies 'w1' packed, and there are no slots"):
+        simulate(packed(plan, 60), schedule, step_s=[1] * 3, link=LINK)
 
 
 @pytest.mark.parametrize(("slots", "run_s"), [((0, 1, 0, 1), 120), ((0, 1, 2, 3), 80)])

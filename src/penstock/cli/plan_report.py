@@ -18,7 +18,7 @@ from penstock.plan.bound import lower_bound_s
 from penstock.plan.calibration import Calibration
 from penstock.plan.in_place import in_place_by_step
 from penstock.plan.link import Link
-from penstock.plan.plan import MethodPlan, Plan
+from penstock.plan.plan import MethodPlan, Plan, Slots
 from penstock.plan.simulator import simulate
 from penstock.schedule import Schedule, Step
 
@@ -140,10 +140,12 @@ class Predictor:
 
     def predictions(self, plan: Plan, budget_bytes: int) -> tuple[MethodPrediction, ...]:
         return tuple(
-            self._prediction(method, budget_bytes) for method in plan.methods if method.method in self._methods
+            self._prediction(method, plan.slots, budget_bytes)
+            for method in plan.methods
+            if method.method in self._methods
         )
 
-    def _prediction(self, method: MethodPlan, budget_bytes: int) -> MethodPrediction:
+    def _prediction(self, method: MethodPlan, slots: Slots | None, budget_bytes: int) -> MethodPrediction:
         schedule, step_s = self._schedules[method.method], self._step_s[method.method]
         read_bytes = sum(self.subject.weights[name].nbytes for name in schedule.weight_names)
         placed = list(zip(schedule.accesses, method.placements, strict=True))
@@ -159,6 +161,7 @@ class Predictor:
                 step_s=step_s,
                 direct_step_s=_link_bound_s(method, schedule, step_s, self.link),
                 link=self.link,
+                slots=slots,
             )
             bound_s = lower_bound_s(
                 weight_bytes=read_bytes - in_place_bytes,

@@ -20,8 +20,9 @@ from penstock.kv.split import BLOCK_POSITIONS
 
 STAGED_SLOTS = 128
 APPENDED_TOKENS = 16
-MERGED_PARTS = 16
-MERGED_ROWS = 4
+# A row for each program, and all its parts at once as a rule: with few rows, what takes time is one load after another.
+MERGED_PARTS = 32
+MERGED_ROWS = 1
 
 
 def append(device_kv: Tensor, host_kv: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:

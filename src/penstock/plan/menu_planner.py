@@ -151,9 +151,9 @@ class MenuPlanner:
     def _parts(self, is_measured: bool) -> tuple[float, ...]:
         """Of the spare pages, what goes to other rows. Without times, what streams comes before what is read in place:
         that makes the ring shorter, and a byte costs the same."""
-        if self._menu.begins:
-            return PACKED_PARTS
-        return MEASURED_PARTS if is_measured and self._menu.other_pages else (0.0,)
+        if is_measured and (self._menu.begins or self._menu.other_pages):
+            return MEASURED_PARTS
+        return PACKED_PARTS if self._menu.begins else (0.0,)
 
     def _refuse_below_floor(self, budget_bytes: int) -> None:
         slots_bytes = self._menu.least_slots_bytes

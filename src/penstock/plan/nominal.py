@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from penstock.plan.calibration import Calibration
@@ -46,4 +47,6 @@ def _calibration(menu: Menu, weight: float, part_of_link: float) -> Calibration:
             method: tuple(link.copy_latency_s + seconds for seconds in steps)
             for method, steps in by_step(is_read, link_s_per_byte).items()
         }
-    return Calibration(link, by_step(is_read, part_of_link * link_s_per_byte), direct_step_s)
+    step_s = by_step(is_read, part_of_link * link_s_per_byte)
+    # Where steps take nothing decoding does not either: what goes over the link counts there, and nothing else.
+    return Calibration(link, step_s, direct_step_s, decoded_bytes_per_s=None if part_of_link else math.inf)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from penstock.plan.calibration import Calibration
 from penstock.plan.in_place import in_place_by_step
 from penstock.plan.link import Link
-from penstock.plan.plan import Copy, MethodPlan, Plan
+from penstock.plan.plan import Copy, MethodPlan, Plan, Slots
 from penstock.plan.tuning import NOMINAL_DECODED_BYTES_PER_S
 from penstock.schedule import Schedule
 
@@ -66,6 +66,7 @@ def simulate(
     link: Link,
     direct_step_s: Sequence[float] = (),
     rest_s: float = 0.0,
+    slots: Slots | None = None,
     decoded_bytes_per_s: float = NOMINAL_DECODED_BYTES_PER_S,
     host_s_per_access: float = 0.0,
     boundary: Boundary = "ahead",
@@ -80,6 +81,9 @@ def simulate(
     A step that reads a weight in place takes its time of `direct_step_s`, or of a split weight the part of it that it
     reads there, and copies stand still while it reads: both go over one link. What only gathers takes as long as with
     the weight in place.
+
+    Packed weights pass through the plan's `slots`: the link fills them ahead of the pages they are for, as far as there
+    are slots, and goes on while others are decoded.
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
     in_place = in_place_by_step(method, schedule)
@@ -94,8 +98,9 @@ def simulate(
         link_taken_s = [one.link_s(usual_s, direct_s, link.bytes_per_s) for one, usual_s, direct_s in timed]
         step_s = [one.step_s(usual_s, direct_s) for one, usual_s, direct_s in timed]
         _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
-    copy_s = [_copy_s(copy, link, decoded_bytes_per_s) for copy in method.copies]
-    streams = _Streams(method, schedule, step_s, copy_s, rest_s, host_s_per_access, link_taken_s, spans)
+    parts = [_parts(method.method, copy, link, slots, decoded_bytes_per_s) for copy in method.copies]
+    slot_count = 0 if slots is None else slots.count
+    streams = _Streams(method, schedule, step_s, parts, slot_count, rest_s, host_s_per_access, link_taken_s, spans)
     ends: list[_RunEnd] = []
     for _ in range(runs):
         end = streams.run(boundary)
@@ -110,7 +115,8 @@ def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibrat
     if not any(map(any, calibration.step_s.values())) and not calibration.direct_step_s:
         # Steps that take no time hold no copy up: each waits for steps whose own copies came before it.
         timed = (method for method in plan.methods if method.method in calibration.step_s)
-        return sum(_copy_s(copy, calibration.link, decoded_per_s(calibration)) for m in timed for copy in m.copies)
+        if plan.slots is None:
+            return sum(calibration.link.copy_s(copy.link_bytes) for method in timed for copy in method.copies)
     return sum(
         simulate(
             method,
@@ -118,6 +124,7 @@ def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibrat
             step_s=calibration.step_s[method.method],
             direct_step_s=calibration.direct_step_s.get(method.method, ()),
             link=calibration.link,
+            slots=plan.slots,
             decoded_bytes_per_s=decoded_per_s(calibration),
         ).run_s
         for method, schedule in zip(plan.methods, schedules, strict=True)
@@ -129,10 +136,25 @@ def decoded_per_s(calibration: Calibration) -> float:
     return calibration.decoded_bytes_per_s or NOMINAL_DECODED_BYTES_PER_S
 
 
-def _copy_s(copy: Copy, link: Link, decoded_bytes_per_s: float) -> float:
-    """Bytes are decoded while the next are on their way. What stays packed does not take the link."""
+class _Part(NamedTuple):
+    """Of a copy, what goes over the link at once and what is decoded at once: one of them, or both one after the other,
+    through a slot."""
+
+    link_s: float
+    decoding_s: float
+
+
+def _parts(method: str, copy: Copy, link: Link, slots: Slots | None, decoded_bytes_per_s: float) -> tuple[_Part, ...]:
+    """As many as the core makes of it, all alike. What stays packed in device memory does not take the link."""
+    if not copy.decoded_bytes:
+        return (_Part(link.copy_s(copy.link_bytes), 0.0),)
     decoding_s = copy.decoded_bytes / decoded_bytes_per_s
-    return max(link.copy_s(copy.link_bytes), decoding_s) if copy.link_bytes else decoding_s
+    if not copy.link_bytes:
+        return (_Part(0.0, decoding_s),)
+    if slots is None:
+        raise ValueError(f"method {method!r} copies {copy.piece.weight!r} packed, and there are no slots")
+    count = -(-copy.link_bytes // slots.nbytes)
+    return (_Part(link.copy_s(-(-copy.link_bytes // count)), decoding_s / count),) * count
 
 
 def _timing(
@@ -146,7 +168,12 @@ def _timing(
 ) -> Timing:
     count = end.run - earlier.run
     # While one clock is still losing its lead on the others, the slowest tells the time.
-    moved_s = max(end.end_s - earlier.end_s, end.copied_s - earlier.copied_s, end.host_s - earlier.host_s)
+    moved_s = max(
+        end.end_s - earlier.end_s,
+        end.copied_s - earlier.copied_s,
+        end.link_s - earlier.link_s,
+        end.host_s - earlier.host_s,
+    )
     return Timing(
         run_s=moved_s / count,
         cold_run_s=cold.end_s,
@@ -164,6 +191,9 @@ class _RunEnd:
     run: int
     end_s: float
     copied_s: float
+    # Of packed weights: when the link is free, and each slot, that first which is filled next.
+    link_s: float
+    slots_freed_s: tuple[float, ...]
     stalled_s: float
     host_s: float
     step_ends_s: tuple[float, ...]
@@ -181,6 +211,7 @@ class _RunEnd:
         host_gains = self.host_s - last.host_s < shift_s
         return (
             (host_gains or same(self.host_s, last.host_s))
+            and all(map(same, self.slots_freed_s, last.slots_freed_s))
             and all(map(same, self.stays_ready_s, last.stays_ready_s))
             and all(map(same, self.step_ends_s, last.step_ends_s))
         )
@@ -191,7 +222,11 @@ class _Issue(NamedTuple):
 
     copy: int
     position: int
-    took_s: float
+    # If it takes one time alone: of the link, or of decoding what lies in device memory.
+    link_s: float
+    decoding_s: float
+    # If it passes through slots.
+    parts: tuple[_Part, ...]
     wait_step: int
     stay: int
 
@@ -204,7 +239,8 @@ class _Streams:
         method: MethodPlan,
         schedule: Schedule,
         step_s: Sequence[float],
-        copy_s: Sequence[float],
+        parts: Sequence[tuple[_Part, ...]],
+        slot_count: int,
         rest_s: float,
         host_s_per_access: float,
         link_taken_s: Sequence[float],
@@ -216,14 +252,18 @@ class _Streams:
         self.host_s_per_access = host_s_per_access
         self.spans = spans
         self.runs = 0
-        self.host_s = self.compute_s = self.copied_s = self.stalled_s = 0.0
+        # Copies and decoding follow each other on one stream, and what fills slots on another. Over the link goes one
+        # copy at a time, of whichever.
+        self.host_s = self.compute_s = self.copied_s = self.link_s = self.stalled_s = 0.0
+        self.slots_freed_s = [0.0] * slot_count
+        self.next_slot = 0
         # Overwritten as steps end and copies are issued: what is found there is of this run, or else of the last. The
         # one step more is for copies that wait for none.
         self.step_ends_s = [0.0] * (len(step_s) + 1)
         self.stays_ready_s = [0.0] * len(method.stays)
 
-        issues = [self._issue(index, copy, copy_s[index]) for index, copy in enumerate(method.copies)]
-        self.link_busy_s = math.fsum(copy_s[index] for index, copy in enumerate(method.copies) if copy.link_bytes)
+        issues = [self._issue(index, copy, parts[index]) for index, copy in enumerate(method.copies)]
+        self.link_busy_s = math.fsum(part.link_s for of_copy in parts for part in of_copy)
         # Before the first position, whatever its own: they are issued when the run begins.
         self.prologue = [issues[index]._replace(position=0) for index in method.prologue]
         self.access_count = len(schedule.accesses)
@@ -243,9 +283,11 @@ class _Streams:
             self.fetched[step] = position + 1
         self.issued[-1] = issues[following:]
 
-    def _issue(self, index: int, copy: Copy, took_s: float) -> _Issue:
+    def _issue(self, index: int, copy: Copy, parts: tuple[_Part, ...]) -> _Issue:
         wait_step = len(self.step_s) if copy.wait_step is None else copy.wait_step
-        return _Issue(index, copy.issue_before, took_s, wait_step, copy.stay)
+        if copy.link_bytes and copy.decoded_bytes:
+            return _Issue(index, copy.issue_before, 0.0, 0.0, parts, wait_step, copy.stay)
+        return _Issue(index, copy.issue_before, *parts[0], (), wait_step, copy.stay)
 
     def run(self, boundary: Boundary) -> _RunEnd:
         if self.runs == 0:
@@ -263,6 +305,7 @@ class _Streams:
             compute_s = begin_s + took_s
             if self.link_taken_s[step]:
                 self.copied_s = max(self.copied_s, begin_s) + self.link_taken_s[step]
+                self.link_s = max(self.link_s, begin_s) + self.link_taken_s[step]
             self.step_ends_s[step] = compute_s
             if self.spans is not None:
                 self.spans.append(Span("compute", self.runs, step, begin_s, compute_s))
@@ -276,6 +319,8 @@ class _Streams:
             run=self.runs,
             end_s=self.compute_s,
             copied_s=self.copied_s,
+            link_s=self.link_s,
+            slots_freed_s=(*self.slots_freed_s[self.next_slot :], *self.slots_freed_s[: self.next_slot]),
             stalled_s=self.stalled_s,
             host_s=self.host_s,
             step_ends_s=tuple(self.step_ends_s[:-1]),
@@ -285,14 +330,30 @@ class _Streams:
     def _copy(self, issues: Sequence[_Issue]) -> None:
         """Behind the copies before them, the host's issue, and the readers of what was in their pages (S1)."""
         copied_s = self.copied_s
-        for index, position, took_s, wait_step, stay in issues:
+        for index, position, link_s, decoding_s, parts, wait_step, stay in issues:
             issued_s = self.host_s + self.host_s_per_access * position
             begin_s = max(copied_s, issued_s, self.step_ends_s[wait_step])
-            copied_s = begin_s + took_s
+            if parts:
+                copied_s = self._pass_through_slots(parts, issued_s, begin_s)
+            elif link_s:
+                begin_s = max(begin_s, self.link_s)
+                copied_s = self.link_s = begin_s + link_s
+            else:
+                copied_s = begin_s + decoding_s
             self.stays_ready_s[stay] = copied_s
             if self.spans is not None:
                 self.spans.append(Span("copy", self.runs, index, begin_s, copied_s))
         self.copied_s = copied_s
+
+    def _pass_through_slots(self, parts: Sequence[_Part], issued_s: float, could_s: float) -> float:
+        """A slot is filled as soon as it is free, and decoded when the pages are."""
+        for link_s, decoding_s in parts:
+            filled_s = max(self.link_s, issued_s, self.slots_freed_s[self.next_slot]) + link_s
+            could_s = max(could_s, filled_s) + decoding_s
+            self.link_s = filled_s
+            self.slots_freed_s[self.next_slot] = could_s
+            self.next_slot = (self.next_slot + 1) % len(self.slots_freed_s)
+        return could_s
 
 
 def _check(

@@ -15,7 +15,7 @@ from penstock.plan.bound import lower_bound_s
 from penstock.plan.calibration import Calibration
 from penstock.plan.in_place import in_place_by_step
 from penstock.plan.plan import Plan
-from penstock.plan.simulator import simulate
+from penstock.plan.simulator import decoded_per_s, simulate
 from penstock.report.data import CurvePoint, MeasuredPoint, PlacementKind, ReportData, Summary, WeightResidency
 from penstock.report.stalls import TraceEvent, find_stalls, read_events, traced_runs
 from penstock.runtime.calibration import calibration_of
@@ -197,7 +197,8 @@ def _curve(
     points: list[CurvePoint] = []
     for k in range(count):
         budget_bytes = floor_bytes + (full_bytes - floor_bytes) * k // max(1, count - 1)
-        planned = _plan_at(module, budget_bytes).method(method)
+        plan = _plan_at(module, budget_bytes)
+        planned = plan.method(method)
         if not direct_step_s and any(step.nbytes for step in in_place_by_step(planned, schedule)):
             return ()
         timing = simulate(
@@ -206,6 +207,8 @@ def _curve(
             step_s=step_s,
             direct_step_s=direct_step_s,
             link=calibration.link,
+            slots=plan.slots,
+            decoded_bytes_per_s=decoded_per_s(calibration),
         )
         points.append(CurvePoint(budget_bytes, timing.run_s, yardstick.bound_s(budget_bytes), timing.bytes_streamed))
     return tuple(points)

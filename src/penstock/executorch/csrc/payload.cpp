@@ -207,7 +207,7 @@ Rebase walked(const Rung& rung, const std::vector<WeightFacts>& weights, std::ve
   return rebase;
 }
 
-constexpr int64_t kMostSlotsBytes = 32 << 20;
+constexpr int64_t kMostSlotsBytes = 24 << 20;
 constexpr int64_t kSlotsPartOfPlan = 32;
 constexpr int64_t kSlotAlignmentBytes = 256;
 
