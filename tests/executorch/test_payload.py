@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import OutputExistsError, OutputPathError, PackageError, PenstockError
-from penstock.executorch import library
+from penstock.errors import OutputExistsError, OutputPathError, PackageError
 from penstock.executorch.dialect import plain_op
 from penstock.executorch.file_seal import append_seal, check_seal
 from penstock.executorch.lowering import export
@@ -163,9 +162,3 @@ def test_where_files_cannot_go(tmp_path: Path) -> None:
     (tmp_path / "model.ptd").touch()
     with pytest.raises(OutputExistsError, match="overwrite=True"):
         export(program, tmp_path / "model.pte", device="cpu")
-
-
-def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PENSTOCK_EXECUTORCH_LIBRARY", str(tmp_path / "none.so"))
-    with pytest.raises(PenstockError, match="python -m penstock.executorch.build"):
-        library.library_path()

@@ -1,7 +1,6 @@
 """A .pte on a GPU: the outputs of the .pt2 to the bit, inside the same budgets, with memory as the driver sees it.
 
-Device memory is read for the whole GPU, so these tests want it to themselves: run them without xdist. The delegate
-library is built first (`python -m penstock.executorch.build`), or here.
+Device memory is read for the whole GPU, so these tests want it to themselves: run them without xdist.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from tests.harness import bits
 pytest.importorskip("executorch.exir")
 
 import penstock.executorch
-from penstock.executorch.build import build
-from penstock.executorch.library import LIBRARY
 from penstock.executorch.native import NativeModule
 
 DEVICE = "cuda"
@@ -63,14 +60,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         if not package.exists():
             penstock.compile(methods, package, device=DEVICE)
     return program, package
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _library(tmp_path_factory: pytest.TempPathFactory) -> None:
-    try:
-        penstock.executorch.library_path()
-    except penstock.PenstockError:
-        os.environ["PENSTOCK_EXECUTORCH_LIBRARY"] = str(build(tmp_path_factory.mktemp("delegate") / LIBRARY))
 
 
 @pytest.fixture(autouse=True)

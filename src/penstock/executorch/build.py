@@ -1,17 +1,32 @@
-"""Builds the delegate library against the installed executorch and torch: `python -m penstock.executorch.build`."""
+"""Builds the delegate library against the installed executorch and torch, once for each pair of them.
+
+`python -m penstock.executorch.build` builds it ahead of its first use, and prints where it is.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
+import logging
 import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.errors import PenstockError, ToolchainError
-from penstock.executorch.library import LIBRARY, cache_folder, executorch_folder, package_folder
+from penstock.executorch.library import ENVIRONMENT, LIBRARY, executorch_folder
+from penstock.native import library_path as core_path
+from penstock.store.cache_folder import cache_folder, make_private
+from penstock.store.entry_lock import entry_lock
 from penstock.temporary import TemporaryFolder
 from penstock.weights.partial import partial_file
+
+LOGGER = logging.getLogger("penstock")
+# In the cache folder: one for each pair of versions that it was built against.
+_FOLDER = "delegates"
 
 # As the wheel's own CMake config sets them: without the first, its headers look for one that only a build of torch has.
 _DEFINITIONS = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL"]
@@ -36,21 +51,54 @@ def _torch_folder() -> Path:
 
 
 def build(target: Path | None = None) -> Path:
-    """The library's path. A new file each time: overwriting one that a process has mapped would crash that process."""
+    """The library's path: the target, made anew, or a place in the cache folder, where what is there is taken.
+
+    A new file each time: overwriting one that a process has mapped would crash that process.
+    """
+    if target is not None:
+        _build(target)
+        return target
+    make_private(cache_folder())
+    kept = cache_folder() / _FOLDER / _key() / LIBRARY
+    if kept.exists():
+        return kept
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with entry_lock(kept.parent / "lock", "builds the ExecuTorch delegate", LOGGER.warning):
+        if not kept.exists():
+            versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("executorch", "torch"))
+            # Not an information: a minute without a word looks like a fault.
+            LOGGER.warning("building the ExecuTorch delegate for %s, once: it takes up to a minute", versions)
+            _build(kept)
+    return kept
+
+
+def _key() -> str:
+    """Of everything that goes into it: neither has a stable C++ interface."""
+    made = hashlib.sha256()
+    for name in ("executorch", "torch"):
+        made.update(f"{name} {importlib.metadata.version(name)} ".encode())
+    made.update(f"{executorch_folder()} {_torch_folder()} {core_path()} {_FLAGS} {_DEFINITIONS} ".encode())
+    for source in sorted(sources_folder().iterdir()):
+        made.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
+    return made.hexdigest()[:16]
+
+
+def _build(target: Path) -> None:
     executorch, torch = executorch_folder(), _torch_folder()
     if not (executorch / "lib" / "libexecutorch.so").exists():
         raise PenstockError(f"{executorch} has no lib/libexecutorch.so; executorch 1.5 or later has one")
-    if target is None:
-        folder = package_folder() if os.access(package_folder(), os.W_OK) else cache_folder()
-        target = folder / LIBRARY
     target.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ToolchainError(
+            f"the ExecuTorch delegate must be built, and there is no C++ compiler {compiler!r}: install g++, or name "
+            f"one with $CXX, or a library that was built elsewhere with ${ENVIRONMENT}"
+        )
     torch_includes = ["-isystem", str(torch / "include"), "-isystem", str(torch / "include/torch/csrc/api/include")]
     portable = executorch / "include/executorch/runtime/core/portable_type/c10"
-    core_path = package_folder().parent / "libpenstock.so"
     other_includes = [
         *_DEFINITIONS,
-        f'-DPENSTOCK_CORE_PATH="{core_path}"',
+        f'-DPENSTOCK_CORE_PATH="{core_path()}"',
         "-isystem",
         str(executorch / "include"),
         "-isystem",
@@ -58,21 +106,16 @@ def build(target: Path | None = None) -> Path:
     ]
     folders = [executorch / "lib", torch / "lib"]
     with TemporaryFolder("delegate") as scratch:
-        running: list[tuple[list[str], subprocess.Popen[str]]] = []
+        commands = []
         for source in sorted(sources_folder().glob("*.cpp")):
             includes = torch_includes if source.name == _TORCH_SOURCE else other_includes
-            command = [compiler, *_FLAGS, *includes, "-c", str(source), "-o", str(scratch / f"{source.stem}.o")]
-            running.append((command, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        told = [(command, process.communicate()[1], process.returncode) for command, process in running]
-        for command, errors, status in told:
-            if status:
-                raise ToolchainError(f"{' '.join(command)} failed:\n{errors}")
-            if errors:
-                print(errors, file=sys.stderr)
+            commands.append([compiler, *_FLAGS, *includes, "-c", str(source), "-o", str(scratch / f"{source.stem}.o")])
+        with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+            list(threads.map(_run, commands))
         linked = scratch / target.name
         _run(
             [
-                *(compiler, "-shared", "-pthread", *(command[-1] for command, _ in running), "-o", str(linked)),
+                *(compiler, "-shared", "-pthread", *(command[-1] for command in commands), "-o", str(linked)),
                 *(f"-L{folder}" for folder in folders),
                 *(f"-Wl,-rpath,{folder}" for folder in folders),
                 # torch, not torch_cpu alone: where there is CUDA, that is what brings its part of the loader.
@@ -82,13 +125,14 @@ def build(target: Path | None = None) -> Path:
         content = linked.read_bytes()
         with partial_file(target, len(content)) as file:
             file.write(0, content)
-    return target
 
 
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ToolchainError(f"{' '.join(command)} failed:\n{done.stderr}")
+    if done.stderr:
+        print(done.stderr, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from penstock.errors import PenstockError
 from penstock.native import core
 
 LIBRARY = "libpenstock_executorch.so"
-BUILD_COMMAND = "python -m penstock.executorch.build"
 # As ExecuTorch's own Python runtime has them: kernels for what delegates leave to it and for the writing back of state,
 # and the delegate for CPUs.
 _OF_EXECUTORCH = ("libexecutorch_kernels_optimized.so", "libexecutorch_backend_xnnpack.so")
 # Another build of the delegate.
-_ENVIRONMENT = "PENSTOCK_EXECUTORCH_LIBRARY"
+ENVIRONMENT = "PENSTOCK_EXECUTORCH_LIBRARY"
 
 
 def executorch_folder() -> Path:
@@ -27,24 +26,16 @@ def executorch_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def package_folder() -> Path:
-    return Path(__file__).resolve().parent
-
-
-def cache_folder() -> Path:
-    """For installations that cannot be written to."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-
-
 def library_path() -> Path:
-    named = os.environ.get(_ENVIRONMENT)
-    places = [Path(named)] if named else [folder / LIBRARY for folder in (package_folder(), cache_folder())]
-    for place in places:
-        if place.exists():
-            return place
-    raise PenstockError(
-        f"the delegate library is missing ({' and '.join(map(str, places))}); build it with `{BUILD_COMMAND}`"
-    )
+    """The delegate library for the executorch and torch at hand. It is built when it is first asked for."""
+    named = os.environ.get(ENVIRONMENT)
+    if named is None:
+        from penstock.executorch.build import build  # which imports this room
+
+        return build()
+    if not Path(named).exists():
+        raise PenstockError(f"${ENVIRONMENT} names {named}, which does not exist")
+    return Path(named)
 
 
 @functools.cache
@@ -70,7 +61,4 @@ def _load(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise PenstockError(
-            f"{path} cannot be loaded: {error}; build the delegate library for this executorch and torch with "
-            f"`{BUILD_COMMAND}`"
-        ) from error
+        raise PenstockError(f"{path} cannot be loaded beside this executorch and torch: {error}") from error
