@@ -23,7 +23,7 @@ demo: $(VENV)/.runtime
 
 # Meant to take at most 15 minutes on two cores. All at once: no core is idle before the last of them ends.
 test: browser lint
-	$(MAKE) --no-print-directory --output-sync=line -j 3 types gate unit
+	$(MAKE) --no-print-directory -j 3 types gate unit
 
 # And what takes minutes by itself.
 test-all: test test-models slow
