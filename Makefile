@@ -16,7 +16,7 @@ WITHOUT_MODELS := --ignore tests/models
 # One thread per worker, and no pool of compiler processes beside the workers.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
-.PHONY: demo test test-all test-models test-random test-torch lint types unit slow mutations browser gate fuzz soak native wheel clean
+.PHONY: demo test test-all test-executorch test-models test-random test-torch lint types unit slow mutations browser gate fuzz soak native wheel clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python -m examples.demo --out demo-out
@@ -26,7 +26,7 @@ test: browser lint
 	$(MAKE) --no-print-directory -j 3 types gate unit
 
 # And what takes minutes by itself.
-test-all: test test-models slow
+test-all: test test-executorch test-models slow
 
 # The properties with other examples than those of every run; a failure prints how to have it again.
 test-random: $(VENV)/.dev
@@ -41,8 +41,14 @@ types: $(VENV)/.dev
 
 # Programs of these tests are compiled by the hundred, and three quarters of that time go into the code that calls
 # kernels: it is not optimised here. Kernels are, and in all other tests so is everything.
+QUICK_WRAPPERS := AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL=O0
+IN_FILES := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 unit: $(VENV)/.dev
-	AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL=O0 $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not models" $(WITHOUT_MODELS)
+	$(QUICK_WRAPPERS) $(TEST_ENV) $(BIN)/python -m pytest $(IN_FILES) -m "not slow and not models" $(WITHOUT_MODELS) --ignore tests/executorch
+
+# The delegate, which is built for them, and .pte files.
+test-executorch: $(VENV)/.dev
+	$(QUICK_WRAPPERS) $(TEST_ENV) $(BIN)/python -m pytest $(IN_FILES) -m "not slow" tests/executorch
 
 # Language models of transformers: every family exported, more than ten compiled, and transformers' own generate() on them.
 test-models: $(VENV)/.dev
