@@ -370,7 +370,9 @@ def _called(rng: random.Random, line: list[str], here: Path) -> tuple[int, str, 
             stack.enter_context(patch("penstock.cli.doctor_checks.ask_child", side_effect=rng.choice(answers)))
             stack.enter_context(patch("penstock.cli.bench.subprocess.run", return_value=suite))
             # Not the cache of whoever runs this.
-            stack.enter_context(patch.dict(os.environ, {"PENSTOCK_CACHE_DIR": str(here / "no cache")}))
+            # Nor is the delegate built for a .pte: it is refused, whatever this process has loaded before.
+            nowhere = {"PENSTOCK_CACHE_DIR": "no cache", "PENSTOCK_EXECUTORCH_LIBRARY": "no library.so"}
+            stack.enter_context(patch.dict(os.environ, {name: str(here / place) for name, place in nowhere.items()}))
             streams = stack.enter_context(_captured())
             code = main(line)
         stdout, stderr = streams
