@@ -29,7 +29,7 @@ def executorch_folder() -> Path:
 def library_path() -> Path:
     """The delegate library for the executorch and torch at hand. It is built when it is first asked for."""
     named = os.environ.get(ENVIRONMENT)
-    if named is None:
+    if not named:
         from penstock.executorch.build import build  # which imports this room
 
         return build()

@@ -20,7 +20,7 @@ from penstock.kv.split import BLOCK_POSITIONS
 
 STAGED_SLOTS = 128
 APPENDED_TOKENS = 16
-# A row for each program, and all its parts at once as a rule: with few rows, what takes time is one load after another.
+# On an H200, 1 and 4 rows and 16 to 64 parts differed by less than 5%, now one way and now the other.
 MERGED_PARTS = 32
 MERGED_ROWS = 1
 

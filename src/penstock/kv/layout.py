@@ -20,7 +20,8 @@ STAGING_BYTES = 32 * 2**20
 TILE_COLUMN_BYTES = 2 * BLOCK_POSITIONS
 # Of a line, about: it is what whole waves come to. A part that reaches into the host side is read by a program that
 # faces it, all of it: with fewer parts, too much of the device's side would be. On an H200, 8 sequences of 8,192
-# positions with 1% far took 194 us with 8 parts, and 86 with 49; all near they took 85 with either.
+# positions with 1% far took 194 us with 8 parts, 108 with 32 and 86 with 49; but one of 32,768, all near, 45 with 31
+# and 53 with 64.
 PARTS = 32
 # Room for programs that face the host, whether there are any or not: the parts must not depend on it.
 RESERVED_PROGRAMS = 16

@@ -112,11 +112,11 @@ def simulate(
 
 def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibration) -> float:
     """One warm run of every method that was calibrated, back to back with others of its own."""
-    if not any(map(any, calibration.step_s.values())) and not calibration.direct_step_s:
+    steps_take_time = any(map(any, calibration.step_s.values())) or calibration.direct_step_s
+    if not steps_take_time and plan.slots is None:
         # Steps that take no time hold no copy up: each waits for steps whose own copies came before it.
         timed = (method for method in plan.methods if method.method in calibration.step_s)
-        if plan.slots is None:
-            return sum(calibration.link.copy_s(copy.link_bytes) for method in timed for copy in method.copies)
+        return sum(calibration.link.copy_s(copy.link_bytes) for method in timed for copy in method.copies)
     return sum(
         simulate(
             method,
