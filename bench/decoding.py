@@ -1,4 +1,4 @@
-"""How fast packed weights are decoded out of device memory, by thread blocks.
+"""How fast packed weights are decoded out of device memory, by thread blocks; and DFloat11's, where it is importable.
 
     python -m bench.decoding [--out FILE.json]
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from bench import dfloat11_decoding
 from penstock.native import core
 
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -186,10 +187,17 @@ def main() -> int:
                 }
             )
             print(f"{dtype} ratio {packed.packed_bytes / packed.nbytes:.4f} blocks {blocks:5d}: {rate / 1e9:7.1f} GB/s")
-    if given.out:
-        given.out.write_text(
-            json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows})
+    peer = dfloat11_decoding.measure(seconds)
+    if peer["missing"]:
+        print(f"DFloat11: missing, {peer['missing']}")
+    for row in peer["rows"]:
+        result = "equal" if row["equal"] else "WRONG"
+        print(
+            f"DFloat11 ratio {row['ratio']:.4f} {row['values']} values, {result}: {row['bytes_per_s'] / 1e9:7.1f} GB/s"
         )
+    if given.out:
+        made_on = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        given.out.write_text(json.dumps(made_on | {"rows": rows, "dfloat11": peer}))
     return bool(wrong)
 
 

@@ -24,6 +24,7 @@ import penstock
 from bench.suite.measure import measure_link
 from bench.suite.model import DTYPE, ModelShape, on_meta, write_weights
 from bench.suite.systems.aotinductor import compile_plain, plain_program_path
+from bench.suite.systems.dfloat11_model import ENCODED
 from bench.suite.systems.system import packed_path, program_path
 
 PACKAGES = (
@@ -31,6 +32,7 @@ PACKAGES = (
     "diffusers",
     "deepspeed",
     "mmgp",
+    "dfloat11",
     "transformers",
     "safetensors",
     "triton",
@@ -47,8 +49,9 @@ def main() -> None:
     stamp = folder / "made-from.json"
     if not stamp.exists() or json.loads(stamp.read_text()) != made_from:
         stamp.unlink(missing_ok=True)
-        for old in (*folder.glob("decoder-t*.pt*"), *folder.glob("plain-t*.pt2"), *folder.glob("output-*.pt")):
-            old.unlink()
+        for pattern in ("decoder-t*.pt*", "plain-t*.pt2", "output-*.pt", ENCODED):
+            for old in folder.glob(pattern):
+                old.unlink()
         write_weights(shape, weights)
         stamp.write_text(json.dumps(made_from))
     _compile_missing(shape, job["tokens"], device, weights, with_plain=job["with_plain"])

@@ -69,6 +69,8 @@ def _row(
         for_comparison=configuration["for_comparison"],
     )
     try:
+        if system.make is not None:
+            system.make(setting)
         with torch.no_grad(), PeakMeter(setting.device) as host:
             row = _measure(system, setting, empty, meter, measured)
         return replace(

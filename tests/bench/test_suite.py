@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -37,8 +38,9 @@ from bench.suite.result import (
     row_to_json,
 )
 from bench.suite.systems import SYSTEMS
-from bench.suite.systems.system import System
+from bench.suite.systems.system import Setting, System
 from bench.suite.table import markdown
+from bench.suite.worker import _row
 from safetensors.torch import load_file
 
 import penstock
@@ -365,3 +367,25 @@ def test_a_process_that_dies_leaves_rows_that_say_so(tmp_path: Path, monkeypatch
     assert [(r.system, r.tokens, r.status) for r in rows] == [("unheard-of", 1, FAILED), ("unheard-of", 2, FAILED)]
     assert all("the process ended with code 1: KeyError: 'unheard-of'" in r.reason for r in rows)
     assert "KeyError: 'unheard-of'" in (tmp_path / "log.txt").read_text()
+
+
+def test_what_a_system_makes_for_itself_is_made_first(tmp_path: Path) -> None:
+    made: list[int] = []
+    shape = small(1)
+    write_weights(shape, tmp_path / "weights.safetensors")
+
+    def make(setting: Setting) -> None:
+        made.append(setting.tokens)
+        raise ImportError("cannot import name 'x'")
+
+    job = {
+        "folder": str(tmp_path),
+        "device": "cpu",
+        "shape": dataclasses.asdict(shape),
+        "weight_bytes": 1,
+        "round_s": 0.01,
+    }
+    configuration = dataclasses.asdict(Configuration(7))
+    row = _row(System("x", "X", SYSTEMS["eager"].open, make=make), job, configuration, None, {})
+    assert made == [7]
+    assert (row.status, row.reason) == (MISSING, "not importable: cannot import name 'x'")

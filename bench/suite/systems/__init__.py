@@ -6,6 +6,7 @@ from bench.suite.systems import (
     accelerate_offload,
     aotinductor,
     deepspeed_zero,
+    dfloat11_model,
     diffusers_groups,
     eager,
     mmgp_budget,
@@ -40,6 +41,7 @@ SYSTEMS: dict[str, System] = {
         uva.UVA,
         deepspeed_zero.ZERO_INFERENCE,
         mmgp_budget.MMGP,
+        dfloat11_model.DFLOAT11,
     )
 }
 PLANNED = ours.PLANNED

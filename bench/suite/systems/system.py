@@ -75,6 +75,8 @@ class System:
     # As the table names it.
     title: str
     open: Callable[[Setting], AbstractContextManager[Opened]]
+    # Called before each configuration and outside of what is measured: makes its own files where there are none.
+    make: Callable[[Setting], None] | None = None
     ours: bool = False
     # Runs at every budget of the suite; others have a footprint of their own.
     budgeted: bool = False
