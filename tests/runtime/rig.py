@@ -7,9 +7,10 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -222,12 +223,15 @@ class Rig:
     @contextmanager
     def late_link(self) -> Iterator[None]:
         """Packed weights reach their slots when somebody waits for them."""
-        with self._late(self.link_stream):
+        with ExitStack() as late:
+            for stream in self.link_streams:
+                late.enter_context(self._late(stream))
             yield
 
     @property
-    def link_stream(self) -> int:
-        return int(core().penstock_session_link_stream(self.session.handle))
+    def link_streams(self) -> list[int]:
+        numbered = (core().penstock_session_link_stream(self.session.handle, number) for number in count())
+        return [int(stream) for stream in takewhile(bool, numbered)]
 
     @contextmanager
     def _late(self, stream: int) -> Iterator[None]:
