@@ -9,9 +9,9 @@ bits for three exponents, three more for the next seven, and then a byte (bench/
 are two kernels for it, and of these the one that decodes faster goes into the pass as `three`. They read everything of
 a tile at once, which `seven` does not; `seven-ahead` does so for today's code, to tell the codes from the kernels.
 
-The first table has the bytes, of Gaussian weights and of --weights; every kernel must have made them again bit by bit,
-and every pattern of 16 bits besides. The second has the rate out of device memory, in raw bytes, by blocks of 256
-threads. The third is one pass through the products of 16 decoder layers of Llama-3-8B's shape (bench/packed_layers.py)
+Every kernel must first make every pattern of 16 bits again, and weights that pack badly. The first table has the ratio
+of Gaussian weights (that of --weights is above it) and the rate out of device memory, in raw bytes, by blocks of 256
+threads. The second is one pass through the products of 16 decoder layers of Llama-3-8B's shape (bench/packed_layers.py)
 inside budgets of device bytes, rings included; `mixed` keeps residents in today's code and streams that of three
 levels. "Raw bound" is what the bytes beyond the budget take on the link if nothing is packed. Exits with 1 when
 anything came out otherwise than it went in.
