@@ -69,8 +69,8 @@ PackedSource::PackedSource(Driver& driver, const HostFile& file, std::unique_ptr
                            std::vector<PackedWeight> weights, bool poison)
     : driver_(driver), file_(file), beneath_(std::move(beneath)), weights_(std::move(weights)), poison_(poison) {
   driver_.prepare_decoding();
-  Undo undo([&] { destroy_links(); });
-  for (Link& link : links_) link.stream = driver_.create_stream();
+  link_ = driver_.create_stream();
+  Undo undo([&] { driver_.destroy_stream(link_); });
   join_ = driver_.create_event(false);
   undo.keep();
 }
@@ -79,23 +79,7 @@ PackedSource::~PackedSource() {
   finish();
   give_up_slots();
   quietly([&] { driver_.destroy_event(join_); });
-  destroy_links();
-}
-
-void PackedSource::destroy_links() noexcept {
-  for (Link& link : links_)
-    if (link.stream) quietly([&] { driver_.destroy_stream(link.stream); });
-}
-
-Stream PackedSource::next_link() {
-  Link& link = links_[next_link_];
-  next_link_ = (next_link_ + 1) % kLinks;
-  // Not earlier: a capture does not end with a stream that was brought in and has no work that somebody waits for.
-  if (capturing_ && !link.is_captured) {
-    driver_.wait(link.stream, join_);
-    link.is_captured = true;
-  }
-  return link.stream;
+  quietly([&] { driver_.destroy_stream(link_); });
 }
 
 const PackedWeight* PackedSource::weight_of(const PieceRecord& piece) const {
@@ -210,12 +194,11 @@ CopiedBytes PackedSource::copy(const PieceRecord& piece, Address to, Stream stre
 }
 
 void PackedSource::pass_through(Slot& slot, const Part& part, Address to, Stream stream, Trace* trace) {
-  Stream link = next_link();
-  driver_.wait(link, slot.freed);  // S1, for the slot
-  if (trace) trace->link_begins(part.packed_bytes(), link);
-  beneath_->copy(in_file(part), slot.address, link);
-  if (trace) trace->link_ends(link);
-  driver_.record(slot.filled, link);
+  driver_.wait(link_, slot.freed);  // S1, for the slot
+  if (trace) trace->link_begins(part.packed_bytes(), link_);
+  beneath_->copy(in_file(part), slot.address, link_);
+  if (trace) trace->link_ends(link_);
+  driver_.record(slot.filled, link_);
   driver_.wait(stream, slot.filled);  // S2
   decode(part, slot.address, to, false, stream);
   if (poison_) driver_.fill(slot.address, kPoison, (size_t)slot_bytes_, stream);
@@ -223,11 +206,10 @@ void PackedSource::pass_through(Slot& slot, const Part& part, Address to, Stream
 }
 
 void PackedSource::pass_through_in_graph(Slot& slot, const Part& part, Address to, Stream stream) {
-  Stream link = next_link();
-  if (slot.is_captured) driver_.wait(link, slot.freed_in_graph);
-  else driver_.wait_external(link, slot.freed);  // by copies outside of the graph, or by its last launch
-  beneath_->copy(in_file(part), slot.address, link);
-  driver_.record(slot.filled_in_graph, link);
+  if (slot.is_captured) driver_.wait(link_, slot.freed_in_graph);
+  else driver_.wait_external(link_, slot.freed);  // by copies outside of the graph, or by its last launch
+  beneath_->copy(in_file(part), slot.address, link_);
+  driver_.record(slot.filled_in_graph, link_);
   driver_.wait(stream, slot.filled_in_graph);
   decode(part, slot.address, to, false, stream);
   if (poison_) driver_.fill(slot.address, kPoison, (size_t)slot_bytes_, stream);
@@ -242,14 +224,15 @@ void PackedSource::begin_capture(const std::vector<PieceRecord>& pieces, Stream 
     for (Event* event : {&slot.filled_in_graph, &slot.freed_in_graph})
       if (!*event) *event = driver_.create_event(false);
   }
-  for (Link& link : links_) link.is_captured = false;
   captured_left_ = 0;
   for (const PieceRecord& piece : pieces) {
     const PackedWeight* weight = weight_of(piece);
     if (weight && !stored(*weight, piece)) captured_left_ += parts(*weight, piece, slot_bytes_).size();
   }
   capturing_ = true;
-  if (captured_left_) driver_.record(join_, stream);
+  if (!captured_left_) return;
+  driver_.record(join_, stream);
+  driver_.wait(link_, join_);
 }
 
 void PackedSource::end_capture() noexcept { capturing_ = false; }
@@ -268,10 +251,9 @@ void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
   for (const Part& part : parts(*weight, piece, slot_bytes_)) {
     Slot& slot = slots_[next_slot_];
     next_slot_ = (next_slot_ + 1) % slots_.size();
-    Stream link = next_link();
-    driver_.wait(link, slot.freed);
-    beneath_->load(in_file(part), slot.address, link);
-    driver_.record(slot.filled, link);
+    driver_.wait(link_, slot.freed);
+    beneath_->load(in_file(part), slot.address, link_);
+    driver_.record(slot.filled, link_);
     driver_.wait(stream, slot.filled);
     decode(part, slot.address, to + (Address)(part.begin_bytes - begin), true, stream);
     if (poison_) driver_.fill(slot.address, kPoison, (size_t)slot_bytes_, stream);
@@ -346,18 +328,18 @@ void PackedSource::take_memory(const PackedMemory& memory) {
       refuse("bytes " + text(begin) + " to " + text(begin + store.piece.bytes) + " of a weight do not fit where they are "
              "to stay");
     beneath_->load({weight->data_offset_bytes + first, weight->begins_bytes[all.back().end_block] - first, 0, 0},
-                   store.address, next_link());
+                   store.address, link_);
     stored_.push_back({weight, begin, begin + store.piece.bytes, store.address});
   }
   std::sort(stored_.begin(), stored_.end(), [](const Stored& one, const Stored& other) {
     return std::pair(one.weight, one.begin_bytes) < std::pair(other.weight, other.begin_bytes);
   });
-  for (const Link& link : links_) driver_.synchronize_stream(link.stream);
+  driver_.synchronize_stream(link_);
   undo.keep();
 }
 
 void PackedSource::finish() noexcept {
-  for (const Link& link : links_) sync_with_retry([&] { driver_.synchronize_stream(link.stream); });
+  sync_with_retry([&] { driver_.synchronize_stream(link_); });
 }
 
 void PackedSource::give_up_slots() noexcept {

@@ -5,7 +5,6 @@
 // as if they lay there unpacked.
 #pragma once
 
-#include <array>
 #include <memory>
 #include <vector>
 
@@ -39,7 +38,7 @@ class PackedSource final : public Source {
   bool is_fixed() const override { return beneath_->is_fixed(); }
   void take_memory(const PackedMemory& memory) override;
   void finish() noexcept override;
-  Stream link_stream(size_t number) const override { return number < kLinks ? links_[number].stream : nullptr; }
+  Stream link_stream() const override { return link_; }
   void begin_capture(const std::vector<PieceRecord>& pieces, Stream stream) override;
   void end_capture() noexcept override;
 
@@ -63,13 +62,6 @@ class PackedSource final : public Source {
     Event freed_in_graph = nullptr;
     bool is_captured = false;
   };
-  // Copies take turns on these, so that one is set up while another is under way. With one stream for all of them an
-  // H200's link, which brings 55 GB/s, rested for 8 us at each copy of 120.
-  static constexpr size_t kLinks = 2;
-  struct Link {
-    Stream stream = nullptr;
-    bool is_captured = false;
-  };
   struct Stored {
     const PackedWeight* weight;
     int64_t begin_bytes;  // in the weight
@@ -89,8 +81,6 @@ class PackedSource final : public Source {
   void decode_on_host(const PackedWeight& weight, const PieceRecord& piece, Address to, Stream stream);
   void pass_through(Slot& slot, const Part& part, Address to, Stream stream, Trace* trace);
   void pass_through_in_graph(Slot& slot, const Part& part, Address to, Stream stream);
-  Stream next_link();
-  void destroy_links() noexcept;
   void give_up_slots() noexcept;
 
   Driver& driver_;
@@ -98,9 +88,8 @@ class PackedSource final : public Source {
   const std::unique_ptr<Source> beneath_;
   const std::vector<PackedWeight> weights_;  // by their offsets
   const bool poison_;
-  std::array<Link, kLinks> links_;
-  size_t next_link_ = 0;
-  Event join_ = nullptr;  // brings the streams of the link into a capture
+  Stream link_ = nullptr;
+  Event join_ = nullptr;  // brings the stream of the link into a capture
   std::vector<Slot> slots_;
   int64_t slot_bytes_ = 0;
   size_t next_slot_ = 0;

@@ -306,12 +306,10 @@ int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
   return copy_records(engine(handle)->session().link(), out, capacity);
 }
 
-// For tests, which make them late. Null: packed weights alone have streams of their own on the link, and not that many.
+// For tests, which make them late. Null: packed weights alone have a stream of their own on the link.
 void* penstock_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
 
-void* penstock_session_link_stream(void* handle, int64_t number) {
-  return engine(handle)->source->link_stream((size_t)number);
-}
+void* penstock_session_link_stream(void* handle) { return engine(handle)->source->link_stream(); }
 
 int32_t penstock_session_drain(void* handle) {
   return guarded([&] {

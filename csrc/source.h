@@ -55,9 +55,9 @@ class Source {
 
   // When a plan is installed, before anything is loaded; and with none before its memory goes, when all has ended.
   virtual void take_memory(const PackedMemory& memory);
-  // Waits for work on streams of its own, if it has any.
+  // Waits for work on a stream of its own, if it has one.
   virtual void finish() noexcept {}
-  virtual Stream link_stream(size_t) const { return nullptr; }
+  virtual Stream link_stream() const { return nullptr; }
   // Around a capture, with what will be copied in it, in that order, on a stream that is captured if there is any.
   virtual void begin_capture(const std::vector<PieceRecord>&, Stream) {}
   virtual void end_capture() noexcept {}

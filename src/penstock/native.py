@@ -64,7 +64,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_memory": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_link": (_i64, [_pointer, _pointer, _i64]),
     "penstock_session_copy_stream": (_pointer, [_pointer]),
-    "penstock_session_link_stream": (_pointer, [_pointer, _i64]),
+    "penstock_session_link_stream": (_pointer, [_pointer]),
     "penstock_session_drain": (_i32, [_pointer]),
     "penstock_session_start_trace": (_i32, [_pointer]),
     "penstock_session_stop_trace": (_i32, [_pointer]),

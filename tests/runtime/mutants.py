@@ -73,8 +73,8 @@ WRONG_EVENTS: dict[str, list[str]] = {
     "before.end": ["before.begin", "span.begin"],
 }
 WRONG_STREAMS = {"copy_stream_": "compute_", "compute_": "copy_stream_"}
-# Of what goes on both a stream of the link and the one that a function was given.
-BETWEEN_STREAMS = {"link": "stream", "stream": "links_[0].stream"}
+# Of what goes on both the stream of the link and the one that a function was given.
+BETWEEN_STREAMS = {"link_": "stream", "stream": "link_"}
 
 SELECTOR = """
 #include "mutants.h"

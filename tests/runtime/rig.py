@@ -7,10 +7,9 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -223,15 +222,12 @@ class Rig:
     @contextmanager
     def late_link(self) -> Iterator[None]:
         """Packed weights reach their slots when somebody waits for them."""
-        with ExitStack() as late:
-            for stream in self.link_streams:
-                late.enter_context(self._late(stream))
+        with self._late(self.link_stream):
             yield
 
     @property
-    def link_streams(self) -> list[int]:
-        numbered = (core().penstock_session_link_stream(self.session.handle, number) for number in count())
-        return [int(stream) for stream in takewhile(bool, numbered)]
+    def link_stream(self) -> int:
+        return int(core().penstock_session_link_stream(self.session.handle))
 
     @contextmanager
     def _late(self, stream: int) -> Iterator[None]:

@@ -96,11 +96,6 @@ def test_of_packed_weights_the_link_is_what_brings_them() -> None:
     calibration = calibration_of(spans, [SCHEDULE], plan)
     assert calibration.link.bytes_per_s == pytest.approx(700 / 200e-9)
     assert calibration.decoded_bytes_per_s == pytest.approx(PAGE / 100e-9)
-    # Two at once, each at half the rate: what one adds to the other counts.
-    shared = [Span("link", 1, 0, 0, 300, 0, 100), Span("link", 1, 0, 0, 400, 20, 200), *spans[2:]]
-    assert calibration_of(shared, [SCHEDULE], plan).link == calibration.link
-    after_a_pause = [Span("link", 1, 0, 0, 300, 0, 100), Span("link", 1, 0, 0, 400, 140, 240), *spans[2:]]
-    assert calibration_of(after_a_pause, [SCHEDULE], plan).link == calibration.link
 
 
 def test_what_cannot_be_calibrated_by() -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -18,8 +18,6 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.plan.plan import Plan
 from penstock.program import Program
-from penstock.runtime.session import Span
-from penstock.runtime.trace import trace_document
 from tests.runtime.modules import (
     PAGE,
     SCRIPTS,
@@ -276,15 +274,3 @@ def test_a_module_with_an_open_trace_goes_with_its_last_reference(gate: Path, tm
     finally:
         if was_on:
             gc.enable()
-
-
-def test_copies_that_share_the_link_are_in_two_rows() -> None:
-    link = [
-        Span("link", 1, 0, 0, 300, *moments) for moments in ((0, 100), (20, 200), (100, 220), (200, 300), (310, 320))
-    ]
-    document = trace_document([Span("copy", 1, 0, 0, 300, 100, 110), *link], lambda span: ("forward", "w"))
-    events = cast("list[Event]", document["traceEvents"])
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert list(names.values()) == ["compute", "copy", "link", "link, the copy beside"]
-    rows = [names[event["tid"]] for event in events if event["ph"] == "X" and event["cat"] == "link"]
-    assert rows == ["link", "link, the copy beside", "link", "link, the copy beside", "link"]

@@ -101,22 +101,21 @@ EQUIVALENT = {
     "packed_source.cpp take_memory: finish() left out": HAS_WAITED,
     "packed_source.cpp take_memory: give_up_slots() left out (2)": "what uninstalls the plan that failed does it again",
     "packed_source.cpp give_up_slots: if (event) taken for true": GIVES_BACK_NOTHING,
-    "packed_source.cpp destroy_links: if (link.stream) taken for true": GIVES_BACK_NOTHING,
-    "packed_source.cpp pass_through_in_graph: driver_.wait(link, slot.freed_in_graph) with the previous "
+    "packed_source.cpp pass_through_in_graph: driver_.wait(link_, slot.freed_in_graph) with the previous "
     "freed_in_graph": LATER_SLOT,
     "packed_source.cpp pass_through_in_graph: driver_.record(slot.freed_in_graph, stream) with the previous "
     "freed_in_graph": LATER_SLOT,
     "packed_source.cpp decode_on_host: driver_.synchronize_stream(stream) left out": (
         "what is left of a failed install nobody reads, and memory that was given back can often still be read"
     ),
-    "packed_source.cpp load: driver_.wait(link, slot.freed) with the previous freed": LATER_SLOT,
-    "packed_source.cpp load: driver_.wait(link, slot.freed) with the next freed": LATER_SLOT,
+    "packed_source.cpp load: driver_.wait(link_, slot.freed) with the previous freed": LATER_SLOT,
+    "packed_source.cpp load: driver_.wait(link_, slot.freed) with the next freed": LATER_SLOT,
     "packed_source.cpp load: driver_.record(slot.freed, stream) with the previous freed": LATER_SLOT,
     "packed_source.cpp load: driver_.record(slot.freed, stream) with the next freed": LATER_SLOT,
     "packed_source.cpp pass_through_in_graph: if (captured_left_-- <= slots_.size()) taken for true": (
         "only the last recording of a launch counts"
     ),
-    "packed_source.cpp begin_capture: if (captured_left_) taken for true": "nobody waits for it",
+    "packed_source.cpp begin_capture: if (!captured_left_) taken for false": "a branch without copies is none",
     "trace.cpp collect: if (std::abs(distance_ns) > kNearNs) taken for true": "measured from a place still nearer",
 }
 

@@ -30,10 +30,9 @@ def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: P
             "there is nothing to plan"
         )
     decoded = [span for span in traced if not _copy(plan, span).link_bytes]
+    samples = [(span.nbytes, span.end_ns - span.begin_ns) for span in over_link]
     return Calibration(
-        _link(_added_ns(over_link)),
-        step_times(spans, schedules, plan),
-        decoded_bytes_per_s=_decoded_bytes_per_s(decoded),
+        _link(samples), step_times(spans, schedules, plan), decoded_bytes_per_s=_decoded_bytes_per_s(decoded)
     )
 
 
@@ -135,16 +134,6 @@ def _step_times(
         times.append(max(0, span.end_ns - begin_ns) * _NS)
         before_ns = span.end_ns
     return times
-
-
-def _added_ns(over_link: Sequence[Span]) -> list[tuple[int, int]]:
-    """Bytes of each copy, and what it added to the time that the link was busy: two of them may share it."""
-    added = []
-    busy_until_ns = min(span.begin_ns for span in over_link)
-    for span in sorted(over_link, key=lambda span: span.end_ns):
-        added.append((span.nbytes, span.end_ns - max(span.begin_ns, busy_until_ns)))
-        busy_until_ns = max(busy_until_ns, span.end_ns)
-    return added
 
 
 def _link(copies: Sequence[tuple[int, int]]) -> Link:

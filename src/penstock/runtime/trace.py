@@ -4,7 +4,6 @@ before they are decoded, on the device's own clock."""
 from __future__ import annotations
 
 import json
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from penstock.runtime.recorder import Recording
 from penstock.runtime.session import Span
 
 _PROCESS = 1
-_THREADS = {"compute": 1, "copy": 2, "link": 3, "link, the copy beside": 4}
+_THREADS = {"compute": 1, "copy": 2, "link": 3}
 
 
 class Recorded(Protocol):
@@ -71,16 +70,15 @@ class Trace:
 
 def trace_document(spans: Sequence[Span], name: Callable[[Span], tuple[str, str]]) -> dict[str, object]:
     """`name` gives a span's method and what it is called: a weight, or a kernel."""
-    rows = _rows(spans)
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "penstock"}},
         *(
-            {"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_name", "args": {"name": row}}
-            for row, tid in _THREADS.items()
-            if row in ("compute", "copy") or row in rows
+            {"ph": "M", "pid": _PROCESS, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+            for lane, tid in _THREADS.items()
+            if lane != "link" or any(span.lane == lane for span in spans)
         ),
     ]
-    for span, row in zip(spans, rows, strict=True):
+    for span in spans:
         method, title = name(span)
         duration_ns = span.end_ns - span.begin_ns
         arguments: dict[str, object] = {"run": span.run, "method": method, "index": span.index}
@@ -91,7 +89,7 @@ def trace_document(spans: Sequence[Span], name: Callable[[Span], tuple[str, str]
             {
                 "ph": "X",
                 "pid": _PROCESS,
-                "tid": _THREADS[row],
+                "tid": _THREADS[span.lane],
                 "cat": span.lane,
                 "name": title,
                 "ts": span.begin_ns / 1e3,  # the format counts in microseconds
@@ -100,15 +98,3 @@ def trace_document(spans: Sequence[Span], name: Callable[[Span], tuple[str, str]
             }
         )
     return {"displayTimeUnit": "ns", "traceEvents": events}
-
-
-def _rows(spans: Sequence[Span]) -> list[str]:
-    """Two copies may be on the link at once, and viewers want spans of one row one after the other, or nested."""
-    rows = [span.lane for span in spans]
-    free_ns = -math.inf
-    for index in sorted((i for i, row in enumerate(rows) if row == "link"), key=lambda i: spans[i].begin_ns):
-        if spans[index].begin_ns < free_ns:
-            rows[index] = "link, the copy beside"
-        else:
-            free_ns = spans[index].end_ns
-    return rows
