@@ -338,6 +338,10 @@ void PackedSource::take_memory(const PackedMemory& memory) {
   undo.keep();
 }
 
+void PackedSource::poison(Stream stream) {
+  for (const Slot& slot : slots_) driver_.fill(slot.address, kPoison, (size_t)slot_bytes_, stream);
+}
+
 void PackedSource::finish() noexcept {
   sync_with_retry([&] { driver_.synchronize_stream(link_); });
 }

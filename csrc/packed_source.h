@@ -37,6 +37,7 @@ class PackedSource final : public Source {
   int64_t link_bytes(const PieceRecord& piece) const override;
   bool is_fixed() const override { return beneath_->is_fixed(); }
   void take_memory(const PackedMemory& memory) override;
+  void poison(Stream stream) override;
   void finish() noexcept override;
   Stream link_stream() const override { return link_; }
   void begin_capture(const std::vector<PieceRecord>& pieces, Stream stream) override;

@@ -306,6 +306,7 @@ void PlannedSession::reset() noexcept {
     for (const MethodRecord& method : plan_.methods)
       for (const CopyRecord& copy : method.copies) poison(copy.piece, copy_stream_);
   });
+  quietly([&] { source_.poison(copy_stream_); });
   sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
 }
 

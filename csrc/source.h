@@ -55,6 +55,8 @@ class Source {
 
   // When a plan is installed, before anything is loaded; and with none before its memory goes, when all has ended.
   virtual void take_memory(const PackedMemory& memory);
+  // Overwrites what a run that failed may have left in that memory and nobody has decoded. Nothing is under way.
+  virtual void poison(Stream) {}
   // Waits for work on a stream of its own, if it has one.
   virtual void finish() noexcept {}
   virtual Stream link_stream() const { return nullptr; }

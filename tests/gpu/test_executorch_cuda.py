@@ -19,6 +19,7 @@ from examples import decoder
 
 import penstock
 from penstock import errors
+from penstock.weights import WeightsIndex
 from tests.gpu import programs
 from tests.harness import bits
 
@@ -245,6 +246,61 @@ def test_staged_weights(files: tuple[Path, Path], resident: tuple[list[torch.Ten
         assert module.host_bytes <= 64 << 20
         for _ in range(3):
             assert same(afresh(module), wanted)
+
+
+@pytest.fixture(scope="module")
+def packed(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> WeightsIndex:
+    folder = tmp_path_factory.mktemp("packed")
+    penstock.executorch.merge_weights([files[0].with_suffix(".ptd")], folder / "raw.ptd")
+    return penstock.pack(folder / "raw.ptd", folder / "packed.ptd", program=files[0])
+
+
+def test_packed_weights_give_the_same_bits(
+    files: tuple[Path, Path], packed: WeightsIndex, resident: tuple[list[torch.Tensor], int, int]
+) -> None:
+    wanted = resident[0]
+    assert packed["embed.weight"].packing is None, "it is gathered from"
+    with penstock.executorch.Module(files[0], EVERYTHING, weights=packed.path) as module:
+        floor_bytes, full_bytes = module.floor_bytes, module.full_bytes
+        for budget_bytes in (floor_bytes, max(floor_bytes, full_bytes // 2), full_bytes):
+            module.set_budget(budget_bytes)
+            for run in range(3):
+                assert same(afresh(module), wanted), (budget_bytes, run)
+            assert module.device_memory()[0] <= budget_bytes
+            last, plan = module.last_run, module.plan.method("decode")
+            assert (last.bytes_streamed, last.bytes_decoded) == (plan.warm.bytes_streamed, plan.warm.bytes_decoded)
+            assert last.bytes_streamed == sum(copy.link_bytes for copy in plan.copies)
+            assert (last.bytes_streamed == 0) == (budget_bytes == full_bytes)
+            # Over the link as the file has them, not as they are decoded: whole weights in 0.70 of their bytes,
+            # and a part of one that begins inside of a block with all of that block.
+            brought = [copy for copy in plan.copies if copy.packed_bytes]
+            ratio = sum(copy.link_bytes for copy in brought) / max(1, sum(copy.piece.nbytes for copy in brought))
+            assert ratio < 1 and (0.65 < ratio < 0.8 or budget_bytes > floor_bytes), (budget_bytes, ratio)
+        # And fewer than of the file that is not packed, in the same room.
+        module.set_budget(floor_bytes)
+        afresh(module)
+        packed_bytes = module.last_run.bytes_streamed
+    with penstock.executorch.Module(files[0], floor_bytes) as module:
+        assert same(afresh(module), wanted)
+        assert 0 < packed_bytes < module.last_run.bytes_streamed
+
+
+def test_packed_weights_in_the_delegate_s_own_session(
+    files: tuple[Path, Path], packed: WeightsIndex, resident: tuple[list[torch.Tensor], int, int]
+) -> None:
+    """By the plans in the file, and slots beside them."""
+    with pytest.raises(errors.BelowFloorError) as refused:
+        NativeModule(str(files[0]), [str(packed.path)], "1000", "packed, too little").load_method("decode")
+    floor_bytes = refused.value.floor_bytes
+    for budget_bytes in (floor_bytes, max(floor_bytes, resident[2] // 2), 2 * resident[2]):
+        native = NativeModule(str(files[0]), [str(packed.path)], str(budget_bytes), f"packed {budget_bytes}")
+        try:
+            for name in ("prefill", "decode"):
+                native.load_method(name)
+            for run in range(3):
+                assert same(generated(partial(first_output, native)), resident[0]), (budget_bytes, run)
+        finally:
+            native.close()
 
 
 def test_a_device_that_is_not_there(files: tuple[Path, Path]) -> None:

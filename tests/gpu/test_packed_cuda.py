@@ -11,7 +11,8 @@ from bench.decoding import KINDS, Decoder, cases, differs
 
 import penstock
 from penstock import errors
-from tests.gpu import programs
+from tests.gpu import memcheck, programs
+from tests.gpu.device_kernels import DeviceKernels
 from tests.gpu.test_runtime_cuda import generate, same
 from tests.runtime.test_packed_dtypes import compiled
 
@@ -95,6 +96,11 @@ def test_kernels_make_the_same_bits(dtype: torch.dtype) -> None:
     """Every bit pattern, tensors that pack badly, and sizes beside tiles and blocks."""
     decoder = Decoder()
     assert [name for name, tensor in cases(dtype) if differs(decoder, tensor)] == []
+
+
+def test_damage_leads_no_kernel_outside() -> None:
+    """What is written beside the output shows here; what is read beside the blocks, in tests/gpu/memcheck.py."""
+    memcheck.decode_damaged(DeviceKernels())
 
 
 def test_weights_of_every_dtype_give_the_same_bits(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 # Calls that order, time or forget: without one of them something must go wrong.
 DRIVER_CALL = re.compile(r"\bdriver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+|fill)\(")
 OWN_CALL = re.compile(
-    r"(?<![\w.>:~])(?:(?:source_\.|beneath_->)(?:follow|finish|take_memory|begin_capture|end_capture)"
+    r"(?<![\w.>:~])(?:(?:source_\.|beneath_->)(?:follow|finish|poison|take_memory|begin_capture|end_capture)"
     r"|give_packed_memory|give_up_slots|finish|await_copy|poison|forget_copies|reset|announce|restore_progress|leave_capture"
     r"|stalls_\.\w+|trace_->\w+|set_shapes|await_readers|await_copies|fill_residents|drop_order|discard_run"
     r"|(?:registry\(\)|all)\.\w+\.(?:wait|erase|emplace|notify_all|insert)|session_->taken\(\)\.erase"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 from penstock.errors import DriverCallError, PenstockError, WeightsChangedError
@@ -382,6 +382,28 @@ def a_failed_run_is_waited_for_on_the_link(folder: Path) -> None:
             refused(rig.begin, DriverCallError)
             assert in_device_memory(block), "the run was given up while its copy was on its way"
         rig.run()
+
+
+@scenario
+def what_a_failed_run_left_in_a_slot_is_poison(folder: Path) -> None:
+    """It came over the link, and was never decoded: the next run must bring it again. What stays packed does stay."""
+    model = packed_chain(folder)
+    for plan in (model.divided(), model.divided(slots=3, stored_bytes=SOME_BYTES)):
+        first = next(
+            copy.piece for copy in (plan.methods[0].copies[n] for n in plan.methods[0].prologue) if copy.packed_bytes
+        )
+        block = {0: model.packed_of(first.weight, first.weight_offset_bytes, BLOCK_BYTES)}
+        with SoftDriver(PAGE, 0, poison=False) as driver:
+            for call, poison in product(("record", "decode"), (True, False)):
+                with Rig(model, driver=driver, poison=poison) as rig:
+                    rig.install_plan(plan)
+                    assert not in_device_memory(block)
+                    with rig.late_link(), rig.late_copies():
+                        rig.driver.fail_at(1, call=call)
+                        refused(rig.begin, DriverCallError)
+                        assert rig.driver.failed_call() == call
+                        assert bool(in_device_memory(block)) is not poison
+                    rig.run()
 
 
 # ---- graphs (S9)

@@ -43,6 +43,20 @@ def build(folder: Path, *flags: str) -> Path:
     return library
 
 
+def launch_params(
+    kind: int, packed: int, out: int, blocks: list[bytes], raw_bytes: int, begin: int, end: int
+) -> Params:
+    """Of a launch that puts value `begin` to `out`, from blocks that lie at `packed`."""
+    value_bytes = VALUE_BYTES[kind]
+    params = Params(packed, out - begin * value_bytes)
+    params.begin_value, params.end_value = begin, end
+    params.first_tile, params.end_tile = begin // TILE_VALUES, -(-end // TILE_VALUES)
+    params.total_tiles = -(-(raw_bytes // value_bytes) // TILE_VALUES)
+    for number, block in enumerate(blocks):
+        params.begins[number + 1] = params.begins[number] + len(block) // 16
+    return params
+
+
 class Kernels:
     def __init__(self, library: Path) -> None:
         self._decode = ctypes.CDLL(str(library)).decode_on_host
@@ -53,12 +67,7 @@ class Kernels:
         # Of exactly its size, so that a read behind it is one outside of an allocation.
         packed = (ctypes.c_char * sum(map(len, blocks))).from_buffer_copy(b"".join(blocks))
         whole, out = guarded((end - begin) * value_bytes)
-        params = Params(ctypes.addressof(packed), out - begin * value_bytes)
-        params.begin_value, params.end_value = begin, end
-        params.first_tile, params.end_tile = begin // TILE_VALUES, -(-end // TILE_VALUES)
-        params.total_tiles = -(-(raw_bytes // value_bytes) // TILE_VALUES)
-        for number, block in enumerate(blocks):
-            params.begins[number + 1] = params.begins[number] + len(block) // 16
+        params = launch_params(kind, ctypes.addressof(packed), out, blocks, raw_bytes, begin, end)
         self._decode(kind, ctypes.byref(params))
         check_guards(whole, (end - begin) * value_bytes)
         return whole.raw[GUARD_BYTES : GUARD_BYTES + (end - begin) * value_bytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.weights.packed_format import KINDS
 from tests.runtime.builds import COMPILER, play
 from tests.runtime.test_sanitizers import environment, found
 from tests.weights.block_stress import VALUE_BYTES
+from tests.weights.damaged_weights import PARTS, check, damaged_weights
 from tests.weights.kernel_stress import Kernels, blocks_of, build, some_values, stress
 
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"there is no compiler {COMPILER}")
@@ -37,6 +39,15 @@ def test_kernels_make_the_same_bits(kernels: Kernels, dtype: str) -> None:
 
 def test_damaged_blocks_write_nothing_else(kernels: Kernels) -> None:
     stress(kernels, seed=0)
+
+
+def test_damage_in_any_part_of_a_block_is_its_own(kernels: Kernels) -> None:
+    """tests/gpu/memcheck.py has more of them decoded on a GPU."""
+    found = list(damaged_weights(seed=0, count=60))
+    assert {(weight.kind, weight.part) for weight in found} == set(product(VALUE_BYTES, PARTS))
+    assert any(len(weight.blocks) > 1 for weight in found)
+    for weight in found:
+        check(kernels.decoded, weight)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ class PackReport:
 @click.command(short_help="Pack a weights file, without loss.")
 @click.argument("weights", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The packed .ptd.")
-@click.option("--program", type=click.Path(path_type=Path), help="Its .pt2: what it gathers rows from stays as it is.")
+@click.option("--program", type=click.Path(path_type=Path), help="Its .pt2 or .pte: what it gathers from stays.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
 def pack(weights: Path, output: Path, program: Path | None, overwrite: bool, as_json: bool) -> None:
@@ -50,6 +50,7 @@ def pack(weights: Path, output: Path, program: Path | None, overwrite: bool, as_
     \b
     penstock pack model.ptd -o packed.ptd
     penstock pack model.ptd -o packed.ptd --program model.pt2
+    penstock pack raw.ptd -o packed.ptd --program model.pte
     """
     from tqdm import tqdm
 

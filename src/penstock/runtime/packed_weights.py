@@ -58,5 +58,5 @@ def _check(program: Program, index: WeightsIndex, packed: Mapping[str, Entry], p
                 raise WeightsFileError(
                     f"{index.path}: method {method.name!r} gathers from {printable(access.weight)!r}, which is packed: "
                     "rows of it cannot be read alone. Pack the file again with the program, which keeps such tables as "
-                    "they are: penstock pack ... --program model.pt2"
+                    "they are: penstock pack ... --program, with its .pt2 or .pte"
                 )

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import xxhash
 
-from penstock.errors import ChecksumError, IdentityError, OutputExistsError, OutputPathError, WeightsFileError
+from penstock.errors import ChecksumError, OutputExistsError, OutputPathError, WeightsFileError
 from penstock.printable import printable
 from penstock.regular_file import open_regular
 from penstock.weight import State, Weight
 from penstock.weights.block_codec import PIECE_RAW_BYTES, Slot, Workers, read_into, workers
 from penstock.weights.format import aligned_bytes
 from penstock.weights.index import Entry, WeightsIndex, read_index
+from penstock.weights.left_raw import left_raw
 from penstock.weights.metadata import Record, encode_metadata
 from penstock.weights.packed_format import (
     BLOCK_RAW_BYTES,
@@ -55,7 +56,8 @@ def pack(
 ) -> WeightsIndex:
     """Writes a .ptd with the weights of another one packed: the same values to the bit, in fewer bytes.
 
-    program    the .pt2 of the weights: what it gathers rows from stays as it is, to be read in place
+    program    the .pt2 or .pte of the weights: what it gathers rows from stays as it is, to be read in place; of a .pte
+               so does what no delegate of ours reads
     on_bytes   is told how many bytes of the source are done, again and again
     overwrite  replace an existing file
 
@@ -63,14 +65,14 @@ def pack(
     stays as it is.
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
-    gathered = frozenset() if program is None else _gathered(Path(program), source)
-    return pack_entries(source, target, gathered, on_bytes)
+    left = frozenset() if program is None else left_raw(Path(program), source)
+    return pack_entries(source, target, left, on_bytes)
 
 
 def pack_entries(
-    source: WeightsIndex, target: Path, gathered: frozenset[str], on_bytes: OnBytes | None = None
+    source: WeightsIndex, target: Path, left: frozenset[str], on_bytes: OnBytes | None = None
 ) -> WeightsIndex:
-    """`gathered` stay as they are. An older file is replaced."""
+    """`left` stay as they are, by any of their names. An older file is replaced."""
     for entry in source.unique_entries:
         if entry.packing is not None:
             raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
@@ -79,7 +81,7 @@ def pack_entries(
         # It needs less than the source. To ask for all of that would refuse disks that have the room, and take time
         # where files are memory.
         with partial_file(target, source.file_bytes, reserved=False) as partial:
-            _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, gathered).write()
+            _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, left).write()
             written = read_index(partial.partial)
     return replace(written, path=target)
 
@@ -123,7 +125,7 @@ class _Packer:
     plan: FilePlan
     held: Workers
     on_bytes: OnBytes
-    gathered: frozenset[str]
+    left: frozenset[str]
 
     def write(self) -> None:
         records: list[Record] = []
@@ -166,7 +168,7 @@ class _Packer:
     def _may_pack(self, record: Record) -> bool:
         entry = self.source[record.name]
         large = entry.raw_bytes >= BLOCK_RAW_BYTES
-        return record.kind == "weight" and record.dtype in KINDS and large and not self.gathered & {*record.names}
+        return record.kind == "weight" and record.dtype in KINDS and large and not self.left & {*record.names}
 
     def _pack(self, entry: Entry, offset_bytes: int) -> int | None:
         """Writes the entry packed, and returns its size; None where that would save too little."""
@@ -266,16 +268,6 @@ def _source_plan(index: WeightsIndex, fd: int) -> FilePlan:
             " byte: penstock.compile again"
         )
     return plan
-
-
-def _gathered(path: Path, index: WeightsIndex) -> frozenset[str]:
-    """What a method of the program reads only some rows of."""
-    from penstock.program import read_program  # which imports this room
-
-    program = read_program(path)
-    if program.identity != index.identity:
-        raise IdentityError(f"{index.path} has identity {index.identity}, {path} needs {program.identity}")
-    return program.gathered_weights
 
 
 def _target(path: str | os.PathLike[str], overwrite: bool) -> Path:
