@@ -21,9 +21,12 @@ SLOW_FILES = (
     "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
     "executorch/test_mutations.py",  # builds the delegate with every fault in it, and plays all plays against each
     "export/test_hazards.py",  # compiles a program for each way in which Inductor would break a lent weight
+    "export/test_linears.py",  # compiles what split linears become; runtime/test_split_modules.py runs a program of them
     "export/test_models.py",  # compiles small models of many kinds; those of transformers have a target of their own
     "export/test_pass_compiled.py",  # compiles what test_pass.py runs as it is exported
+    "export/test_small_programs.py",  # compiles odd ones, and some from two threads
     "export/test_low_memory.py",  # exports models of half a gigabyte; `make gate` holds the same limit
+    "report/test_demo.py",  # the whole demo, as `make demo` runs it
     "runtime/test_mutations.py",  # builds the core with every fault in it, and plays all scenarios against each
     "runtime/test_sanitizers.py",  # builds it with sanitizers
     "soak/test_slice.py",  # everything at random, from fixed seeds
@@ -35,20 +38,21 @@ SLOW_FIXTURES = frozenset(("finished",))  # a run of the benchmark suite
 
 # The longest of the others. They go first: near the end only short ones are left, and no worker waits for another.
 LONG_FILES = (
-    "export/test_hazards.py",
-    "executorch/test_surface.py",
     "runtime/test_interrupts.py",
-    "verify/test_poison.py",
-    "runtime/test_split_modules.py",
     "export/test_pass.py",
+    "runtime/test_split_modules.py",
+    "fuzz/test_slice.py",
     "export/test_compile.py",
+    "runtime/test_driver_faults.py",
+    "report/test_collect.py",
+    "executorch/test_surface.py",
     "executorch/test_payload.py",
     "executorch/test_bad_files.py",
-    "export/test_small_programs.py",
-    "runtime/test_packed_modules.py",
-    "plan/test_record.py",
     "executorch/test_module.py",
-    "docs/test_blocks.py",
+    "runtime/test_leaks.py",
+    "plan/test_placements.py",
+    "plan/test_planner.py",
+    "plan/test_record.py",
 )
 
 # What a shell starts in the background ignores interrupts, and hands that on. Tests send themselves some.
