@@ -21,7 +21,7 @@ SLOW_FILES = (
     "executorch/test_example.py",  # builds a program in C++ against ExecuTorch
     "executorch/test_mutations.py",  # builds the delegate with every fault in it, and plays all plays against each
     "export/test_hazards.py",  # compiles a program for each way in which Inductor would break a lent weight
-    "export/test_linears.py",  # compiles what split linears become; runtime/test_split_modules.py runs a program of them
+    "export/test_linears.py",  # compiles what split linears become; runtime/test_split_modules.py runs one of them
     "export/test_models.py",  # compiles small models of many kinds; those of transformers have a target of their own
     "export/test_pass_compiled.py",  # compiles what test_pass.py runs as it is exported
     "export/test_small_programs.py",  # compiles odd ones, and some from two threads
