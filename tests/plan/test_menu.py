@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from penstock.plan.planner import Planner
 from penstock.plan.residency import streaming
 from penstock.plan.search import Room
 from penstock.plan.simulator import predicted_s
+from penstock.plan.tuning import AS_FAST
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.plan.test_floor import weights_of
@@ -125,6 +127,28 @@ def mixed() -> tuple[Schedule, dict[str, Weight]]:
     weights = {name: Weight(name, "bfloat16", (1024, 256), (0, 1)) for name in names}
     weights |= weights_of(table=40 * 65536, a=8 * 65536, b=8 * 65536, c=8 * 65536, d=8 * 65536)
     return linear(chain("~table", "a", "p0", "b", "p1", "c", "p2", "d", "p3"), names), weights
+
+
+def test_slots_are_few_and_large_where_copies_cost_much_and_more_where_they_run_ahead() -> None:
+    """The same bytes: a copy that costs as much as its bytes wants two slots. Where copies cost nothing beside their
+    bytes, neither is slower than the other division would be."""
+    menu = packed_menu({f"w{i}": 24 * BLOCK_BYTES for i in range(12)}, [f"w{i}" for i in range(12)])
+    planner = MenuPlanner(menu)
+    budget_bytes = planner.floor_bytes + 40 * PAGE
+    steps = {"forward": (1e-6,) * 12}
+    for latency_s in (0.0, 1e-3):
+        calibration = Calibration(Link(1e9, latency_s), steps, decoded_bytes_per_s=40e9)
+        plan = planner.plan(budget_bytes, calibration)
+        check(plan, menu, budget_bytes)
+        assert plan.slots is not None
+        total_bytes = plan.ranges[plan.slots.range_index].nbytes
+        divided = menu.slot_sizes(total_bytes)
+        assert len({one.count for one in divided}) > 1
+        others = [replace(plan, slots=replace(plan.slots, count=one.count, nbytes=one.nbytes)) for one in divided]
+        predicted = [predicted_s(other, menu.schedules, calibration) for other in others]
+        assert predicted_s(plan, menu.schedules, calibration) <= AS_FAST * min(predicted)
+        if latency_s:
+            assert plan.slots.count == 2
 
 
 def test_one_plan_has_a_ring_and_prefixes_by_the_time_they_save() -> None:

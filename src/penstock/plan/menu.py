@@ -30,7 +30,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.prefixes import Spare, allocate_prefixes, host_curves
 from penstock.plan.ratios import TimeCurve
 from penstock.plan.split import with_prefixes
-from penstock.plan.tuning import MOST_SLOTS_BYTES, SLOTS, SLOTS_PART_OF_BUDGET
+from penstock.plan.tuning import MOST_SLOTS_BYTES, SLOT_COUNTS, SLOTS_PART_OF_BUDGET
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -144,10 +144,12 @@ class Menu:
             return None
         wanted = min(MOST_SLOTS_BYTES, int(budget_bytes * SLOTS_PART_OF_BUDGET), budget_bytes - floor_bytes)
         total_bytes = max(wanted // self.page_bytes * self.page_bytes, self.least_slots_bytes)
-        count = SLOTS
-        while count > 2 and _slot_bytes(total_bytes, count) < self._largest_block_bytes:
-            count -= 1
-        return SlotSizes(count, _slot_bytes(total_bytes, count), total_bytes)
+        return self.slot_sizes(total_bytes)[0]
+
+    def slot_sizes(self, total_bytes: int) -> list[SlotSizes]:
+        """What so many bytes can be divided into, more and smaller slots first: every block fits into one."""
+        sizes = [SlotSizes(count, _slot_bytes(total_bytes, count), total_bytes) for count in SLOT_COUNTS]
+        return [one for one in sizes if one.count == 2 or one.nbytes >= self._largest_block_bytes]
 
     @cached_property
     def _largest_block_bytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import BelowFloorError
@@ -125,7 +125,15 @@ class MenuPlanner:
         if kept is not None:
             plan = room.finished(kept.plan(room.pages))
             found.append((sum(self.predicted_s(plan, one) for one in known), plan))
-        return least(found)
+        return self._with_best_slots(least(found), room, known)
+
+    def _with_best_slots(self, plan: Plan, room: Room, known: Sequence[Calibration]) -> Plan:
+        """The same bytes divided otherwise: nothing else of the plan changes."""
+        if plan.slots is None or room.slots is None:
+            return plan
+        sizes = self._menu.slot_sizes(room.slots.total_bytes)
+        plans = [replace(plan, slots=replace(plan.slots, count=one.count, nbytes=one.nbytes)) for one in sizes]
+        return least([(sum(self.predicted_s(each, one) for one in known), each) for each in plans])
 
     def _searched(
         self, room: Room, known: Sequence[Calibration], is_measured: bool, *, is_draft: bool
