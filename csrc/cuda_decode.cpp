@@ -14,7 +14,8 @@ constexpr char kPtx[] =
 // By kind, from 1 on.
 constexpr const char* kFunctions[kPackedKinds] = {"penstock_decode_bfloat16", "penstock_decode_float32",
                                                   "penstock_decode_float16", "penstock_decode_float8_e4m3",
-                                                  "penstock_decode_float8_e5m2"};
+                                                  "penstock_decode_float8_e5m2",
+                                                  "penstock_decode_bfloat16_levels"};
 constexpr int kMultiprocessorCount = 16;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kTilesABlock = kThreads / 32;

@@ -279,3 +279,5 @@ extern "C" __global__ void __launch_bounds__(256)
     penstock_decode_float8_e5m2(const __grid_constant__ DecodeParams params) {
   decode_float8<5, 2>(params);
 }
+
+#include "decode_levels.h"

@@ -7,6 +7,8 @@
 #include <cstring>
 
 #include "packed_float.h"
+#include "packed_levels.h"
+#include "packed_planes.h"
 
 // A test compares what the two make: PENSTOCK_PLAIN_VECTORS leaves this one out.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(PENSTOCK_PLAIN_VECTORS)
@@ -17,51 +19,10 @@ namespace penstock {
 namespace {
 
 constexpr int kCodes = 7;
-constexpr int64_t kHeaderBytes = 16;
 constexpr int64_t kTableBytes = 8;
-constexpr int kLanes = 32;
 constexpr int kPlanes = 3;
-constexpr int kRounds = 4;
-// The lowest bit of each four.
-constexpr uint32_t kNibbles = 0x11111111u;
-// And of each byte.
-constexpr uint64_t kBytes = 0x0101010101010101ull;
-constexpr int64_t kPlaneBytes = kLanes * 4;
 
-int64_t padded(int64_t bytes) { return (bytes + kPackedUnitBytes - 1) / kPackedUnitBytes * kPackedUnitBytes; }
-
-// A value's place: lanes have eight values at a time, in four rounds. Value `at` of a round has bit 4 * at + round of the
-// lane's word in each plane, so that three planes make eight selectors of four bits.
-constexpr int64_t value_index(int lane, int round, int at) { return round * 256 + lane * 8 + at; }
-
-// Eight codes, a byte each, to four bits each.
-uint32_t narrowed(uint64_t codes) {
-  codes = (codes | (codes >> 4)) & 0x00FF00FF00FF00FFull;
-  codes = (codes | (codes >> 8)) & 0x0000FFFF0000FFFFull;
-  return (uint32_t)(codes | (codes >> 16));
-}
-
-// And back.
-uint64_t widened(uint32_t codes) {
-  uint64_t wide = codes;
-  wide = (wide | (wide << 16)) & 0x0000FFFF0000FFFFull;
-  wide = (wide | (wide << 8)) & 0x00FF00FF00FF00FFull;
-  return (wide | (wide << 4)) & 0x0F0F0F0F0F0F0F0Full;
-}
-
-// The most frequent exponents, of equals the smaller; unused entries stay 0. Returns how many there are.
-int choose_exponents(const uint32_t* counts, unsigned char* table) {
-  bool taken[256] = {};
-  for (int code = 1; code <= kCodes; ++code) {
-    int best = -1;
-    for (int e = 0; e < 256; ++e)
-      if (!taken[e] && counts[e] && (best < 0 || counts[e] > counts[best])) best = e;
-    if (best < 0) return code - 1;
-    taken[best] = true;
-    table[code] = (unsigned char)best;
-  }
-  return kCodes;
-}
+bool has_levels(PackedKind kind) { return kind == PackedKind::bfloat16_levels; }
 
 // The code of each exponent of a tile, 0 for an escape. Seven comparisons of whole vectors are less than a lookup each.
 void encode_tile(const unsigned char* exponents, const unsigned char* table, int used, unsigned char* __restrict codes) {
@@ -77,41 +38,11 @@ void encode_tile(const unsigned char* exponents, const unsigned char* table, int
   }
 }
 
-// Codes, or other bits of the values, to planes, where a plane's word holds one bit of each of the lane's values.
-template <int kCount>
-void part_planes(const unsigned char* codes, uint32_t (*planes)[kLanes]) {
-  uint64_t eights[kRounds][kLanes];
-  static_assert(sizeof eights == kTileValues, "eight values for each lane, in each round");
-  std::memcpy(eights, codes, sizeof eights);
-  for (int plane = 0; plane < kCount; ++plane)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      uint64_t bits = 0;
-      for (int round = 0; round < kRounds; ++round) bits |= ((eights[round][lane] >> plane) & kBytes) << round;
-      planes[plane][lane] = narrowed(bits);
-    }
-}
-
-// The way back: one byte for each value.
-template <int kCount>
-void join_planes(const unsigned char* planes, unsigned char* bits) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    uint32_t words[kCount];
-    for (int plane = 0; plane < kCount; ++plane) std::memcpy(&words[plane], planes + plane * kPlaneBytes + lane * 4, 4);
-    for (int round = 0; round < kRounds; ++round) {
-      uint32_t nibbles = 0;
-      for (int plane = 0; plane < kCount; ++plane) nibbles |= ((words[plane] >> round) & kNibbles) << plane;
-      const uint64_t eight = widened(nibbles);
-      std::memcpy(bits + value_index(lane, round, 0), &eight, sizeof eight);
-    }
-  }
-}
-
+// Exponents to themselves, counted, and the rests to where they belong.
 template <typename Float>
-int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
+void part_values(const BlockLayout& layout, const unsigned char* raw, unsigned char* packed, unsigned char* exponents,
+                 uint32_t* counts_of_all) {
   using Word = typename Float::Word;
-  const BlockLayout layout(kind, raw_bytes);
-  std::memset(packed, 0, (size_t)layout.planes_at);
-  unsigned char exponents[kBlockRawBytes / (int64_t)sizeof(Word)];
   // Eight of each, so that equal exponents in a row do not wait for one another. Half of the values tell enough.
   uint32_t counts[8][256] = {};
   for (int64_t tile = 0; tile < layout.tiles; ++tile) {
@@ -125,7 +56,8 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
       values = reinterpret_cast<unsigned char*>(filled_up);
     }
     unsigned char bits[Float::kRestPlanes ? kTileValues : 1];
-    Float::part(reinterpret_cast<const typename Float::Stored*>(values), exponents + begin, packed + layout.rests_at + begin * Float::kRestBytes, bits);
+    Float::part(reinterpret_cast<const typename Float::Stored*>(values), exponents + begin,
+                packed + layout.rests_at + begin * Float::kRestBytes, bits);
     if constexpr (Float::kRestPlanes != 0) {
       uint32_t planes[Float::kRestPlanes][kLanes];
       part_planes<Float::kRestPlanes>(bits, planes);
@@ -138,10 +70,17 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
         counts[4 + k][exponents[begin + i + 8 + k]]++;
       }
   }
-  for (int k = 1; k < 8; ++k)
-    for (int e = 0; e < 256; ++e) counts[0][e] += counts[k][e];
-  const int used = choose_exponents(counts[0], packed);
-  unsigned char* escapes = packed + layout.escapes_at;
+  for (int e = 0; e < 256; ++e) {
+    counts_of_all[e] = 0;
+    for (int k = 0; k < 8; ++k) counts_of_all[e] += counts[k][e];
+  }
+}
+
+// The code of seven exponents. Returns the bytes of the block.
+inline int64_t pack_codes(const BlockLayout& layout, const unsigned char* exponents, const uint32_t* counts,
+                          unsigned char* packed) {
+  const int used = choose_exponents(counts, kCodes, packed + 1);
+  unsigned char* escapes = packed + layout.rests_end;
   uint32_t escape_count = 0;
   for (int64_t tile = 0; tile < layout.tiles; ++tile) {
     const uint16_t first_escape = (uint16_t)escape_count;
@@ -163,30 +102,38 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
       }
   }
   std::memcpy(packed + kTableBytes, &escape_count, sizeof escape_count);
-  int64_t bytes = padded(layout.escapes_at + escape_count);
-  std::memset(escapes + escape_count, 0, (size_t)(bytes - layout.escapes_at - escape_count));
+  int64_t bytes = padded(layout.rests_end + escape_count);
+  std::memset(escapes + escape_count, 0, (size_t)(bytes - layout.rests_end - escape_count));
   return bytes;
 }
 
 template <typename Float>
-void unpack_tile(const BlockLayout& layout, const unsigned char* packed, int64_t packed_bytes, int64_t tile,
-                 const uint16_t* pairs, typename Float::Word* out) {
-  const unsigned char* escapes = packed + layout.escapes_at;
-  const int64_t escapes_there = packed_bytes - layout.escapes_at;
+int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
+  const BlockLayout layout(kind, raw_bytes);
+  std::memset(packed, 0, (size_t)layout.planes_at);
+  unsigned char exponents[kBlockRawBytes / (int64_t)sizeof(typename Float::Word)];
+  uint32_t counts[256];
+  part_values<Float>(layout, raw, packed, exponents, counts);
+  return has_levels(kind) ? pack_levels(layout, exponents, counts, packed) : pack_codes(layout, exponents, counts, packed);
+}
+
+// The exponents of a tile, in the code of seven.
+inline void read_codes(const BlockLayout& layout, const unsigned char* packed, int64_t packed_bytes, int64_t tile,
+                       const ExponentPairs& table, unsigned char* exponents) {
+  const unsigned char* escapes = packed + layout.rests_end;
+  const int64_t escapes_there = packed_bytes - layout.rests_end;
   uint16_t first_escape;
   std::memcpy(&first_escape, packed + kHeaderBytes + tile * 2, sizeof first_escape);
   int64_t escape = first_escape;
   const unsigned char* of_tile = packed + layout.planes_at + tile * layout.tile_planes_bytes;
-  unsigned char exponents[kTileValues];
   for (int lane = 0; lane < kLanes; ++lane) {
     uint32_t planes[kPlanes];
     for (int plane = 0; plane < kPlanes; ++plane)
       std::memcpy(&planes[plane], of_tile + plane * kPlaneBytes + lane * 4, 4);
     for (int round = 0; round < kRounds; ++round) {
-      uint32_t codes = ((planes[0] >> round) & kNibbles) | (((planes[1] >> round) & kNibbles) << 1) |
-                       (((planes[2] >> round) & kNibbles) << 2);
-      for (int at = 0; at < 8; at += 2, codes >>= 8)
-        std::memcpy(exponents + value_index(lane, round, at), &pairs[codes & 0xFF], 2);
+      const uint32_t codes = ((planes[0] >> round) & kNibbles) | (((planes[1] >> round) & kNibbles) << 1) |
+                             (((planes[2] >> round) & kNibbles) << 2);
+      table.look_up(codes, exponents + value_index(lane, round, 0));
     }
     for (uint32_t bits = ~(planes[0] | planes[1] | planes[2]); bits; bits &= bits - 1) {
       int bit = __builtin_ctz(bits);
@@ -195,29 +142,42 @@ void unpack_tile(const BlockLayout& layout, const unsigned char* packed, int64_t
       escape++;
     }
   }
-  unsigned char bits[Float::kRestPlanes ? kTileValues : 1];
-  if constexpr (Float::kRestPlanes != 0) join_planes<Float::kRestPlanes>(of_tile + kPlanes * kPlaneBytes, bits);
-  Float::join(exponents, packed + layout.rests_at + tile * kTileValues * Float::kRestBytes, bits, out);
+}
+
+// Calls read(tile, exponents) for the tiles that are asked for, and joins what it finds with the rests.
+template <typename Float, typename Read>
+void unpack_tiles(const BlockLayout& layout, const unsigned char* packed, int64_t begin, int64_t end, unsigned char* out,
+                  Read read) {
+  constexpr int64_t kTileBytes = kTileValues * (int64_t)sizeof(typename Float::Word);
+  typename Float::Word values[kTileValues];
+  for (int64_t tile = begin / kTileBytes; tile * kTileBytes < end; ++tile) {
+    unsigned char exponents[kTileValues];
+    read(tile, exponents);
+    unsigned char bits[Float::kRestPlanes ? kTileValues : 1];
+    if constexpr (Float::kRestPlanes != 0)
+      join_planes<Float::kRestPlanes>(
+          packed + layout.planes_at + tile * layout.tile_planes_bytes + kPlanes * kPlaneBytes, bits);
+    Float::join(exponents, packed + layout.rests_at + tile * kTileValues * Float::kRestBytes, bits, values);
+    int64_t low = std::max(begin, tile * kTileBytes), high = std::min(end, (tile + 1) * kTileBytes);
+    std::memcpy(out + (low - begin), reinterpret_cast<unsigned char*>(values) + (low - tile * kTileBytes),
+                (size_t)(high - low));
+  }
 }
 
 template <typename Float>
 void unpack(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
             int64_t end, unsigned char* out) {
   const BlockLayout layout(kind, raw_bytes);
-  constexpr int64_t kTileBytes = kTileValues * (int64_t)sizeof(typename Float::Word);
-  typename Float::Word values[kTileValues];
-  // By two codes: their exponents.
-  uint16_t pairs[128];
-  for (int codes = 0; codes < 128; ++codes) {
-    const unsigned char pair[2] = {packed[codes & 7], packed[codes >> 4]};
-    std::memcpy(&pairs[codes], pair, sizeof pair);
+  if (has_levels(kind)) {
+    const LevelsReader reader(layout, packed, packed_bytes);
+    unpack_tiles<Float>(layout, packed, begin, end, out,
+                        [&](int64_t tile, unsigned char* exponents) { reader.read(tile, exponents); });
+    return;
   }
-  for (int64_t tile = begin / kTileBytes; tile * kTileBytes < end; ++tile) {
-    unpack_tile<Float>(layout, packed, packed_bytes, tile, pairs, values);
-    int64_t low = std::max(begin, tile * kTileBytes), high = std::min(end, (tile + 1) * kTileBytes);
-    std::memcpy(out + (low - begin), reinterpret_cast<unsigned char*>(values) + (low - tile * kTileBytes),
-                (size_t)(high - low));
-  }
+  const ExponentPairs table(packed);
+  unpack_tiles<Float>(layout, packed, begin, end, out, [&](int64_t tile, unsigned char* exponents) {
+    read_codes(layout, packed, packed_bytes, tile, table, exponents);
+  });
 }
 
 #ifdef PENSTOCK_AVX2
@@ -252,17 +212,18 @@ BlockLayout::BlockLayout(PackedKind kind, int64_t raw_bytes) {
   const int64_t rest_planes = with_float(kind, [](auto of) { return decltype(of)::kRestPlanes; });
   values = raw_bytes / item_bytes(kind);
   tiles = (values + kTileValues - 1) / kTileValues;
-  tile_planes_bytes = (kPlanes + rest_planes) * kPlaneBytes;
-  planes_at = padded(kHeaderBytes + tiles * 2);
+  tile_planes_bytes = ((has_levels(kind) ? 2 : kPlanes) + rest_planes) * kPlaneBytes;
+  planes_at = padded(kHeaderBytes + (has_levels(kind) ? (tiles + 1) * 4 : tiles * 2));
   rests_at = planes_at + tiles * tile_planes_bytes;
-  escapes_at = rests_at + tiles * kTileValues * rest_bytes;
+  rests_end = rests_at + tiles * kTileValues * rest_bytes;
 }
 
-int64_t least_block_bytes(PackedKind kind, int64_t raw_bytes) { return BlockLayout(kind, raw_bytes).escapes_at; }
+int64_t least_block_bytes(PackedKind kind, int64_t raw_bytes) { return BlockLayout(kind, raw_bytes).rests_end; }
 
 int64_t most_block_bytes(PackedKind kind, int64_t raw_bytes) {
   BlockLayout layout(kind, raw_bytes);
-  return padded(layout.escapes_at + layout.tiles * kTileValues);
+  const int64_t groups = has_levels(kind) ? layout.tiles * kTileValues / kGroupCodes : 0;
+  return padded(layout.rests_end + groups * kGroupBytes + layout.tiles * kTileValues);
 }
 
 int64_t pack_block(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {

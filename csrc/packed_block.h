@@ -1,5 +1,5 @@
-// One block of a packed weight, packed and unpacked on the host: sign and mantissa as they are, exponents as 3-bit codes of
-// the block's seven most frequent ones. docs/format.md has the layout, byte by byte.
+// One block of a packed weight, packed and unpacked on the host: sign and mantissa as they are, exponents as codes of the
+// block's most frequent ones. docs/format.md has the layout, byte by byte.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +7,17 @@
 
 namespace penstock {
 
-// What the values are. The numbers stand in files.
-enum class PackedKind : int32_t { bfloat16 = 1, float32 = 2, float16 = 3, float8_e4m3 = 4, float8_e5m2 = 5 };
-constexpr int32_t kPackedKinds = 5;
+// What the values are, and how their exponents are coded: by three bits each, or in three levels. The numbers stand in
+// files.
+enum class PackedKind : int32_t {
+  bfloat16 = 1,
+  float32 = 2,
+  float16 = 3,
+  float8_e4m3 = 4,
+  float8_e5m2 = 5,
+  bfloat16_levels = 6,
+};
+constexpr int32_t kPackedKinds = 6;
 
 // Of the weight. Every block but a weight's last has as many.
 constexpr int64_t kBlockRawBytes = 64 << 10;
@@ -28,7 +36,7 @@ struct BlockLayout {
   int64_t tile_planes_bytes;
   int64_t planes_at;
   int64_t rests_at;
-  int64_t escapes_at;
+  int64_t rests_end;
 };
 
 // The fewest and the most bytes that a block can have.

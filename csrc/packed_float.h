@@ -63,7 +63,8 @@ auto with_float(PackedKind kind, Visit visit) {
     case PackedKind::float16: return visit(Float16());
     case PackedKind::float8_e4m3: return visit(Float8E4m3());
     case PackedKind::float8_e5m2: return visit(Float8E5m2());
-    case PackedKind::bfloat16: break;
+    case PackedKind::bfloat16:
+    case PackedKind::bfloat16_levels: break;
   }
   return visit(Bfloat16());
 }

@@ -8,10 +8,11 @@ import sys
 
 from penstock.native import core
 from penstock.weight import ITEM_BYTES
-from penstock.weights.packed_format import KINDS, block_limits_bytes
+from penstock.weights.packed_format import block_limits_bytes
+from tests.weights.packed_cases import DTYPES
 
 # By kind.
-VALUE_BYTES = {kind: ITEM_BYTES[dtype] for dtype, kind in KINDS.items()}
+VALUE_BYTES = {kind: ITEM_BYTES[dtype] for kind, dtype in DTYPES.items()}
 GUARD_BYTES = 4096
 
 
@@ -60,7 +61,7 @@ def stress(seed: int, cases: int) -> int:
         least_bytes, _ = block_limits_bytes(kind, len(raw))
         for _ in range(rng.choice((1, 4, 50))):
             # Header and starts lie in the first bytes.
-            place = rng.randrange(rng.choice((16, 80, len(block))) if len(block) > 80 else len(block))
+            place = rng.randrange(rng.choice((16, 160, len(block))) if len(block) > 160 else len(block))
             block[place] = rng.choice((0, 0xFF, rng.randrange(256)))
         if rng.random() < 0.5:  # without the escapes that the codes ask for
             del block[least_bytes + 16 * rng.randrange((len(block) - least_bytes) // 16 + 1) :]
@@ -73,7 +74,7 @@ def stress(seed: int, cases: int) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "overrun":  # shows that the check can fail
         small = (ctypes.c_char * 1000)()
-        core().penstock_unpack_blocks(1, small, 1 << 16, (ctypes.c_int64 * 1)(1 << 16), 1 << 16, bytes(1 << 16), 1)
+        core().penstock_unpack_blocks(6, small, 1 << 16, (ctypes.c_int64 * 1)(1 << 16), 1 << 16, bytes(1 << 16), 1)
     else:
         stress(seed=1, cases=400)
     print("done")

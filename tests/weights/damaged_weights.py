@@ -6,17 +6,17 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.weights.packed_format import KINDS, block_limits_bytes
+from penstock.weights.packed_format import block_limits_bytes
 from tests.weights.block_stress import VALUE_BYTES
 from tests.weights.kernel_stress import BLOCK_BYTES, TILE_VALUES, blocks_of
-from tests.weights.packed_cases import gaussian
+from tests.weights.packed_cases import DTYPES, gaussian
 
 # Parts of a block, as docs/format.md has them; and a block that ends before the escapes that its codes ask for.
 PARTS = ("header", "starts", "planes and rests", "escapes", "cut", "everything")
 # Values of the last block: beside a tile and within one. Of most weights it is the only one, which is quicker.
 LAST_VALUES = (1, 1023, 1025, 3000)
 _HEADER_BYTES = 16
-_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+_LEVELS_KIND = 6
 
 # As Kernels.decoded of tests/weights/kernel_stress.py: kind, blocks, raw bytes, first value, end; fails where something
 # beside the output was written.
@@ -45,7 +45,7 @@ def damaged_weights(seed: int, count: int) -> Iterator[DamagedWeight]:
         raw = (
             rng.randbytes(values * VALUE_BYTES[kind])
             if rng.random() < 0.5
-            else gaussian(_DTYPES[kind], values, seed=case)
+            else gaussian(DTYPES[kind], values, seed=case)
         )
         blocks = blocks_of(kind, raw)
         number = rng.randrange(len(blocks))
@@ -75,8 +75,9 @@ def _damaged(rng: random.Random, kind: int, part: str, block: bytes, raw_bytes: 
     """Of a size that such a block can have, which is what a reader asks of it."""
     changed = bytearray(block)
     tiles = -(-raw_bytes // (VALUE_BYTES[kind] * TILE_VALUES))
+    # Behind the rests: with codes of three levels, those of the second come first.
     escapes_begin, _ = block_limits_bytes(kind, raw_bytes)
-    starts_end = _HEADER_BYTES + 2 * tiles
+    starts_end = _HEADER_BYTES + (4 * (tiles + 1) if kind == _LEVELS_KIND else 2 * tiles)
     if part in ("cut", "everything"):
         del changed[escapes_begin + 16 * rng.randrange((len(changed) - escapes_begin) // 16 + 1) :]
     if part == "everything":

@@ -8,12 +8,13 @@
 #define __device__
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __shared__ static
+#define __launch_bounds__(...)
 
-struct uint2 {
+struct alignas(8) uint2 {
   unsigned x, y;
 };
-struct uint4 {
+struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 struct Extent {
@@ -34,8 +35,17 @@ static int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
   const unsigned long long bytes = ((unsigned long long)high << 32) | low;
   unsigned picked = 0;
-  for (int i = 0; i < 4; ++i) picked |= (unsigned)((bytes >> (8 * ((selectors >> (4 * i)) & 7))) & 0xFF) << (8 * i);
+  for (int i = 0; i < 4; ++i) {
+    const unsigned selector = (selectors >> (4 * i)) & 0xF;
+    unsigned byte = (unsigned)(bytes >> (8 * (selector & 7))) & 0xFF;
+    if (selector & 8) byte = byte & 0x80 ? 0xFF : 0;  // a GPU repeats the sign
+    picked |= byte << (8 * i);
+  }
   return picked;
+}
+
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return (unsigned)(((((unsigned long long)high) << 32) | low) >> (bits & 31));
 }
 
 // Calls look when every lane has told its value, and until then no lane tells another.
@@ -48,8 +58,20 @@ static auto among_lanes(unsigned value, Look look) {
   return seen;
 }
 
-static bool __any_sync(unsigned, bool is_so) {
-  return among_lanes(is_so, [] { return std::any_of(told, told + kLanes, [](unsigned each) { return each != 0; }); });
+static void __syncwarp() { pthread_barrier_wait(&meeting); }
+
+static unsigned __ballot_sync(unsigned, bool is_so) {
+  return among_lanes(is_so, [] {
+    unsigned lanes = 0;
+    for (unsigned lane = 0; lane < kLanes; ++lane) lanes |= told[lane] << lane;
+    return lanes;
+  });
+}
+
+static bool __any_sync(unsigned warp, bool is_so) { return __ballot_sync(warp, is_so) != 0; }
+
+static unsigned __shfl_sync(unsigned, unsigned value, int from) {
+  return among_lanes(value, [&] { return told[from]; });
 }
 
 static unsigned __shfl_up_sync(unsigned, unsigned value, int distance) {
@@ -61,7 +83,8 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int distance) {
 
 extern "C" void decode_on_host(int kind, const DecodeParams* params) {
   void (*const kernels[])(DecodeParams) = {penstock_decode_bfloat16, penstock_decode_float32, penstock_decode_float16,
-                                           penstock_decode_float8_e4m3, penstock_decode_float8_e5m2};
+                                           penstock_decode_float8_e4m3, penstock_decode_float8_e5m2,
+                                           penstock_decode_bfloat16_levels};
   pthread_barrier_init(&meeting, nullptr, kLanes);
   std::vector<std::thread> lanes;
   for (unsigned lane = 0; lane < kLanes; ++lane)

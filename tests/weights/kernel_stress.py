@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.weights.packed_format import KINDS
 from tests.runtime.builds import COMPILER, SOURCES
 from tests.weights.block_stress import GUARD_BYTES, VALUE_BYTES, check_guards, guarded, packed_block
-from tests.weights.packed_cases import gaussian
+from tests.weights.packed_cases import DTYPES, gaussian
 
 MOST_BLOCKS = 960
 TILE_VALUES = 1024
@@ -91,8 +90,8 @@ def stress(kernels: Kernels, seed: int) -> None:
                 kernels.decoded(kind, [bytes(block)], len(raw), 0, values)
 
 
-def some_values(dtype: str) -> dict[str, bytes]:
-    value_bytes = VALUE_BYTES[KINDS[dtype]]
+def some_values(kind: int) -> dict[str, bytes]:
+    dtype, value_bytes = DTYPES[kind], VALUE_BYTES[kind]
     patterns = np.arange(65536, dtype=np.uint8 if value_bytes == 1 else np.uint16)
     return {
         "Gaussian": gaussian(dtype, BLOCK_BYTES // value_bytes + 2000),
@@ -105,8 +104,8 @@ def some_values(dtype: str) -> dict[str, bytes]:
 
 if __name__ == "__main__":
     if sys.argv[2] == "overrun":  # shows that the check can fail: a block without half of its rests
-        block = packed_block(1, bytes(4096))
-        Kernels(Path(sys.argv[1])).decoded(1, [block[: len(block) // 2]], 4096, 0, 2048)
+        block = packed_block(6, bytes(4096))
+        Kernels(Path(sys.argv[1])).decoded(6, [block[: len(block) // 2]], 4096, 0, 2048)
     else:
         stress(Kernels(Path(sys.argv[1])), seed=1)
     print("done")

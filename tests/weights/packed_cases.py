@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from penstock.weight import ITEM_BYTES, State, Weight
 from penstock.weights import WeightsIndex, layout_identity, write_ptd
+from penstock.weights.packed_format import EARLIER_KINDS, KINDS
 
 TIED = Weight("tied", "bfloat16", (300, 257), (0, 1), ("tied too", "tied again"))
 COLUMNS = Weight("columns", "float32", (129, 160), (1, 0))
@@ -21,6 +25,15 @@ STATE = State("state", "bfloat16", (65536,), (0,), "stored")
 WEIGHTS = (TIED, SMALL, COLUMNS, EMPTY, NOISE, HALVES, EIGHTHS, INTEGERS)
 # The others are too small, do not get smaller, are of another dtype, or are no weight.
 PACKED = (TIED, COLUMNS, HALVES, EIGHTHS)
+
+
+# Of every kind that is read: the dtype that has it.
+DTYPES: dict[int, str] = {kind: dtype for kinds in (KINDS, EARLIER_KINDS) for dtype, kind in kinds.items()}
+
+
+def earlier_code() -> AbstractContextManager[Any]:
+    """Within it bfloat16 is packed as it was before there was a code of three levels."""
+    return mock.patch.dict(KINDS, EARLIER_KINDS)
 
 
 def gaussian(dtype: str, count: int, seed: int = 0) -> bytes:

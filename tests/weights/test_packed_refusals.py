@@ -18,13 +18,13 @@ from tests.weights.packed_cases import gaussian, single
 from tests.weights.ptd_cases import Crafted
 
 VALUES = 32768 * 2 + 5
-LEAST_BYTES, MOST_BYTES = entry_limits_bytes(1, 2 * VALUES)
+LEAST_BYTES, MOST_BYTES = entry_limits_bytes(6, 2 * VALUES)
 
 
 def crafted(size_bytes: int = LEAST_BYTES) -> Crafted:
     entry = {
         **{"name": "w", "aliases": [], "dtype": "bfloat16", "shape": [VALUES], "dim_order": [0], "kind": "weight"},
-        **{"xxh3_64": "00112233445566aa", "packed": {"format": 1, "xxh3_64": "ffeeddccbbaa9988"}},
+        **{"xxh3_64": "00112233445566aa", "packed": {"format": 3, "xxh3_64": "ffeeddccbbaa9988"}},
     }
     metadata = {"format": 3, "identity": "some identity", "entries": [entry]}
     return Crafted([Segment(0, size_bytes)], [NamedData("w", 0, None)], metadata)
@@ -34,7 +34,7 @@ def crafted(size_bytes: int = LEAST_BYTES) -> Crafted:
 def test_what_is_changed_below_is_taken(tmp_path: Path, size_bytes: int) -> None:
     entry = read_index(crafted(size_bytes).write(tmp_path / "w.ptd"))["w"]
     assert entry.packing is not None
-    assert (entry.packing.kind, entry.packing.checksum) == (1, 0xFFEEDDCCBBAA9988)
+    assert (entry.packing.kind, entry.packing.checksum) == (6, 0xFFEEDDCCBBAA9988)
     assert (entry.raw_bytes, entry.length_bytes) == (2 * VALUES, size_bytes)
 
 
@@ -48,20 +48,25 @@ RECORDS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
     "packed in a file that may not": (lambda made: made.metadata.update(format=2), f"'w' has {LEAST_BYTES} bytes"),
     "not an object": (_packed(1), "entry 'w': packed has type int, needs dict"),
     "null": (_packed(None), "entry 'w': packed has type NoneType, needs dict"),
-    "without a checksum": (_packed({"format": 1}), "xxh3_64 has None, needs str"),
-    "with half a checksum": (_packed({"format": 1, "xxh3_64": "ff"}), "xxh3_64 has 'ff', needs 16"),
-    "packed otherwise": (_packed({"format": 3, "xxh3_64": "f" * 16}), "format has 3, needs 1 or 2, which"),
-    "of the other format": (_packed({"format": 2, "xxh3_64": "f" * 16}), "format has 2, needs 1, as it is bfloat16"),
-    "before its time": (lambda made: made.entry(0).update(dtype="float16"), "format has 1, needs 2, as it is float16"),
+    "without a checksum": (_packed({"format": 3}), "xxh3_64 has None, needs str"),
+    "with half a checksum": (_packed({"format": 3, "xxh3_64": "ff"}), "xxh3_64 has 'ff', needs 16"),
+    "packed otherwise": (_packed({"format": 4, "xxh3_64": "f" * 16}), "format has 4, needs 1 or 2 or 3, which"),
+    "of the other format": (_packed({"format": 2, "xxh3_64": "f" * 16}), "format has 2, needs 1 or 3, as it is bfloat16"),
+    "before its time": (lambda made: made.entry(0).update(dtype="float16"), "format has 3, needs 2, as it is float16"),
     "a boolean": (_packed({"format": True, "xxh3_64": "f" * 16}), "format has True, needs int"),
     "of another dtype": (lambda made: made.entry(0).update(dtype="float64"), "dtype has 'float64', needs bfloat16 or"),
-    "of the other dtype": (lambda made: made.entry(0).update(dtype="float32"), "packed float32 of shape"),
+    "in another's code": (lambda made: made.entry(0).update(dtype="float32"), "format has 3, needs 1, as it is float32"),
+    "of the other dtype": (
+        lambda made: made.entry(0).update(dtype="float32", packed={"format": 1, "xxh3_64": "f" * 16}),
+        "packed float32 of shape",
+    ),
+    "of the earlier code": (_packed({"format": 1, "xxh3_64": "f" * 16}), f"needs {entry_limits_bytes(1, 2 * VALUES)[0]}"),
     "of no dtype": (lambda made: made.entry(0).update(dtype="x"), "dtype has 'x'"),
     "a state": (lambda made: made.entry(0).update(kind="state"), "kind has 'state', needs weight"),
     "empty": (lambda made: made.entry(0).update(shape=[0]), "nothing to be packed"),
     "of too many dimensions": (lambda made: made.entry(0).update(dim_order=[1]), "has dim order"),
     "larger": (lambda made: made.entry(0).update(shape=[2 * VALUES]), "packed bfloat16 of shape"),
-    "smaller": (lambda made: made.entry(0).update(shape=[VALUES // 2]), "packed bfloat16 of shape"),
+    "smaller": (lambda made: made.entry(0).update(shape=[VALUES // 3]), "packed bfloat16 of shape"),
     "too short": (lambda made: made.segments.__setitem__(0, Segment(0, LEAST_BYTES - 16)), f"needs {LEAST_BYTES} to"),
     "too long": (lambda made: made.segments.__setitem__(0, Segment(0, MOST_BYTES + 16)), f"to {MOST_BYTES}, a multi"),
     "no multiple": (lambda made: made.segments.__setitem__(0, Segment(0, LEAST_BYTES + 8)), "a multiple of 16"),
@@ -104,9 +109,9 @@ def refusal(packed: tuple[WeightsIndex, bytes], at_bytes: int, content: bytes) -
 
 HEADERS: dict[str, tuple[int, bytes, str]] = {
     "magic": (0, b"PSPQ", "has identifier b'PSPQ', needs b'PSPK'"),
-    "version": (4, b"\2\0", "is packed in version 2, bfloat16 needs 1"),
-    "newer version": (4, b"\3\0", "is packed in version 3, bfloat16 needs 1: a newer Penstock wrote it"),
-    "kind": (6, b"\2\0", "has kind 2, needs 1"),
+    "version": (4, b"\2\0", "is packed in version 2, bfloat16 needs 3"),
+    "newer version": (4, b"\4\0", "is packed in version 4, bfloat16 needs 3: a newer Penstock wrote it"),
+    "kind": (6, b"\2\0", "has kind 2, needs 6"),
     "raw bytes": (8, struct.pack("<Q", 2 * VALUES - 2), f"has raw bytes {2 * VALUES - 2}, needs {2 * VALUES}"),
     "block": (16, struct.pack("<I", 32768), "has raw bytes per block 32768, needs 65536"),
     "count": (20, struct.pack("<I", 2**32 - 1), f"has block count {2**32 - 1}, needs 3"),
@@ -125,7 +130,7 @@ def test_a_damaged_table_is_refused_by_name(packed: tuple[WeightsIndex, bytes]) 
     begin = index["w"].offset_bytes + 32
     sizes = struct.unpack_from("<3I", whole, begin)
     for block, raw_bytes in ((0, 65536), (1, 65536), (2, 10)):
-        least_bytes, most_bytes = block_limits_bytes(1, raw_bytes)
+        least_bytes, most_bytes = block_limits_bytes(6, raw_bytes)
         for size in (least_bytes // 16 - 1, most_bytes // 16 + 1, 0, 2**32 - 1):
             message = f"has {size * 16} bytes in block {block}, needs {least_bytes} to {most_bytes}"
             assert message in refusal(packed, 32 + 4 * block, struct.pack("<I", size))

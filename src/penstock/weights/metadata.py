@@ -20,7 +20,7 @@ from penstock.sealed_text import sealed, unsealed
 from penstock.weights.format import METADATA_KEY
 from penstock.weights.packed_format import KINDS as PACKED_KINDS
 from penstock.weights.packed_format import VERSIONS as PACKED_VERSIONS
-from penstock.weights.packed_format import Packing
+from penstock.weights.packed_format import Packing, kind_of, versions_of
 
 METADATA_FORMAT = 2
 # Of files with a packed entry. All others keep the number above, and are read where packing is unknown.
@@ -135,12 +135,12 @@ def _packing(entry: _Object) -> Packing:
     dtype, kind = entry.text("dtype"), entry.text("kind")
     if dtype not in PACKED_KINDS:
         entry.fail("dtype", dtype, f"{' or '.join(PACKED_KINDS)}, as it is packed")
-    needed_version = PACKED_VERSIONS[PACKED_KINDS[dtype]]
-    if version != needed_version:
-        packed.fail("format", version, f"{needed_version}, as it is {dtype}")
+    packed_kind = kind_of(dtype, version)
+    if packed_kind is None:
+        packed.fail("format", version, f"{' or '.join(map(str, versions_of(dtype)))}, as it is {dtype}")
     if kind != "weight":
         entry.fail("kind", kind, "weight, as it is packed")
-    return Packing(PACKED_KINDS[dtype], _checksum(packed))
+    return Packing(packed_kind, _checksum(packed))
 
 
 def _checksum(entry: _Object) -> int:

@@ -16,9 +16,10 @@ from penstock.weight import ITEM_BYTES
 from penstock.weights.format import aligned_bytes
 
 MAGIC = b"PSPK"
-# By dtype, the number that stands in the header: how many bits are exponent and mantissa. No other dtype is packed.
+# By dtype, the number that stands in the header of what is packed now: how many bits are exponent and mantissa, and
+# which code the exponents have. No other dtype is packed.
 KINDS: dict[str, int] = {
-    "bfloat16": 1,
+    "bfloat16": 6,
     "float32": 2,
     "float16": 3,
     "float8_e4m3fn": 4,
@@ -26,19 +27,25 @@ KINDS: dict[str, int] = {
     "float8_e5m2": 5,
     "float8_e5m2fnuz": 5,
 }
-# By kind, the version of header and record. Readers of version 1 know the first two kinds alone.
-VERSIONS: dict[int, int] = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2}
+# The same of what was packed before, and is still read.
+EARLIER_KINDS: dict[str, int] = {"bfloat16": 1}
+# By kind, the version of header and record. Readers of version 1 know the first two kinds alone, those of 2 all but the
+# last.
+VERSIONS: dict[int, int] = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3}
 BLOCK_RAW_BYTES = 64 << 10
 UNIT_BYTES = 16
 
 HEADER = struct.Struct("<4sHHQIIQ")
 
-_ITEM_BYTES = {kind: ITEM_BYTES[dtype] for dtype, kind in KINDS.items()}
-_MANTISSA_BITS = {1: 7, 2: 23, 3: 10, 4: 3, 5: 2}
+_ITEM_BYTES = {kind: ITEM_BYTES[dtype] for kinds in (KINDS, EARLIER_KINDS) for dtype, kind in kinds.items()}
+_MANTISSA_BITS = {1: 7, 2: 23, 3: 10, 4: 3, 5: 2, 6: 7}
 _SIGN_BITS = 1
 _CODE_BITS = 3
 _TILE_VALUES = 1024
 _BLOCK_HEADER_BYTES = 16
+# Whose exponents have codes of three levels: two bits for every value, three more for some of them, a byte for a few.
+_LEVELS_KIND = 6
+_FIRST_BITS, _SECOND_BITS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,28 @@ def table_end_bytes(count: int) -> int:
     return HEADER.size + aligned_bytes(4 * count, UNIT_BYTES)
 
 
+def kind_of(dtype: str, version: int) -> int | None:
+    """The kind that entries of a dtype have in a version; None where no such entry is read."""
+    found = (kinds[dtype] for kinds in (KINDS, EARLIER_KINDS) if dtype in kinds)
+    return next((kind for kind in found if VERSIONS[kind] == version), None)
+
+
+def versions_of(dtype: str) -> list[int]:
+    """Those in which entries of a dtype are read."""
+    return sorted(VERSIONS[kinds[dtype]] for kinds in (KINDS, EARLIER_KINDS) if dtype in kinds)
+
+
 def block_limits_bytes(kind: int, raw_bytes: int) -> tuple[int, int]:
     """The least and the most bytes of one block: with no escape, and with nothing else."""
     tiles = -(-raw_bytes // (_ITEM_BYTES[kind] * _TILE_VALUES))
-    starts_end_bytes = aligned_bytes(_BLOCK_HEADER_BYTES + 2 * tiles, UNIT_BYTES)
-    value_bits = _CODE_BITS + _SIGN_BITS + _MANTISSA_BITS[kind]
-    least_bytes = starts_end_bytes + tiles * _TILE_VALUES * value_bits // 8
-    return least_bytes, least_bytes + tiles * _TILE_VALUES
+    has_levels = kind == _LEVELS_KIND
+    starts_bytes = 4 * (tiles + 1) if has_levels else 2 * tiles
+    code_bits = _FIRST_BITS if has_levels else _CODE_BITS
+    more_bits = 8 + (_SECOND_BITS if has_levels else 0)
+    values = tiles * _TILE_VALUES
+    least_bytes = aligned_bytes(_BLOCK_HEADER_BYTES + starts_bytes, UNIT_BYTES)
+    least_bytes += values * (code_bits + _SIGN_BITS + _MANTISSA_BITS[kind]) // 8
+    return least_bytes, least_bytes + values * more_bits // 8
 
 
 def entry_limits_bytes(kind: int, raw_bytes: int) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from penstock.weights.index import Entry, WeightsIndex
 from penstock.weights.packed_format import (
     BLOCK_RAW_BYTES,
     HEADER,
-    KINDS,
     MAGIC,
     UNIT_BYTES,
     VERSIONS,
@@ -60,14 +59,14 @@ def blocks_of(index: WeightsIndex, entry: Entry, fd: int) -> Blocks:
     if version != needed_version:
         hint = ": a newer Penstock wrote it" if version > max(VERSIONS.values()) else ""
         _fail(index, entry, f"is packed in version {version}, {entry.dtype} needs {needed_version}{hint}")
-    needed = (KINDS[entry.dtype], entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
+    needed = (entry.packing.kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
     names = ("kind", "raw bytes", "raw bytes per block", "block count", "reserved number")
     for name, has, needs in zip(names, numbers, needed, strict=True):
         if has != needs:
             _fail(index, entry, f"has {name} {has}, needs {needs}")
     if any(head[HEADER.size + 4 * count :]):
         _fail(index, entry, "has bytes behind its block table, needs zeros there")
-    begins_bytes = _begins(index, entry, head[HEADER.size : HEADER.size + 4 * count])
+    begins_bytes = _begins(index, entry, entry.packing.kind, head[HEADER.size : HEADER.size + 4 * count])
     if end_bytes + begins_bytes[-1] != entry.length_bytes:
         _fail(index, entry, f"has {entry.length_bytes} bytes, its block table needs {end_bytes + begins_bytes[-1]}")
     return Blocks(entry.packing.kind, entry.raw_bytes, entry.offset_bytes + end_bytes, begins_bytes)
@@ -84,12 +83,11 @@ def require_raw(index: WeightsIndex, doing: str) -> None:
             )
 
 
-def _begins(index: WeightsIndex, entry: Entry, table: bytes) -> array[int]:
+def _begins(index: WeightsIndex, entry: Entry, kind: int, table: bytes) -> array[int]:
     sizes = array("I", table)
     assert sizes.itemsize == 4
     if sys.byteorder == "big":
         sizes.byteswap()
-    kind = KINDS[entry.dtype]
     last_raw_bytes = entry.raw_bytes - (len(sizes) - 1) * BLOCK_RAW_BYTES
     for some, first, raw_bytes in ((sizes[:-1], 0, BLOCK_RAW_BYTES), (sizes[-1:], len(sizes) - 1, last_raw_bytes)):
         least_bytes, most_bytes = block_limits_bytes(kind, raw_bytes)

@@ -30,10 +30,11 @@ struct PackedDtype {
   uint16_t kind;
   uint16_t version;
 };
+// A dtype is in it as often as there are kinds of it.
 constexpr PackedDtype kDtypes[] = {
-    {"bfloat16", 15, 1, 1},      {"float32", 6, 2, 1},          {"float16", 5, 3, 2},
-    {"float8_e4m3fn", 24, 4, 2}, {"float8_e4m3fnuz", 26, 4, 2}, {"float8_e5m2", 23, 5, 2},
-    {"float8_e5m2fnuz", 25, 5, 2},
+    {"bfloat16", 15, 6, 3},      {"bfloat16", 15, 1, 1},      {"float32", 6, 2, 1},
+    {"float16", 5, 3, 2},        {"float8_e4m3fn", 24, 4, 2}, {"float8_e4m3fnuz", 26, 4, 2},
+    {"float8_e5m2", 23, 5, 2},   {"float8_e5m2fnuz", 25, 5, 2},
 };
 
 [[noreturn]] void refuse(const std::string& name, const std::string& what) {
@@ -75,8 +76,11 @@ PackedEntry PackedRecords::read(const std::string& name, const WeightFacts& weig
   Header header;
   if (bytes < sizeof header) refuse(name, "has " + std::to_string(bytes) + " bytes, its header needs 32");
   std::memcpy(&header, data, sizeof header);
+  const bool is_kind = std::any_of(std::begin(kDtypes), std::end(kDtypes), [&](const PackedDtype& each) {
+    return record.dtype == each.name && header.version == each.version && header.kind == each.kind;
+  });
   const int64_t blocks = weight.bytes ? (weight.bytes - 1) / kBlockRawBytes + 1 : 0;
-  if (std::memcmp(header.magic, "PSPK", 4) != 0 || header.version != dtype->version || header.kind != dtype->kind ||
+  if (std::memcmp(header.magic, "PSPK", 4) != 0 || !is_kind ||
       header.raw_bytes != (uint64_t)weight.bytes || header.block_raw_bytes != kBlockRawBytes ||
       header.blocks != (uint64_t)blocks || header.zero != 0)
     refuse(name, "has a header that is not that of " + std::to_string(weight.bytes) + " bytes of " + record.dtype +
