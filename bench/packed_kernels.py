@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.decoding import BLOCK_BYTES, CSRC, KINDS, MOST_BLOCKS, THREADS, TILE_VALUES, Decoder, Params
+from bench.decoding import BLOCK_BYTES, CSRC, MOST_BLOCKS, THREADS, TILE_VALUES, Decoder, Params
 from bench.three_level import Encoded, encoded
 from penstock.direct.nvrtc import cubin_of, cuda_major_of_torch, load_nvrtc
 from penstock.direct.source import Source
@@ -27,7 +27,7 @@ PACKING_THREADS = 8
 
 def seven_codes(tensor: Tensor) -> Encoded:
     """As the core packs it, on the host; then on the tensor's device."""
-    kind = KINDS[torch.bfloat16][0]
+    kind = 1
     raw = tensor.contiguous().view(torch.uint8).cpu()
     nbytes = raw.numel()
     capacity = core().penstock_packed_most_bytes(kind, nbytes)
@@ -108,7 +108,7 @@ def all_codes() -> dict[str, Code]:
     decoder, own = Decoder(), OwnKernels()
 
     def shipped(params: Params, blocks: int) -> None:
-        decoder.launch(torch.bfloat16, params, blocks)
+        decoder.launch(1, params, blocks)
 
     codes = (
         Code("seven", seven_codes, shipped),

@@ -60,7 +60,10 @@ RECORDS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
         lambda made: made.entry(0).update(dtype="float32", packed={"format": 1, "xxh3_64": "f" * 16}),
         "packed float32 of shape",
     ),
-    "of the earlier code": (_packed({"format": 1, "xxh3_64": "f" * 16}), f"needs {entry_limits_bytes(1, 2 * VALUES)[0]}"),
+    "of the earlier code": (
+        _packed({"format": 1, "xxh3_64": "f" * 16}),
+        f"has {LEAST_BYTES} bytes, packed bfloat16 of shape [{VALUES}] needs {entry_limits_bytes(1, 2 * VALUES)[0]} to",
+    ),
     "of no dtype": (lambda made: made.entry(0).update(dtype="x"), "dtype has 'x'"),
     "a state": (lambda made: made.entry(0).update(kind="state"), "kind has 'state', needs weight"),
     "empty": (lambda made: made.entry(0).update(shape=[0]), "nothing to be packed"),
