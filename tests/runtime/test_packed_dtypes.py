@@ -59,9 +59,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tenso
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["now", "earlier"])
-def test_every_dtype_gives_the_same_bits(
-    program: tuple[Path, Path, Tensor], tmp_path: Path, earlier: bool
-) -> None:
+def test_every_dtype_gives_the_same_bits(program: tuple[Path, Path, Tensor], tmp_path: Path, earlier: bool) -> None:
     """Also with a file that was written before there was a code of three levels."""
     path, raw, x = program
     packed = path.with_suffix(".ptd")
