@@ -3,18 +3,16 @@
     python -m bench.packed_codes [--tokens 1,2048] [--budgets 0.1,0.25,0.5,0.6,0.75] [--blocks 132,264,528]
                                  [--weights FILE.safetensors or FILE.ptd] [--round 0.2] [--json OUT]
 
-Today's code (docs/format.md) has three bits for a block's seven most frequent exponents and a byte for any other:
-`seven` is the kernel that the core carries, launched as bench.decoding launches it. The code of three levels has two
-bits for three exponents, three more for the next seven, and then a byte (bench/three_level.py): `ranks` and `deposit`
-are two kernels for it, and of these the one that decodes faster goes into the pass as `three`. They read everything of
-a tile at once, which `seven` does not; `seven-ahead` does so for today's code, to tell the codes from the kernels.
+`seven` is the code of earlier files: three bits for a block's seven most frequent exponents and a byte for any other.
+`three` is the one that `penstock pack` writes: two bits for three exponents, three more for the next seven, and then a
+byte. Both are packed and decoded as the core does it, and launched as bench.decoding launches kernels.
 
-Every kernel must first make every pattern of 16 bits again, and weights that pack badly. The first table has the ratio
-of Gaussian weights (that of --weights is above it) and the rate out of device memory, in raw bytes, by blocks of 256
-threads. The second is one pass through the products of 16 decoder layers of Llama-3-8B's shape (bench/packed_layers.py)
-inside budgets of device bytes, rings included; `mixed` keeps residents in today's code and streams that of three
-levels. "Raw bound" is what the bytes beyond the budget take on the link if nothing is packed. Exits with 1 when
-anything came out otherwise than it went in.
+Every kernel must first make every pattern of 16 bits again, and weights that pack badly. The first table has the
+ratio of Gaussian weights (that of --weights is above it) and the rate out of device memory, in raw bytes, by blocks
+of 256 threads. The second is one pass through the products of 16 decoder layers of Llama-3-8B's shape
+(bench/packed_layers.py) inside budgets of device bytes, rings included; `mixed` keeps residents in `seven` and
+streams `three`. "Raw bound" is what the bytes beyond the budget take on the link if nothing is packed. Exits with 1
+when anything came out otherwise than it went in.
 """
 
 from __future__ import annotations
@@ -29,17 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.packed_kernels import Code, all_codes, launches
+from bench.packed_kernels import Code, Encoded, all_codes, launches
 from bench.packed_layers import Contents, HostMemory, Inputs, Pass, Scheme, all_chunks, placed
 from bench.suite.prepare import environment
-from bench.three_level import Encoded
 from penstock.weights import read_index
 from penstock.weights.packed_format import BLOCK_RAW_BYTES
 from penstock.weights.raw_chunks import raw_content
 
 DECODE_BLOCKS = (16, 132, 264, 528, 1056)
 WEIGHT = (14336, 4096)
-THREE_LEVELS = ("ranks", "deposit")
 GUARD_VALUES = 64
 LINK_BYTES = 256 << 20
 
@@ -151,13 +147,6 @@ def decoding_rates(codes: dict[str, Code], options: argparse.Namespace, wrong: l
     return rows
 
 
-def best_of_three_levels(rates: list[dict[str, Any]], blocks: list[int]) -> str:
-    def rate(name: str) -> float:
-        return sum(row["raw_bytes_per_s"] for row in rates if row["kernel"] == name and row["blocks"] in blocks)
-
-    return max(THREE_LEVELS, key=rate)
-
-
 def passes(
     schemes: list[Scheme], options: argparse.Namespace, link: float, wrong: list[str]
 ) -> Iterator[dict[str, Any]]:
@@ -211,16 +200,9 @@ def main() -> int:
         print(f"{options.weights.name}, {stored['weights']['raw_bytes'] / 1e9:.2f} GB of bf16: {shown}", flush=True)
     stored["decoding"] = decoding_rates(codes, options, wrong)
     torch.cuda.empty_cache()
-    three = best_of_three_levels(stored["decoding"], options.blocks)
-    stored["three"] = three
-    seven = codes["seven"]
-    schemes = [
-        Scheme("seven", seven, seven),
-        Scheme("seven-ahead", codes["seven-ahead"], codes["seven-ahead"]),
-        Scheme("three", codes[three], codes[three]),
-        Scheme("mixed", seven, codes[three]),
-    ]
-    print(f"\n`three` is {three}. Milliseconds by blocks of threads.\n")
+    seven, three = codes["seven"], codes["three"]
+    schemes = [Scheme("seven", seven, seven), Scheme("three", three, three), Scheme("mixed", seven, three)]
+    print("\nMilliseconds by blocks of threads.\n")
     columns = " | ".join(f"{blocks} blocks" for blocks in options.blocks)
     print(f"| budget | tokens | scheme | raw/packed/streamed | link | {columns} | raw bound |")
     print("|---" * (6 + len(options.blocks)) + "|")

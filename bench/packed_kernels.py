@@ -1,7 +1,7 @@
-"""The codes that bench.packed_codes compares: who encodes them, and the kernels that decode them.
+"""The codes that bench.packed_codes compares: the two kinds of bf16 that the core packs and decodes.
 
-`seven` is the code of docs/format.md, by the kernel that the core carries; `seven-ahead` is the same code by another
-kernel (bench/packed_codes.cu), and `ranks` and `deposit` are two kernels for the code of three levels.
+`seven` has three bits for a block's seven most frequent exponents, which is what earlier files have, and `three` is the
+code of three levels, which is what `penstock pack` writes. docs/format.md has both.
 """
 
 from __future__ import annotations
@@ -9,25 +9,43 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench.decoding import BLOCK_BYTES, CSRC, KINDS, MOST_BLOCKS, THREADS, TILE_VALUES, Decoder, Params
-from bench.three_level import Encoded, encoded
-from penstock.direct.nvrtc import cubin_of, cuda_major_of_torch, load_nvrtc
-from penstock.direct.source import Source
+from bench.decoding import BLOCK_BYTES, MOST_BLOCKS, TILE_VALUES, Decoder, Params
 from penstock.native import core
 
-SOURCE = Path(__file__).with_name("packed_codes.cu")
+# By name: PackedKind of csrc/packed_block.h.
+KINDS = {"seven": 1, "three": 6}
 PACKING_THREADS = 8
 
 
-def seven_codes(tensor: Tensor) -> Encoded:
+@dataclass(frozen=True)
+class Encoded:
+    """A packed tensor of bf16: its blocks, where they begin and where the last ends."""
+
+    values: int
+    content: Tensor
+    begins_bytes: tuple[int, ...]
+
+    @property
+    def raw_bytes(self) -> int:
+        return 2 * self.values
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.begins_bytes[-1]
+
+    @property
+    def ratio(self) -> float:
+        return self.packed_bytes / self.raw_bytes
+
+
+def encoded(kind: int, tensor: Tensor) -> Encoded:
     """As the core packs it, on the host; then on the tensor's device."""
-    kind = KINDS[torch.bfloat16][0]
     raw = tensor.contiguous().view(torch.uint8).cpu()
     nbytes = raw.numel()
     capacity = core().penstock_packed_most_bytes(kind, nbytes)
@@ -74,46 +92,6 @@ class Code:
             self.launch(params, blocks)
 
 
-class OwnKernels:
-    """Those of packed_codes.cu, compiled for the GPU at hand."""
-
-    def __init__(self) -> None:
-        torch.zeros(1, device="cuda")  # makes the context, in which everything else happens
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        major, minor = torch.cuda.get_device_capability()
-        header = "decode_params.h"
-        source = Source(SOURCE.name, SOURCE.read_text(), ((header, (CSRC / header).read_text()),))
-        cubin = cubin_of(load_nvrtc(cuda_major_of_torch()), source, f"sm_{major}{minor}", ())
-        self._module = ctypes.c_void_p()
-        self._check(self._cuda.cuModuleLoadData(ctypes.byref(self._module), cubin))
-
-    def named(self, name: str) -> Launch:
-        function = ctypes.c_void_p()
-        self._check(self._cuda.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
-
-        def launch(params: Params, blocks: int) -> None:
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-            size = (blocks, 1, 1, THREADS, 1, 1, 0)
-            self._check(self._cuda.cuLaunchKernel(function, *size, stream, arguments, None))
-
-        return launch
-
-    def _check(self, code: int) -> None:
-        if code:
-            raise RuntimeError(f"the driver answered {code}")
-
-
 def all_codes() -> dict[str, Code]:
-    decoder, own = Decoder(), OwnKernels()
-
-    def shipped(params: Params, blocks: int) -> None:
-        decoder.launch(torch.bfloat16, params, blocks)
-
-    codes = (
-        Code("seven", seven_codes, shipped),
-        Code("seven-ahead", seven_codes, own.named("seven_codes_ahead")),
-        Code("ranks", lambda tensor: encoded(tensor, "ranks"), own.named("three_level_ranks")),
-        Code("deposit", lambda tensor: encoded(tensor, "deposit"), own.named("three_level_deposit")),
-    )
-    return {code.name: code for code in codes}
+    decoder = Decoder()
+    return {name: Code(name, partial(encoded, kind), partial(decoder.launch, kind)) for name, kind in KINDS.items()}

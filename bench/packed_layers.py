@@ -15,8 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bench.packed_kernels import Code
-from bench.three_level import Encoded
+from bench.packed_kernels import Code, Encoded
 
 HIDDEN, FEED_FORWARD, KV = 4096, 14336, 1024
 LAYERS = 16

@@ -117,19 +117,21 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
 
 def unpacked(segment: bytes) -> bytes:
     magic, version, kind, raw_bytes, block_raw_bytes, count, zero = struct.unpack_from("<4sHHQIIQ", segment)
-    assert (magic, version, block_raw_bytes, zero) == (b"PSPK", 1 if kind < 3 else 2, 65536, 0)
+    assert (magic, version, block_raw_bytes, zero) == (b"PSPK", VERSIONS[kind], 65536, 0)
     sizes = struct.unpack_from(f"<{count}I", segment, 32)
     at = -(-(32 + 4 * count) // 16) * 16
     assert not any(segment[32 + 4 * count : at])
     raw = b""
     for size in sizes:
-        raw += unpacked_block(segment[at : at + 16 * size], kind, min(65536, raw_bytes - len(raw)))
+        block, block_raw_bytes = segment[at : at + 16 * size], min(65536, raw_bytes - len(raw))
+        raw += unpacked_levels(block, block_raw_bytes) if kind == 6 else unpacked_block(block, kind, block_raw_bytes)
         at += 16 * size
     assert (at, len(raw)) == (len(segment), raw_bytes)
     return raw
 
 
-# By kind: bits of the exponent, bits of the mantissa, R and P.
+VERSIONS = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3}
+# By kind: bits of the exponent, bits of the mantissa, R and P. Kind 6 has another code.
 KINDS = {1: (8, 7, 1, 0), 2: (8, 23, 3, 0), 3: (5, 10, 1, 3), 4: (4, 3, 0, 4), 5: (5, 2, 0, 3)}
 
 
@@ -161,6 +163,36 @@ def unpacked_block(block: bytes, kind: int, raw_bytes: int) -> bytes:
                 values[number] = (sign << exponent_bits | exponent) << mantissa_bits | mantissa
         raw += b"".join(value.to_bytes(item_bytes, "little") for value in values)
     return raw[:raw_bytes]
+
+
+def unpacked_levels(block: bytes, raw_bytes: int) -> bytes:
+    tiles = -(-raw_bytes // 2048)
+    (groups,) = struct.unpack_from("<I", block, 4)
+    planes_at = -(-(16 + 4 * (tiles + 1)) // 16) * 16
+    rests_at = planes_at + 256 * tiles
+    groups_at = rests_at + 1024 * tiles
+    escapes_at = groups_at + 12 * groups
+    values = []
+    second = escape = 0
+    for tile in range(tiles):
+        assert struct.unpack_from("<HH", block, 16 + 4 * tile) == (second, escape)
+        planes = struct.unpack_from("<64I", block, planes_at + 256 * tile)
+        for number in range(1024):
+            lane, bit = number % 256 // 8, number % 8 * 4 + number // 256
+            first_code = (planes[lane] >> bit & 1) | (planes[32 + lane] >> bit & 1) << 1
+            exponent = block[first_code]
+            if not first_code:
+                words = struct.unpack_from("<3I", block, groups_at + second // 32 * 12)
+                bit = second % 8 * 4 + second % 32 // 8
+                second_code = sum((word >> bit & 1) << plane for plane, word in enumerate(words))
+                exponent = block[8 + second_code] if second_code else block[escapes_at + escape]
+                second += 1
+                escape += not second_code
+            sign, mantissa = divmod(block[rests_at + 1024 * tile + number], 128)
+            values.append((sign << 8 | exponent) << 7 | mantissa)
+    assert struct.unpack_from("<HH", block, 16 + 4 * tiles) == (second, escape)
+    assert groups == -(-second // 32) and len(block) == -(-(escapes_at + escape) // 16) * 16
+    return b"".join(value.to_bytes(2, "little") for value in values)[:raw_bytes]
 
 
 def tensor_elements(found: Found, item_bytes: int) -> list[bytes]:

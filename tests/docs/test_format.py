@@ -7,7 +7,10 @@ import json
 import re
 import struct
 import zipfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +28,7 @@ from tests.docs.pages import ROOT, read_page
 from tests.docs.shared_program import SharedProgram
 from tests.docs.spec_reader import identity, read_program, read_weights, tensor_elements
 from tests.runtime.programs import a_program
-from tests.weights.packed_cases import PACKED, packable
+from tests.weights.packed_cases import PACKED, earlier_code, packable
 from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, payload, write
 
 PAGE = read_page("docs/format.md")
@@ -161,9 +164,11 @@ def test_a_reader_made_from_the_page_reads_every_kind_of_weight(tmp_path: Path) 
     assert offsets == sorted(offsets)
 
 
-def test_a_reader_made_from_the_page_unpacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [nullcontext, earlier_code])
+def test_a_reader_made_from_the_page_unpacks(tmp_path: Path, code: Callable[[], AbstractContextManager[Any]]) -> None:
     path = packable(tmp_path / "w.ptd")
-    index = pack(path, tmp_path / "packed.ptd")
+    with code():
+        index = pack(path, tmp_path / "packed.ptd")
     plain, found = read_weights(path), read_weights(tmp_path / "packed.ptd")
     assert sum(entry.packing is not None for entry in index.unique_entries) == len(PACKED)
     assert found[0] == plain[0] and list(found[1]) == list(plain[1])

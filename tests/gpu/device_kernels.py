@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from bench.decoding import KINDS, Decoder, Params
+from bench.decoding import Decoder, Params
 
 from tests.weights.block_stress import GUARD_BYTES, VALUE_BYTES
 from tests.weights.kernel_stress import launch_params
 
-_DTYPES = {kind: dtype for dtype, (kind, _) in KINDS.items()}
 _GUARD = 0xA5
 _THREAD_BLOCKS = 4
 
@@ -33,7 +32,7 @@ class DeviceKernels:
             self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(packed_at), packed, ctypes.c_size_t(len(packed)))
             self._call("cuMemsetD8_v2", ctypes.c_uint64(whole_at), ctypes.c_uint8(_GUARD), ctypes.c_size_t(whole_bytes))
             params = launch_params(kind, packed_at, whole_at + GUARD_BYTES, blocks, raw_bytes, begin, end)
-            self._decoder.launch(_DTYPES[kind], Params.from_buffer_copy(params), _THREAD_BLOCKS)
+            self._decoder.launch(kind, Params.from_buffer_copy(params), _THREAD_BLOCKS)
             torch.cuda.synchronize()
             whole = ctypes.create_string_buffer(whole_bytes)
             self._call("cuMemcpyDtoH_v2", whole, ctypes.c_uint64(whole_at), ctypes.c_size_t(whole_bytes))

@@ -23,6 +23,7 @@ from tests.gpu import programs
 from tests.gpu.device_kernels import DeviceKernels
 from tests.weights.damaged_weights import check, damaged_weights
 from tests.weights.kernel_stress import blocks_of
+from tests.weights.packed_cases import earlier_code
 
 EVERYTHING = "64GiB"
 DAMAGED = 300
@@ -59,8 +60,8 @@ def decode_damaged(kernels: DeviceKernels) -> None:
 def overrun(kernels: DeviceKernels) -> None:
     """A block without half of its rests."""
     raw = bytes(4096)
-    (block,) = blocks_of(1, raw)
-    kernels.decoded(1, [block[: len(block) // 32 * 16]], len(raw), 0, len(raw) // 2)
+    (block,) = blocks_of(6, raw)
+    kernels.decoded(6, [block[: len(block) // 32 * 16]], len(raw), 0, len(raw) // 2)
 
 
 def _stored_bytes(module: Module) -> int:
@@ -85,8 +86,10 @@ def main(path: Path) -> None:
     run_raw(path, x, wanted)
     with TemporaryDirectory() as folder:
         packed = penstock.pack(path.with_suffix(".ptd"), Path(folder) / "packed.ptd", program=path).path
-        for cuda_graph in (False, True):
-            run_packed(path, x, wanted, packed, cuda_graph=cuda_graph)
+        with earlier_code():
+            earlier = penstock.pack(path.with_suffix(".ptd"), Path(folder) / "earlier.ptd", program=path).path
+        for weights, cuda_graph in ((packed, False), (packed, True), (earlier, False)):
+            run_packed(path, x, wanted, weights, cuda_graph=cuda_graph)
     decode_damaged(DeviceKernels())
     print("memcheck run complete")
 

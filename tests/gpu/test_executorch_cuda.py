@@ -271,7 +271,7 @@ def test_packed_weights_give_the_same_bits(
             assert (last.bytes_streamed, last.bytes_decoded) == (plan.warm.bytes_streamed, plan.warm.bytes_decoded)
             assert last.bytes_streamed == sum(copy.link_bytes for copy in plan.copies)
             assert (last.bytes_streamed == 0) == (budget_bytes == full_bytes)
-            # Over the link as the file has them, not as they are decoded: whole weights in 0.70 of their bytes,
+            # Over the link as the file has them, not as they are decoded: whole weights in 0.68 of their bytes,
             # and a part of one that begins inside of a block with all of that block.
             brought = [copy for copy in plan.copies if copy.packed_bytes]
             ratio = sum(copy.link_bytes for copy in brought) / max(1, sum(copy.piece.nbytes for copy in brought))

@@ -15,6 +15,7 @@ from tests.gpu import memcheck, programs
 from tests.gpu.device_kernels import DeviceKernels
 from tests.gpu.test_runtime_cuda import generate, same
 from tests.runtime.test_packed_dtypes import compiled
+from tests.weights.packed_cases import earlier_code
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,11 +92,11 @@ def test_a_calibrated_plan_gives_the_same_bits(program: Path, packed: Path, expe
         assert same(generate(module), expected)
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_kernels_make_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_make_the_same_bits(kind: int) -> None:
     """Every bit pattern, tensors that pack badly, and sizes beside tiles and blocks."""
     decoder = Decoder()
-    assert [name for name, tensor in cases(dtype) if differs(decoder, tensor)] == []
+    assert [name for name, tensor in cases(KINDS[kind][0]) if differs(decoder, kind, tensor)] == []
 
 
 def test_damage_leads_no_kernel_outside() -> None:
@@ -104,11 +105,15 @@ def test_damage_leads_no_kernel_outside() -> None:
 
 
 def test_weights_of_every_dtype_give_the_same_bits(tmp_path: Path) -> None:
+    """Also those of a file that was written before there was a code of three levels."""
     program, raw, x = compiled(tmp_path, "cuda")
+    with earlier_code():
+        penstock.pack(raw, tmp_path / "earlier.ptd")
     with penstock.Module(program, weights=raw, budget="64MiB") as module:
         expected = module(x)
-    with penstock.Module(program, budget="64MiB") as module:
-        for budget_bytes in (module.floor_bytes, (module.floor_bytes + module.full_bytes) // 2, module.full_bytes):
-            module.set_budget(budget_bytes)
-            for _ in range(2):
-                assert torch.equal(module(x), expected)
+    for weights in (program.with_suffix(".ptd"), tmp_path / "earlier.ptd"):
+        with penstock.Module(program, weights=weights, budget="64MiB") as module:
+            for budget_bytes in (module.floor_bytes, (module.floor_bytes + module.full_bytes) // 2, module.full_bytes):
+                module.set_budget(budget_bytes)
+                for _ in range(2):
+                    assert torch.equal(module(x), expected)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
 from penstock.weights import read_index
-from penstock.weights.packed_format import KINDS
+from penstock.weights.packed_format import EARLIER_KINDS, KINDS
+from tests.weights.packed_cases import earlier_code
 
 WIDTH = 300
 
@@ -45,13 +47,31 @@ def compiled(folder: Path, device: str) -> tuple[Path, Path, Tensor]:
     return program, raw, x
 
 
-def test_every_dtype_gives_the_same_bits(tmp_path: Path) -> None:
-    program, raw, x = compiled(tmp_path, "cpu")
-    entries = read_index(program.with_suffix(".ptd")).unique_entries
-    assert len(entries) == 2 * len(KINDS) and all(entry.packing for entry in entries)
-    with penstock.Module(program, weights=raw) as module:
+def kinds_in(path: Path) -> set[int]:
+    entries = read_index(path).unique_entries
+    assert len(entries) == 2 * len(KINDS)
+    return {entry.packing.kind for entry in entries if entry.packing is not None}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensor]:
+    return compiled(tmp_path_factory.mktemp("program"), "cpu")
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "earlier"])
+def test_every_dtype_gives_the_same_bits(program: tuple[Path, Path, Tensor], tmp_path: Path, earlier: bool) -> None:
+    """Also with a file that was written before there was a code of three levels."""
+    path, raw, x = program
+    packed = path.with_suffix(".ptd")
+    if earlier:
+        packed = tmp_path / "earlier.ptd"
+        with earlier_code():
+            penstock.pack(raw, packed)
+    assert kinds_in(packed) == {*({**KINDS, **EARLIER_KINDS} if earlier else KINDS).values()}
+    entries = read_index(packed).unique_entries
+    with penstock.Module(path, weights=raw) as module:
         expected = module(x)
-    with penstock.Module(program) as module:
+    with penstock.Module(path, weights=packed) as module:
         decoded_bytes = 0
         for budget_bytes in (module.floor_bytes, (module.floor_bytes + module.full_bytes) // 2, module.full_bytes):
             module.set_budget(budget_bytes)

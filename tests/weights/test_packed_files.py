@@ -189,7 +189,10 @@ def test_files_of_the_first_version_are_what_they_were(tmp_path: Path, dtype: st
     index = read_index(tmp_path / "packed.ptd")
     entry, whole = index["w"], index.path.read_bytes()
     assert entry.packing is not None
-    assert (entry.packing.kind, f"{entry.packing.checksum:016x}") == ({"bfloat16": 1, "float32": 2}[dtype], FIRST_CHECKSUMS[dtype])
+    assert (entry.packing.kind, f"{entry.packing.checksum:016x}") == (
+        {"bfloat16": 1, "float32": 2}[dtype],
+        FIRST_CHECKSUMS[dtype],
+    )
     assert whole[entry.offset_bytes + 4 : entry.offset_bytes + 6] == b"\1\0" and b'"packed":{"format":1,' in whole
     verify_checksums(index)
     assert raw_content(index, entry) == raw

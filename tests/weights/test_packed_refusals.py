@@ -51,16 +51,25 @@ RECORDS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
     "without a checksum": (_packed({"format": 3}), "xxh3_64 has None, needs str"),
     "with half a checksum": (_packed({"format": 3, "xxh3_64": "ff"}), "xxh3_64 has 'ff', needs 16"),
     "packed otherwise": (_packed({"format": 4, "xxh3_64": "f" * 16}), "format has 4, needs 1 or 2 or 3, which"),
-    "of the other format": (_packed({"format": 2, "xxh3_64": "f" * 16}), "format has 2, needs 1 or 3, as it is bfloat16"),
+    "of the other format": (
+        _packed({"format": 2, "xxh3_64": "f" * 16}),
+        "format has 2, needs 1 or 3, as it is bf",
+    ),
     "before its time": (lambda made: made.entry(0).update(dtype="float16"), "format has 3, needs 2, as it is float16"),
     "a boolean": (_packed({"format": True, "xxh3_64": "f" * 16}), "format has True, needs int"),
     "of another dtype": (lambda made: made.entry(0).update(dtype="float64"), "dtype has 'float64', needs bfloat16 or"),
-    "in another's code": (lambda made: made.entry(0).update(dtype="float32"), "format has 3, needs 1, as it is float32"),
+    "in another's code": (
+        lambda made: made.entry(0).update(dtype="float32"),
+        "format has 3, needs 1, as it is fl",
+    ),
     "of the other dtype": (
         lambda made: made.entry(0).update(dtype="float32", packed={"format": 1, "xxh3_64": "f" * 16}),
         "packed float32 of shape",
     ),
-    "of the earlier code": (_packed({"format": 1, "xxh3_64": "f" * 16}), f"needs {entry_limits_bytes(1, 2 * VALUES)[0]}"),
+    "of the earlier code": (
+        _packed({"format": 1, "xxh3_64": "f" * 16}),
+        f"has {LEAST_BYTES} bytes, packed bfloat16 of shape [{VALUES}] needs {entry_limits_bytes(1, 2 * VALUES)[0]} to",
+    ),
     "of no dtype": (lambda made: made.entry(0).update(dtype="x"), "dtype has 'x'"),
     "a state": (lambda made: made.entry(0).update(kind="state"), "kind has 'state', needs weight"),
     "empty": (lambda made: made.entry(0).update(shape=[0]), "nothing to be packed"),

@@ -97,7 +97,7 @@ def compile(
     split_linear           products with bf16 and fp16 weights become calls of penstock_linear, which can read some rows
                            of a weight in device memory and the others in host memory. Off, because its results and
                            the library's differ in the last bits
-    pack                   write the weights packed without loss: bfloat16 in 70% of the bytes, others in 78 to 91%.
+    pack                   write the weights packed without loss: bfloat16 in 68% of the bytes, others in 78 to 91%.
                            `penstock pack` does the same to a file that is there
     """
     check_torch_version(str(torch.__version__))
