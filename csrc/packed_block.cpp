@@ -10,11 +10,6 @@
 #include "packed_levels.h"
 #include "packed_planes.h"
 
-// A test compares what the two make: PENSTOCK_PLAIN_VECTORS leaves this one out.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(PENSTOCK_PLAIN_VECTORS)
-#define PENSTOCK_AVX2
-#endif
-
 namespace penstock {
 namespace {
 
@@ -107,14 +102,15 @@ inline int64_t pack_codes(const BlockLayout& layout, const unsigned char* expone
   return bytes;
 }
 
-template <typename Float>
+template <typename Float, typename Moves>
 int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* packed) {
   const BlockLayout layout(kind, raw_bytes);
   std::memset(packed, 0, (size_t)layout.planes_at);
   unsigned char exponents[kBlockRawBytes / (int64_t)sizeof(typename Float::Word)];
   uint32_t counts[256];
   part_values<Float>(layout, raw, packed, exponents, counts);
-  return has_levels(kind) ? pack_levels(layout, exponents, counts, packed) : pack_codes(layout, exponents, counts, packed);
+  return has_levels(kind) ? pack_levels<Moves>(layout, exponents, counts, packed)
+                          : pack_codes(layout, exponents, counts, packed);
 }
 
 // The exponents of a tile, in the code of seven.
@@ -164,12 +160,12 @@ void unpack_tiles(const BlockLayout& layout, const unsigned char* packed, int64_
   }
 }
 
-template <typename Float>
+template <typename Float, typename Moves>
 void unpack(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
             int64_t end, unsigned char* out) {
   const BlockLayout layout(kind, raw_bytes);
   if (has_levels(kind)) {
-    const LevelsReader reader(layout, packed, packed_bytes);
+    const LevelsReader<Moves> reader(layout, packed, packed_bytes);
     unpack_tiles<Float>(layout, packed, begin, end, out,
                         [&](int64_t tile, unsigned char* exponents) { reader.read(tile, exponents); });
     return;
@@ -184,13 +180,15 @@ void unpack(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, 
 // The same once more, in wider vectors.
 __attribute__((target("avx2"), flatten)) int64_t pack_with_avx2(PackedKind kind, const unsigned char* raw,
                                                                int64_t raw_bytes, unsigned char* packed) {
-  return with_float(kind, [&](auto of) { return pack<decltype(of)>(kind, raw, raw_bytes, packed); });
+  return with_float(kind, [&](auto of) { return pack<decltype(of), ShuffleMoves>(kind, raw, raw_bytes, packed); });
 }
 
 __attribute__((target("avx2"), flatten)) void unpack_with_avx2(PackedKind kind, const unsigned char* packed,
                                                               int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
                                                               int64_t end, unsigned char* out) {
-  with_float(kind, [&](auto of) { unpack<decltype(of)>(kind, packed, packed_bytes, raw_bytes, begin, end, out); });
+  with_float(kind, [&](auto of) {
+    unpack<decltype(of), ShuffleMoves>(kind, packed, packed_bytes, raw_bytes, begin, end, out);
+  });
 }
 
 bool has_avx2() {
@@ -230,7 +228,7 @@ int64_t pack_block(PackedKind kind, const unsigned char* raw, int64_t raw_bytes,
 #ifdef PENSTOCK_AVX2
   if (has_avx2()) return pack_with_avx2(kind, raw, raw_bytes, packed);
 #endif
-  return with_float(kind, [&](auto of) { return pack<decltype(of)>(kind, raw, raw_bytes, packed); });
+  return with_float(kind, [&](auto of) { return pack<decltype(of), StepMoves>(kind, raw, raw_bytes, packed); });
 }
 
 void unpack_block(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, int64_t raw_bytes, int64_t begin,
@@ -238,7 +236,9 @@ void unpack_block(PackedKind kind, const unsigned char* packed, int64_t packed_b
 #ifdef PENSTOCK_AVX2
   if (has_avx2()) return unpack_with_avx2(kind, packed, packed_bytes, raw_bytes, begin, end, out);
 #endif
-  with_float(kind, [&](auto of) { unpack<decltype(of)>(kind, packed, packed_bytes, raw_bytes, begin, end, out); });
+  with_float(kind, [&](auto of) {
+    unpack<decltype(of), StepMoves>(kind, packed, packed_bytes, raw_bytes, begin, end, out);
+  });
 }
 
 }  // namespace penstock

@@ -1,9 +1,10 @@
 // The code of three levels: two bits for the three most frequent exponents of a block, three more for the next seven, a
-// byte for any other. docs/format.md has the layout. Only packed_block.cpp includes this, twice compiled.
+// byte for any other. docs/format.md has the layout. Only packed_block.cpp includes this.
 #pragma once
 
 #include <algorithm>
 
+#include "packed_moves.h"
 #include "packed_planes.h"
 
 namespace penstock {
@@ -15,64 +16,30 @@ constexpr int64_t kGroupBytes = 12;
 constexpr int64_t kGroupsAt = 4;       // in the header: how many groups there are
 constexpr int64_t kSecondTableAt = 8;  // in the header, too
 
-// Eight bytes of which some are chosen, moved together in three steps, and apart again. By the mask of who is chosen.
-struct Moves {
-  uint64_t chosen = 0;
-  uint64_t steps[3] = {};  // of 1, 2 and 4 bytes: who moves
-  int64_t count = 0;
-};
-
-struct AllMoves {
-  constexpr AllMoves() {
-    for (int mask = 0; mask < 256; ++mask) {
-      Moves& moves = of[mask];
-      for (int from = 0, to = 0; from < 8; ++from) {
-        if (!(mask >> from & 1)) continue;
-        moves.chosen |= 0xFFull << (8 * from);
-        int at = from;
-        for (int step = 0; step < 3; ++step)
-          if ((from - to) >> step & 1) {
-            moves.steps[step] |= 0xFFull << (8 * at);
-            at -= 1 << step;
-          }
-        moves.count = ++to;
-      }
-    }
-  }
-  Moves of[256] = {};
-};
-constexpr AllMoves kMoves;
-
-inline uint64_t moved_together(uint64_t eight, const Moves& moves) {
-  eight &= moves.chosen;
-  for (int step = 0; step < 3; ++step)
-    eight = (eight & ~moves.steps[step]) | ((eight & moves.steps[step]) >> (8 << step));
-  return eight;
-}
-
-inline uint64_t moved_apart(uint64_t eight, const Moves& moves) {
-  for (int step = 2; step >= 0; --step)
-    eight = (eight & ~moves.steps[step]) | ((eight << (8 << step)) & moves.steps[step]);
-  return eight & moves.chosen;
-}
-
 // The lowest bits of eight bytes, all others 0, as a byte.
 inline unsigned mask_of(uint64_t flags) { return (unsigned)((flags * 0x0102040810204080ull) >> 56); }
 
-// For each exponent of a tile, the code of the first level in the low four bits and that of the second above.
+// Of a value's code, as encode_levels has it: that of the first level in bits 0 and 1, whether there is one of the second
+// in bit 3, that one in bits 4 to 6, and whether the exponent is an escape in bit 7.
+constexpr int kGoesOnBit = 3;
+constexpr int kSecondBit = 4;
+constexpr int kEscapedBit = 7;
+
 inline void encode_levels(const unsigned char* exponents, const unsigned char* chosen, int used,
                           unsigned char* __restrict codes) {
   constexpr int kBoth = kFirstCodes + kSecondCodes;
   unsigned char wanted[kBoth], told[kBoth];
   for (int number = 0; number < kBoth; ++number) {
     wanted[number] = chosen[number];
-    const int code = number < kFirstCodes ? number + 1 : (number - kFirstCodes + 1) << 4;
+    const int code = number < kFirstCodes ? number + 1 : (number - kFirstCodes + 1) << kSecondBit;
     told[number] = (unsigned char)(number < used ? code : 0);
   }
   for (int64_t i = 0; i < kTileValues; ++i) {
     unsigned char found = 0;
     for (int number = 0; number < kBoth; ++number)
       found |= (unsigned char)(exponents[i] == wanted[number] ? told[number] : 0);
+    found |= (unsigned char)(found == 0 ? 1 << kEscapedBit : 0);
+    found |= (unsigned char)((found & 3) == 0 ? 1 << kGoesOnBit : 0);
     codes[i] = found;
   }
 }
@@ -85,7 +52,7 @@ inline void put_groups(const unsigned char* codes, int64_t groups, unsigned char
     uint32_t words[3];
     for (int plane = 0; plane < 3; ++plane) {
       uint64_t bits = 0;
-      for (int round = 0; round < kRounds; ++round) bits |= ((eights[round] >> (4 + plane)) & kBytes) << round;
+      for (int round = 0; round < kRounds; ++round) bits |= ((eights[round] >> (kSecondBit + plane)) & kBytes) << round;
       words[plane] = narrowed(bits);
     }
     std::memcpy(packed + group * kGroupBytes, words, sizeof words);
@@ -93,7 +60,8 @@ inline void put_groups(const unsigned char* codes, int64_t groups, unsigned char
 }
 
 // All but the rests, which are there already. Returns the bytes of the block.
-inline int64_t pack_levels(const BlockLayout& layout, const unsigned char* exponents, const uint32_t* counts,
+template <typename Moves>
+int64_t pack_levels(const BlockLayout& layout, const unsigned char* exponents, const uint32_t* counts,
                            unsigned char* packed) {
   unsigned char chosen[kFirstCodes + kSecondCodes] = {};
   const int used = choose_exponents(counts, kFirstCodes + kSecondCodes, chosen);
@@ -116,13 +84,12 @@ inline int64_t pack_levels(const BlockLayout& layout, const unsigned char* expon
     for (int64_t i = 0; i < kTileValues; i += 8) {
       uint64_t eight;
       std::memcpy(&eight, codes + i, sizeof eight);
-      const uint64_t goes_on = ~(eight | (eight >> 1)) & kBytes;
-      const Moves& moves = kMoves.of[mask_of(goes_on)];
-      const uint64_t together = moved_together(eight, moves);
+      const unsigned mask = mask_of((eight >> kGoesOnBit) & kBytes);
+      const uint64_t together = Moves::together(eight, mask);
       std::memcpy(seconds + second_count, &together, sizeof together);
-      second_count += moves.count;
+      second_count += kMoves.counts[mask];
       // Hardly any.
-      for (uint64_t bits = goes_on & ~((eight >> 4) | (eight >> 5) | (eight >> 6)); bits; bits &= bits - 1)
+      for (uint64_t bits = eight & (kBytes << kEscapedBit); bits; bits &= bits - 1)
         escapes[escape_count++] = of_tile[i + __builtin_ctzll(bits) / 8];
     }
   }
@@ -137,6 +104,7 @@ inline int64_t pack_levels(const BlockLayout& layout, const unsigned char* expon
 }
 
 // A block's exponents, a tile at a time. Whatever its bytes are, nothing outside of them is read.
+template <typename Moves>
 class LevelsReader {
  public:
   LevelsReader(const BlockLayout& layout, const unsigned char* packed, int64_t packed_bytes)
@@ -157,7 +125,7 @@ class LevelsReader {
       uint64_t eight;
       std::memcpy(&eight, codes + i * 8, sizeof eight);
       masks[i] = (unsigned char)mask_of(~(eight | (eight >> 1)) & kBytes);
-      count += kMoves.of[masks[i]].count;
+      count += kMoves.counts[masks[i]];
     }
     uint16_t starts[2];
     std::memcpy(starts, packed_ + kHeaderBytes + tile * 4, sizeof starts);
@@ -167,13 +135,12 @@ class LevelsReader {
     first_exponents(codes, exponents);
     const unsigned char* next = seconds + starts[0] % kGroupCodes;
     for (int64_t i = 0; i < kTileValues / 8; ++i) {
-      const Moves& moves = kMoves.of[masks[i]];
       uint64_t eight, of_second;
       std::memcpy(&eight, exponents + i * 8, sizeof eight);
       std::memcpy(&of_second, next, sizeof of_second);
-      eight |= moved_apart(of_second, moves);
+      eight |= Moves::apart(of_second, masks[i]);
       std::memcpy(exponents + i * 8, &eight, sizeof eight);
-      next += moves.count;
+      next += kMoves.counts[masks[i]];
     }
   }
 
@@ -182,7 +149,8 @@ class LevelsReader {
   void first_exponents(const unsigned char* codes, unsigned char* __restrict exponents) const {
     const unsigned char one = packed_[1], two = packed_[2], three = packed_[3];
     for (int64_t i = 0; i < kTileValues; ++i)
-      exponents[i] = (unsigned char)((codes[i] == 1 ? one : 0) | (codes[i] == 2 ? two : 0) | (codes[i] == 3 ? three : 0));
+      exponents[i] =
+          (unsigned char)((codes[i] == 1 ? one : 0) | (codes[i] == 2 ? two : 0) | (codes[i] == 3 ? three : 0));
   }
 
   // Those of codes [begin, end) of the second level, from the beginning of their first group on.
