@@ -246,12 +246,14 @@ extern "C" __global__ void __launch_bounds__(levels::kThreads, levels::kBlocksTo
     exponents.escapes[lane] = escape;
     __syncwarp();
     for (unsigned begin = 0; begin < octets; begin += 32) {
-      const Octet octet = octet_of(tile, group, first_octet + begin + lane);
+      Octet octet = octet_of(tile, group, first_octet + begin + lane);
       if (begin + lane < octets) {
         uint2 eight;
         eight.x = __byte_perm(tile.second_table.x, tile.second_table.y, octet.selectors);
         eight.y = __byte_perm(tile.second_table.x, tile.second_table.y, octet.selectors >> 16);
         *reinterpret_cast<uint2*>(exponents.bytes + (begin + lane) * 8) = eight;
+      } else {
+        octet.escaped = 0;  // a damaged block may say that its tile has more codes than there is room for
       }
       escapes_before += put_escapes(tile, exponents, begin + lane, octet.escaped, escapes_before, lane);
       group = next_group;

@@ -22,8 +22,12 @@ struct Extent {
 };
 
 static constexpr unsigned kLanes = 32;
+// The last warp of a block, whose shared memory has none behind it: what writes too far writes outside. Its tiles are
+// those of the first all the same, by a block before the first one.
+static constexpr unsigned kWarpsBefore = 256 / kLanes - 1;
 static thread_local Extent threadIdx;
-static const Extent blockIdx{0}, gridDim{1}, blockDim{kLanes};
+static const Extent blockIdx{0u - kWarpsBefore}, gridDim{1}, blockDim{kLanes};
+static unsigned lane_here() { return threadIdx.x % kLanes; }
 static pthread_barrier_t meeting;
 static unsigned told[kLanes];
 
@@ -51,7 +55,7 @@ static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
 // Calls look when every lane has told its value, and until then no lane tells another.
 template <typename Look>
 static auto among_lanes(unsigned value, Look look) {
-  told[threadIdx.x] = value;
+  told[lane_here()] = value;
   pthread_barrier_wait(&meeting);
   auto seen = look();
   pthread_barrier_wait(&meeting);
@@ -75,7 +79,7 @@ static unsigned __shfl_sync(unsigned, unsigned value, int from) {
 }
 
 static unsigned __shfl_up_sync(unsigned, unsigned value, int distance) {
-  const int from = (int)threadIdx.x - distance;
+  const int from = (int)lane_here() - distance;
   return among_lanes(value, [&] { return from < 0 ? value : told[from]; });
 }
 
@@ -89,7 +93,7 @@ extern "C" void decode_on_host(int kind, const DecodeParams* params) {
   std::vector<std::thread> lanes;
   for (unsigned lane = 0; lane < kLanes; ++lane)
     lanes.emplace_back([&, lane] {
-      threadIdx.x = lane;
+      threadIdx.x = kWarpsBefore * kLanes + lane;
       kernels[kind - 1](*params);
     });
   for (std::thread& lane : lanes) lane.join();
