@@ -46,12 +46,16 @@ def test_it_runs_inside_the_budget_that_it_sets(run_model: Run, lowered: Callabl
         expected = module(x)["hidden"]
         floor_bytes, full_bytes = module.floor_bytes, module.budget_bytes
     origins = {"default": b"(automatic)", floor_bytes: b"(given at load)", full_bytes: b"(given at load)"}
+    outputs = []
     for budget, said in origins.items():
         done = run_model(lowered("chain"), budget, x)
         assert done.returncode == 0, done.stderr
-        found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(5, WIDTH // 2)
-        assert torch.equal(found, expected)
+        outputs.append(torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(5, WIDTH // 2))
         assert said in done.stderr
+    # The same bits at every budget. In another process the CPU's library may multiply in another order: there, the last
+    # bits were seen to differ from this one's.
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    torch.testing.assert_close(outputs[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_it_refuses(run_model: Run, lowered: Callable[[str], Path]) -> None:
