@@ -54,7 +54,7 @@ def measure(load: Callable[[], None], times: int) -> None:
     for _ in range(times):
         load()
     after = footprint()
-    mappings = after.mappings - before.mappings
+    mappings = after.mappings - before.mappings + after.anonymous_mappings - before.anonymous_mappings
     unpacked = after.unpacked_mappings - before.unpacked_mappings
     kept_bytes = after.anonymous_bytes - before.anonymous_bytes
     print(

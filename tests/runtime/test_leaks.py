@@ -57,6 +57,8 @@ def as_before(temporary: Path, kept: KeptDrivers) -> Callable[[Callable[[], Any]
         kept.made.clear()
         after = footprint(temporary)
         assert without_torch(after) == without_torch(before)
+        # What is kept each time would be at least as many.
+        assert after.anonymous_mappings - before.anonymous_mappings < times
         return before
 
     return check
@@ -66,7 +68,11 @@ def without_torch(found: Footprint) -> Footprint:
     """Memory is a trend, not a number. An older torch keeps every library that it unpacks and loads."""
     theirs = 0 if LOADS_FOLDERS else found.unpacked_mappings
     return replace(
-        found, mappings=found.mappings - theirs, unpacked_mappings=found.unpacked_mappings - theirs, anonymous_bytes=0
+        found,
+        mappings=found.mappings - theirs,
+        unpacked_mappings=found.unpacked_mappings - theirs,
+        anonymous_mappings=0,
+        anonymous_bytes=0,
     )
 
 

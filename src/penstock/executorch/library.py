@@ -43,7 +43,8 @@ def load_library() -> ctypes.CDLL:
     """Registers the backend with ExecuTorch's runtime, for the life of the process.
 
     torch first, whose libraries the delegate stands on; then the core, globally, because compiled programs find its
-    fetch function in the global scope.
+    fetch function in the global scope. ExecuTorch's libraries not so: one of them holds functions with the names of
+    BLAS, and whatever the process loads later would take them for the ones it means.
     """
     import torch  # noqa: F401
 
@@ -59,6 +60,6 @@ def load_library() -> ctypes.CDLL:
 
 def _load(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
     except OSError as error:
         raise PenstockError(f"{path} cannot be loaded beside this executorch and torch: {error}") from error

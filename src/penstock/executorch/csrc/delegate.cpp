@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <new>
 
+#include "blas.h"
 #include "code.h"
 #include "core.h"
 #include "data_map.h"
@@ -113,6 +114,7 @@ void check_build(const Payload& payload) {
   if (here != payload.cpu && !(payload.cpu == "AVX2" && here == "AVX512"))
     throw LoadError(Kind::build, "the program was compiled for a CPU with " + payload.cpu +
                                    " instructions, torch finds " + here + " on this one");
+  if (payload.device == "cpu") check_blas();
 }
 
 void check_delegate(const Payload& payload, const std::string& name) {
