@@ -137,7 +137,8 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
         "activation_bytes": None,
         "built_with": {},
         "weights": [],
-        "methods": [{"name": "forward", "accesses": [], "inputs": [], "outputs": 1}],
+        "states": [],
+        "methods": [{"name": "forward", "accesses": [], "states": [], "inputs": [], "outputs": 1}],
         **changes,
     }
     payload = pack_payload(description, rungs, code.read_bytes())

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.executorch.native import NativeModule
+from penstock.executorch.native import NativeModule, Value, _fill
 from penstock.native import core
 from tests.executorch.probe import (
     UNTOUCHED,
@@ -44,11 +45,11 @@ from tests.runtime.soft import Failure
 from tests.threads import thread_count
 
 # enum class Kind in csrc/load_error.h, and ExecuTorch's numbers of errors.
-PACKAGE, BUDGET, BELOW_FLOOR, OPTION, MISSING_WEIGHT, BUILD, INPUT, CORE, CODE, HOST, DEVICE = (
-    *(1, 2, 3, 4, 5),
-    *(8, 9, 10, 11, 12, 13),
+PACKAGE, BUDGET, BELOW_FLOOR, OPTION, MISSING_WEIGHT, MISMATCH, BUILD, INPUT, CORE, CODE, HOST, DEVICE, STATE = (
+    *(1, 2, 3, 4, 5, 6),
+    *(8, 9, 10, 11, 12, 13, 14),
 )
-INTERNAL, INVALID_ARGUMENT, NO_MEMORY, INVALID_PROGRAM = 0x01, 0x12, 0x21, 0x23
+INTERNAL, INVALID_STATE, INVALID_ARGUMENT, NO_MEMORY, INVALID_PROGRAM = 0x01, 0x02, 0x12, 0x21, 0x23
 PAGE = 4096
 MOST_FILE_BYTES = 64 << 20
 BUDGET_OPTION, CAP_OPTION, DEVICE_OPTION = (
@@ -79,11 +80,12 @@ def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 def room(method: str) -> list[Tensor]:
     """As ExecuTorch plans it: for the most rows."""
     if method == "narrow":
-        return [torch.full((4,), float(UNTOUCHED)), torch.full((1, TWIN_WIDTH), float(UNTOUCHED))]
+        return [torch.full((1, TWIN_WIDTH), float(UNTOUCHED))]
     return [torch.full((TWIN_ROWS, TWIN_WIDTH), float(UNTOUCHED)), torch.full((TWIN_ROWS,), UNTOUCHED)]
 
 
 def inputs_of(method: str, seed: int, rows: int = 3) -> tuple[Tensor, ...]:
+    """Of the narrow one, its state first."""
     if method == "narrow":
         return torch.full((4,), float(seed)), whole_numbers(1, TWIN_WIDTH, seed=seed)
     return whole_numbers(rows, TWIN_WIDTH, seed=seed), torch.eye(rows).flip(0)
@@ -102,7 +104,14 @@ def expected_of(method: str, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def check_run(delegate: Delegate, seed: int, rows: int = 3) -> None:
     inputs = inputs_of(delegate.method, seed, rows)
-    assert equal(delegate.execute(inputs, room(delegate.method)), expected_of(delegate.method, inputs))
+    expected = expected_of(delegate.method, inputs)
+    if delegate.method == "wide":
+        assert equal(delegate.execute(inputs, room("wide")), expected)
+        return
+    calls, row = inputs
+    delegate.write_state("calls", calls)
+    found = delegate.execute((row,), room("narrow"))
+    assert equal([delegate.read_state("calls", calls), *found], expected)
 
 
 def refused(action: Callable[[], object], kind: int, status: int | None = None, said: str = "") -> Refused:
@@ -367,11 +376,11 @@ def weights_are_registered_in_chunks(program: Program) -> None:
 def inputs_are_checked(program: Program) -> None:
     with loaded(program, at_floor(program, "inputs"), "wide", "narrow") as (wide, narrow):
         x, mix = inputs_of("wide", 1)
-        calls, row = inputs_of("narrow", 1)
+        row = inputs_of("narrow", 1)[1]
         for wrong in ((x.double(), mix), (x.int(), mix), (x[:, 1:].contiguous(), mix), (x[None], mix), (x[0], mix)):
             refused(lambda: wide.execute(wrong, room("wide")), INPUT, INVALID_ARGUMENT, "input 0 of wide")  # noqa: B023
         refused(lambda: wide.execute((x, mix[0]), room("wide")), INPUT, said="input 1 of wide")
-        refused(lambda: narrow.execute((calls[:3], row), room("narrow")), INPUT, said="input 0 of narrow")
+        refused(lambda: narrow.execute((row[:, 1:].contiguous(),), room("narrow")), INPUT, said="input 0 of narrow")
         refused(lambda: wide.execute((x, 3), room("wide")), INPUT, said="value 1 of wide is no tensor")
         refused(lambda: wide.execute((x, mix), [room("wide")[0], 3]), INPUT, said="value 3 of wide is no tensor")
         for given in ((x,), (x, mix, mix)):
@@ -408,13 +417,16 @@ def a_run_that_fails(program: Program) -> None:
                         break
                     assert (refusal.kind, refusal.status, refusal.detail) == (CORE, status, failure), refusal
                     assert "a test asked for this failure" in refusal.text
+                    if delegate is narrow:
+                        must_be_reset(narrow, refusal.text)
                     check_run(delegate, 2)
                     check_run(other, 3)
                 fail_later("copy_to_device", failure, 0)
                 assert number > 3, "a run has several copies"
         for call in ("session_begin", "session_end"):
             library().probe_refuse(call.encode())
-            refused(lambda: check_run(narrow, 1), CORE)
+            refusal = refused(lambda: check_run(narrow, 1), CORE)
+            must_be_reset(narrow, refusal.text)
             check_run(narrow, 1)
         # Sizes that agree with the record, not with each other: the code itself fails, halfway.
         uneven = (inputs_of("wide", 1)[0], torch.eye(5))
@@ -423,6 +435,70 @@ def a_run_that_fails(program: Program) -> None:
         )
         for delegate in (wide, narrow, wide):
             check_run(delegate, 4)
+
+
+def must_be_reset(narrow: Delegate, failure: str) -> None:
+    """State that a failed run may have half written: neither run with, nor read, nor written into."""
+    row, calls = whole_numbers(1, TWIN_WIDTH, seed=1), torch.zeros(4)
+    said = f"the state may be half written: method 'narrow' failed: {failure}; reset it first"
+    refused(lambda: narrow.execute((row,), room("narrow")), STATE, INVALID_STATE, said)
+    for use in (lambda: narrow.read_state("calls", calls), lambda: narrow.write_state("calls", calls)):
+        state_refused(use, STATE, said)
+    narrow.reset_state()
+    assert narrow.read_state("calls", calls).tolist() == [FIRST_CALLS] * 4
+
+
+def state_refused(use: Callable[[], object], kind: int, said: str) -> None:
+    try:
+        use()
+    except Refused as error:
+        assert error.kind == kind and said in error.text, error
+        return
+    raise AssertionError("nothing was refused")
+
+
+@play
+def state_belongs_to_a_loading(program: Program) -> None:
+    row, calls = whole_numbers(1, TWIN_WIDTH, seed=1), torch.zeros(4)
+
+    def run(narrow: Delegate, expected_calls: float) -> None:
+        expected = expected_of("narrow", (torch.full((4,), expected_calls), row))
+        assert equal(narrow.execute((row,), room("narrow")), expected[1:])
+
+    options = at_floor(program, "state")
+    with loaded(program, options, "wide", "narrow") as (wide, first):
+        assert first.read_state("calls", calls).tolist() == [FIRST_CALLS] * 4
+        run(first, FIRST_CALLS)
+        run(first, FIRST_CALLS + 1)
+        with loaded(program, at_floor(program, "another"), "narrow") as (second,):
+            run(second, FIRST_CALLS)
+            assert second.read_state("calls", calls).tolist() == [FIRST_CALLS + 1] * 4
+        with loaded(program, options, "narrow") as (third,):
+            run(third, FIRST_CALLS)
+            state_refused(lambda: third.read_state("calls", calls), STATE, "2 loaded programs with state")
+        check_run(wide, 1)
+        assert first.read_state("calls", calls).tolist() == [FIRST_CALLS + 2] * 4
+        state_refused(lambda: first.read_state("nothing", calls), INPUT, "no state 'nothing'; the program has calls")
+        state_refused(lambda: first.write_state("calls", calls[:3]), INPUT, "was given 12 bytes, it has 16")
+        first.write_state("calls", torch.arange(4.0))
+        assert first.read_state("calls", calls).tolist() == [0, 1, 2, 3]
+        first.reset_state()
+        run(first, FIRST_CALLS)
+    state_refused(lambda: first.reset_state(), STATE, "0 loaded programs with state are of group 'state', needs one")
+    others = [place for place in program.places if place.name != "calls"]
+    (stored,) = [place for place in program.places if place.name == "calls"]
+    without = (program.data_path, others)
+    refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="lack 'calls'")
+    short = (program.data_path, [*others, replace(stored, nbytes=12)])
+    refused(lambda: Delegate(program, "narrow", options, file=short), MISMATCH, said="'calls' has 12 bytes")
+    with loaded(program, options, "narrow", changes=with_zeros(program), file=without) as (narrow,):
+        run(narrow, 0)
+    assert (made().drivers, made().sessions) == (0, 0)
+
+
+def with_zeros(program: Program) -> dict[str, Any]:
+    (calls,) = program.description["states"]
+    return {"states": [{**calls, "stored": 0}]}
 
 
 @play
@@ -436,13 +512,14 @@ def failures_of_other_kinds(program: Program) -> None:
 @play
 def one_run_at_a_time(program: Program) -> None:
     with loaded(program, at_floor(program, "threads"), "wide", "narrow") as both:
-        given = [(inputs_of(one.method, 1), room(one.method)) for one in both]
+        both[1].write_state("calls", inputs_of("narrow", 1)[0])
+        given = [(inputs_of("wide", 1), room("wide")), (inputs_of("narrow", 1)[1:], room("narrow"))]
         values = [one.values(*each) for one, each in zip(both, given, strict=True)]
         arguments = [part for one, (v, _) in zip(both, values, strict=True) for part in (one.handle, v, len(v))]
         assert library().probe_two_at_once(*arguments) == 1
         for one, (inputs, outputs), (v, _) in zip(both, given, values, strict=True):
             found = [resized(v[len(inputs) + at], output) for at, output in enumerate(outputs)]
-            assert equal(found, expected_of(one.method, inputs))
+            assert equal(found, expected_of(one.method, inputs_of(one.method, 1))[-len(found) :])
 
 
 @play
@@ -470,12 +547,25 @@ def sessions_that_are_lent(program: Program) -> None:
         before = bytes(made())
         library().penstock_executorch_lend(b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2)
         loud: dict[str, Option] = {"weight_offload_group": "borrows"}
-        with logged() as log, loaded(program, loud, "wide", "narrow") as both:
-            for delegate in both:
-                check_run(delegate, 1)
+        refused(lambda: Delegate(program, "narrow", loud), PACKAGE, said="no state was made")
+        calls, row = torch.full((4,), 3.0), whole_numbers(1, TWIN_WIDTH, seed=1)
+        value = (Value * 1)()
+        kept = _fill(value[0], calls)
+        assert library().penstock_executorch_lend_states(b"borrows", b"cpu", 0, value, 1) == 0
+        with logged() as log, loaded(program, loud, "wide", "narrow") as (wide, narrow):
+            check_run(wide, 1)
+            expected = expected_of("narrow", (calls.clone(), row))
+            assert equal([calls, *narrow.execute((row,), room("narrow"))], expected)
+            state_refused(narrow.reset_state, STATE, "0 loaded programs with state are of group 'borrows'")
+            # Whose it is knows whether it is whole.
+            library().probe_refuse(b"session_begin")
+            refused(lambda: narrow.execute((row,), room("narrow")), CORE)
+            calls.fill_(5.0)
+            expected = expected_of("narrow", (calls.clone(), row))
+            assert equal([calls, *narrow.execute((row,), room("narrow"))], expected)
+        del kept
         library().penstock_executorch_reclaim(b"borrows")
-        assert log[0] == ""
-        assert bytes(made()) == before
+        assert "given at load" not in log[0] and bytes(made()) == before
         for delegate in ours:
             check_run(delegate, 2)
 
@@ -586,7 +676,7 @@ def a_program_for_a_gpu(program: Program) -> None:
 
 @play
 def through_executorch(program: Program) -> None:
-    """The .pte itself, in ExecuTorch's runtime, which keeps the state."""
+    """The .pte itself, in ExecuTorch's runtime."""
     floor = str(program.whole["floor_bytes"])
     native = NativeModule(str(program.path), [str(program.data_path)], floor, "executorch")
     for method in ("wide", "narrow"):
@@ -606,7 +696,7 @@ def through_executorch(program: Program) -> None:
 
 def main(path: Path, arguments: Sequence[str]) -> None:
     program = Program(path)
-    for changes in ({}, for_avx2(program), for_gpu(program), with_flat_order(program)):
+    for changes in ({}, for_avx2(program), for_gpu(program), with_flat_order(program), with_zeros(program)):
         program.payload(changes)
     for count in (1, 3):
         program.payload(with_outputs(program, count))

@@ -204,6 +204,7 @@ class Delegate:
         with_code: bool = True,
     ) -> None:
         self.program, self.method = program, method
+        self.group = str((options or {}).get("weight_offload_group", "")).encode()
         path, places = file or (program.data_path, program.places)
         data = Data(program, program.payload(changes or {}, with_code), path, places) if with_data else None
         packed = pack_ticket({**program.tickets[method], **(delegate_ref or {})})
@@ -238,6 +239,25 @@ class Delegate:
         if status:
             raise Refused(status)
         return [resized(values[len(inputs) + at], output) for at, output in enumerate(outputs)]
+
+    def read_state(self, name: str, like: Tensor) -> Tensor:
+        found = torch.full_like(like, float(UNTOUCHED))
+        self._check(
+            library().penstock_executorch_read_state(self.group, name.encode(), found.data_ptr(), found.nbytes)
+        )
+        return found
+
+    def write_state(self, name: str, value: Tensor) -> None:
+        self._check(
+            library().penstock_executorch_write_state(self.group, name.encode(), value.data_ptr(), value.nbytes)
+        )
+
+    def reset_state(self) -> None:
+        self._check(library().penstock_executorch_reset_state(self.group))
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise Refused(status)
 
     def close(self) -> None:
         library().probe_destroy(self.handle)

@@ -107,7 +107,7 @@ Payload program(const std::string& name) {
   payload.page_bytes = 4096;
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
-  payload.methods = {{"one", {}, 1}, {"two", {}, 1}};
+  payload.methods = {{"one", {}, {}, 1}, {"two", {}, {}, 1}};
   payload.ladders = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
   return payload;
 }

@@ -26,7 +26,7 @@ from tests.runtime.mutants import Mutant, Mutated, Rules
 __all__ = ["driver"]
 
 SOURCES = building.sources_folder()
-FILES = ["delegate.cpp", "program_session.cpp", "code.cpp"]
+FILES = ["delegate.cpp", "program_session.cpp", "code.cpp", "state_table.cpp"]
 # The registry, and what asks torch about a GPU.
 ELSEWHERE = {
     "registry",
@@ -37,10 +37,11 @@ ELSEWHERE = {
     "reclaim_sessions",
     "take_shared_session_ref",
 }
-SKIPPED = {*ELSEWHERE, "find_session", "current_device_index", "current_stream"}
+SKIPPED = {*ELSEWHERE, "find_session", "current_device_index", "current_stream", "wait_for"}
 CALLS = re.compile(
     r"(?<![\w.>:~])(?:check_build|check_delegate|check_gpu|check_input|log_line|compute|(?:bytes|processed)->Free"
-    r"|delegate\.code->\w+|code\.forget|core\(\)\.(?:session_abort|session_destroy|driver_destroy)"
+    r"|delegate\.code->\w+|code\.forget|state->\w+|require_valid|reset|wait_for|fill|invalid_\.clear|taken\(\)\.\w+|"
+    r"core\(\)\.(?:session_abort|session_destroy|driver_destroy)"
     r"|std::sort|ends\.push_back|spans\.emplace_back|close|unlink|parts_->\w+\.(?:clear|push_back))\("
 )
 RULES = Rules(CALLS, refusals=True, parts=True)
@@ -63,7 +64,6 @@ EQUIVALENT: dict[str, str] = {
     f"code.cpp PackageFile: written < 0 left out of {INTERRUPTED}": NEEDS_SIGNAL,
     "code.cpp PackageFile: written < 0 taken for true": "it needs a file system that writes nothing, and does not fail",
     'code.cpp CompiledCode: if (device == "cuda") taken for false': NEEDS_GPU,
-    "code.cpp take_inputs: parts_->inputs.clear() left out": "forget() has done it after the run before",
     f"code.cpp take_inputs: !parts_->device.is_cpu() left out of {STRIDES}": NEEDS_GPU,
 }
 if torch.backends.cuda.is_built():

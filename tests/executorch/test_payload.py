@@ -34,10 +34,12 @@ DESCRIPTION: dict[str, Any] = {
     "activation_bytes": 5,
     "built_with": {"torch": "2"},
     "weights": [{"names": ["é"], "scalar_type": 6, "shape": [3], "dim_order": [0], "nbytes": 12}],
+    "states": [{"name": "s", "scalar_type": 6, "shape": [2, 3], "dim_order": [1, 0], "nbytes": 24, "stored": 1}],
     "methods": [
         {
             "name": "forward",
             "accesses": ["é"],
+            "states": [0],
             "inputs": [{"scalar_type": 6, "shape": [-1], "dim_order": [0]}],
             "outputs": 1,
         }
@@ -54,6 +56,9 @@ DESCRIPTION: dict[str, Any] = {
         ({"ladders": [{**DESCRIPTION["ladders"][0], "methods": [1]}]}, "for a method that is not there"),
         ({"weights": []}, "'forward' reads 'é', which is no weight"),
         ({"device": None}, "device is null, needs text"),
+        ({"states": []}, "'forward' has state that is none"),
+        ({"states": [{**DESCRIPTION["states"][0], "dim_order": [1, 1]}]}, "state 's' has dim order"),
+        ({"states": [{**DESCRIPTION["states"][0], "shape": [2, -3]}]}, "shape"),
     ],
 )
 def test_a_description_that_is_none_is_refused_though_its_hash_is_right(changes: dict[str, Any], said: str) -> None:

@@ -93,7 +93,11 @@ def shared_description() -> dict[str, object]:
         "activation_bytes": 100,
         "built_with": {"torch": "2.13.0"},
         "weights": [{**weight, "names": [name], "shape": [count], "nbytes": count} for name, count in SIZES.items()],
-        "methods": [{"name": n, "accesses": ["a"], "inputs": inputs, "outputs": 1} for n in ("forward", "decode")],
+        "states": [{"name": "s", "scalar_type": 6, "shape": [2, 3], "dim_order": [1, 0], "nbytes": 24, "stored": 0}],
+        "methods": [
+            {"name": name, "accesses": ["a"], "states": [0], "inputs": inputs, "outputs": 1}
+            for name in ("forward", "decode")
+        ],
     }
 
 

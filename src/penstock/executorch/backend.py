@@ -26,6 +26,7 @@ from penstock.layout import canonical
 from penstock.plan.pages import page_bytes_on
 from penstock.program import Method, TensorSpec
 from penstock.temporary import TemporaryFolder
+from penstock.weight import State
 from penstock.weights import read_index
 
 # Of weights in the .ptd: copies and registrations are of whole pages.
@@ -107,10 +108,6 @@ def _store(
 ) -> tuple[str, NamedDataStore]:
     """The payload's name, and everything that all delegates of the program share."""
     program = compiled.program
-    if program.states:
-        raise UnsupportedProgramError(
-            f"state {program.states[0].name!r} would belong to a delegate; state must stay outside of it"
-        )
     page_bytes = page_bytes_on(program.device, program.weight_bytes)
     all_names = {tied[0]: tied for tied in options["tied"]}
     schedules = [method.schedule for method in program.methods]
@@ -136,7 +133,8 @@ def _store(
             }
             for weight in program.weights
         ],
-        "methods": [_method(method, programs[method.name]) for method in program.methods],
+        "states": [_state(state) for state in program.states],
+        "methods": [_method(method, programs[method.name], program.states) for method in program.methods],
     }
     payload = pack_payload(description, [rung for ladder in ladders for rung in ladder.rungs], code)
     key = f"penstock.program.{description['program']}"
@@ -148,12 +146,31 @@ def _store(
         segment = Segment(index.path, entry.offset_bytes, entry.length_bytes, folder)
         for name in all_names.get(weight.name, [weight.name]):
             store.add_named_data(name, segment, ALIGNMENT_BYTES, DATA_FILE, tensor_layout(weight))
+    for state in program.states:
+        if state.init == "stored":
+            entry = index[state.name]
+            first = Segment(index.path, entry.offset_bytes, entry.length_bytes, folder)
+            store.add_named_data(state.name, first, ALIGNMENT_BYTES, DATA_FILE, tensor_layout(state))
     return key, store
 
 
-def _method(method: Method, ep: ExportedProgram) -> dict[str, Any]:
+def _state(state: State) -> dict[str, Any]:
+    return {
+        "name": state.name,
+        "scalar_type": tensor_layout(state).scalar_type.value,
+        "shape": state.shape,
+        "dim_order": state.dim_order,
+        "nbytes": state.nbytes,
+        "stored": int(state.init == "stored"),
+    }
+
+
+def _method(method: Method, ep: ExportedProgram, states: Sequence[State]) -> dict[str, Any]:
+    names = [state.name for state in states]
     return {
         "name": method.name,
+        # The leading inputs of its code, by number; the code writes into them.
+        "states": [names.index(name) for name in method.states],
         "accesses": [access.weight for access in method.schedule.accesses],
         "inputs": [_tensor(method.name, spec, ep) for spec in method.signature.inputs],
         "outputs": sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),

@@ -31,8 +31,8 @@ _FOLDER = "delegates"
 # As the wheel's own CMake config sets them: without the first, its headers look for one that only a build of torch has.
 _DEFINITIONS = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL"]
 _FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-pthread"]
-# The only source that includes torch's headers; the others may include ExecuTorch's, which define the same names.
-_TORCH_SOURCE = "code.cpp"
+# The sources that include torch's headers; the others may include ExecuTorch's, which define the same names.
+_TORCH_SOURCES = ("code.cpp", "state_table.cpp")
 
 
 def sources_folder() -> Path:
@@ -108,7 +108,7 @@ def _build(target: Path) -> None:
     with TemporaryFolder("delegate") as scratch:
         commands = []
         for source in sorted(sources_folder().glob("*.cpp")):
-            includes = torch_includes if source.name == _TORCH_SOURCE else other_includes
+            includes = torch_includes if source.name in _TORCH_SOURCES else other_includes
             commands.append([compiler, *_FLAGS, *includes, "-c", str(source), "-o", str(scratch / f"{source.stem}.o")])
         with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
             list(threads.map(_run, commands))

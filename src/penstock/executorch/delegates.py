@@ -5,16 +5,20 @@ ExecuTorch calls the delegates; what they run in is made here, by the same code 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.program import Method, Program
 from penstock.runtime.module import Module
 from penstock.runtime.operation_lock import OperationLock
+from penstock.runtime.state import StateStore
 from penstock.runtime.weights_source import read_weights_index
 from penstock.temporary import TemporaryFolder
+from penstock.weights import WeightsIndex
+
+T = TypeVar("T")
 
 
 class Delegates(Module):
@@ -32,9 +36,12 @@ class Delegates(Module):
         budget: int | str | None,
         *,
         weights: Path,
+        state_store: StateStore | None = None,
         **options: Any,
     ) -> None:
         self._shown = shown
+        # Of the other delegates of the program, where there are any.
+        self._shared_state = state_store
         self._names = tuple(names)
         index = read_weights_index(weights)
         self._identity = index.identity
@@ -78,6 +85,17 @@ class Delegates(Module):
     def _say(self) -> None:
         if self.path == self._shown:  # else it is being loaded, and says so as a part of its program
             super()._say()
+
+    def _made_state(self, index: WeightsIndex) -> StateStore:
+        return super()._made_state(index) if self._shared_state is None else self._shared_state
+
+    @property
+    def state_store(self) -> StateStore:
+        return self._state
+
+    def access_state(self, access: Callable[[StateStore], T]) -> T:
+        """Inside an operation: the module's."""
+        return self._settled(lambda: access(self._state))
 
     @property
     def session_handle(self) -> int:

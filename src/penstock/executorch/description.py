@@ -30,6 +30,17 @@ class SharedWeight:
 
 
 @dataclass(frozen=True)
+class SharedState:
+    name: str
+    scalar_type: int
+    shape: tuple[int, ...]
+    dim_order: tuple[int, ...]
+    nbytes: int
+    # 1: the weights file holds what it starts with.
+    stored: int
+
+
+@dataclass(frozen=True)
 class DelegateInput:
     scalar_type: int
     # -1: dynamic.
@@ -41,6 +52,8 @@ class DelegateInput:
 class DelegateMethod:
     name: str
     accesses: tuple[str, ...]
+    # Numbers of the states that its code takes before its inputs.
+    states: tuple[int, ...]
     inputs: tuple[DelegateInput, ...]
     outputs: int
 
@@ -55,6 +68,7 @@ class Description:
     activation_bytes: int | None
     built_with: dict[str, str]
     weights: tuple[SharedWeight, ...]
+    states: tuple[SharedState, ...]
     methods: tuple[DelegateMethod, ...]
 
 
@@ -74,7 +88,12 @@ def check_description(table: Any) -> Description:
         if len(ladder.seals) != ladder.rungs:
             raise SchemaError(f"a ladder has {ladder.rungs} plans and {len(ladder.seals)} seals, needs as many")
     names = {name for weight in found.weights for name in weight.names}
+    for state in found.states:
+        if sorted(state.dim_order) != list(range(len(state.shape))):
+            raise SchemaError(f"state {state.name!r} has dim order {list(state.dim_order)}")
     for method in found.methods:
+        if any(state >= len(found.states) for state in method.states):
+            raise SchemaError(f"method {method.name!r} has state that is none")
         for name in method.accesses:
             if name not in names:
                 raise SchemaError(f"method {method.name!r} reads {name!r}, which is no weight")

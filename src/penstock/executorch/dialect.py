@@ -160,7 +160,7 @@ def _name_weights(
     for spec in signature.input_specs:
         node = nodes[spec.arg.name]
         if not _is_weight(spec) or spec.target in states:
-            if _is_weight(spec):
+            if _is_weight(spec) and spec.persistent is not False:
                 assert spec.target is not None
                 state_dict[spec.target] = values[spec.target]
             kept.append(spec)

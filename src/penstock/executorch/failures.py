@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock import errors
 from penstock.runtime.failures import exception
 
-# `enum class Kind` in csrc/refusal.h; below the floor and the core's own failures carry a number besides.
+# `enum class Kind` in csrc/load_error.h; below the floor and the core's own failures carry a number besides.
 _BELOW_FLOOR = 3
 _CORE = 10
 _CLASSES: dict[int, type[errors.PenstockError]] = {
@@ -20,6 +20,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     11: errors.RuntimeFailure,
     12: errors.RuntimeFailure,
     13: errors.DeviceError,
+    14: errors.StateInvalidError,
 }
 # ExecuTorch's own, by number: runtime/core/error.h. What is not here is no fault of the file's or the caller's.
 _NAMES = {

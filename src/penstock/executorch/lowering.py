@@ -17,7 +17,7 @@ from penstock.errors import NoWeightsError, PackageError, UnsupportedProgramErro
 from penstock.executorch.backend import DATA_FILE
 from penstock.executorch.dialect import erase_fetches
 from penstock.executorch.file_seal import append_seal
-from penstock.executorch.partitioner import CudaPartitioner
+from penstock.executorch.partitioner import CudaPartitioner, TornStateError
 from penstock.executorch.payload import read_description
 from penstock.executorch.signatures import (
     FLOOR_METHOD,
@@ -77,17 +77,29 @@ def export(
     _refuse_own_names(methods)
     signatures = _signatures(methods, target)
     config = EdgeCompileConfig()
-    ours = CudaPartitioner(
-        device=str(target),
-        weight_offload_budget=weight_offload_budget,
-        inductor_configs=inductor_configs,
-        leave=leave,
-        tied=[weight.names for weight in build_catalog(methods).weights.values() if weight.aliases],
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of ExecuTorch's about torch
+    tied = [weight.names for weight in build_catalog(methods).weights.values() if weight.aliases]
+    leave = tuple(leave)
+
+    def lowered(leave_states: Sequence[str]) -> Any:
+        ours = CudaPartitioner(
+            device=str(target),
+            weight_offload_budget=weight_offload_budget,
+            inductor_configs=inductor_configs,
+            leave=leave,
+            tied=tied,
+            leave_states=leave_states,
+        )
         edge = to_edge_transform_and_lower(_apart(methods), partitioner=[ours, *partitioners], compile_config=config)
         ours.check_left()
+        return edge
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of ExecuTorch's about torch
+        try:
+            edge = lowered(())
+        except TornStateError as torn:
+            # Known only when the last method was looked at, and before anything is compiled.
+            edge = lowered(torn.names)
         description = _description(edge, methods)
         for name in methods:
             erase_fetches(edge.exported_program(name).graph_module)
@@ -118,8 +130,8 @@ def _signatures(methods: Mapping[str, ExportedProgram], device: torch.device) ->
     for name, ep in methods.items():
         if device.type == "cuda" and (far := host_states(ep)):
             raise UnsupportedProgramError(
-                f"method {name!r} keeps {', '.join(sorted(far))} in host memory for kernels on the GPU to read, and "
-                "ExecuTorch holds all state in main memory and copies it; compile it as a .pt2"
+                f"method {name!r} keeps {', '.join(sorted(far))} in host memory for kernels on the GPU to read, and a "
+                ".pte holds all its state on the device; compile it as a .pt2"
             )
         signatures[name] = make_weightless(ep, device, states).signature
         if signatures[name].written:

@@ -28,7 +28,7 @@ from penstock.executorch.native import NativeModule
 from penstock.executorch.nested_call import NestedCall
 from penstock.executorch.sessions import Sessions
 from penstock.executorch.signatures import OWN_METHODS, SIGNATURES_METHOD, methods_from_json
-from penstock.executorch.state import StateMemory
+from penstock.executorch.state import ProgramState
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Method, Program
@@ -112,7 +112,7 @@ class Module:
         for name in self.methods:
             self._native.load_method(name)
         self._calls = {name: NestedCall(signatures[name]) for name in self.methods if name in signatures}
-        self._state = StateMemory(self._native, self.methods)
+        self._state = ProgramState(self._native, self._sessions, self.methods)
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -173,13 +173,13 @@ class Module:
 
     @property
     def state_bytes(self) -> int:
-        """In main memory, wherever the delegates compute."""
+        """Of the buffers that the program mutates, outside the budget."""
         return self._state.nbytes
 
     @property
     def device_state_bytes(self) -> int:
         """Of them, those in the memory that the delegates compute in."""
-        return self._state.nbytes if self.device.type == "cpu" else 0
+        return self._state.device_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,11 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_executorch_state": (_i32, [_pointer, _text, _text, _VISIT_VALUE]),
     "penstock_executorch_payloads": (_i32, [_pointer, _VISIT_PAYLOAD]),
     "penstock_executorch_lend": (None, [_text, _pointer, _i32, ctypes.POINTER(_i64), _i64]),
+    "penstock_executorch_lend_states": (_i32, [_text, _text, _i32, ctypes.POINTER(Value), _i64]),
     "penstock_executorch_reclaim": (None, [_text]),
+    "penstock_executorch_read_state": (_i32, [_text, _text, _pointer, _i64]),
+    "penstock_executorch_write_state": (_i32, [_text, _text, _pointer, _i64]),
+    "penstock_executorch_reset_state": (_i32, [_text]),
     "penstock_executorch_session": (_pointer, [_text, ctypes.POINTER(_i64)]),
 }
 
@@ -97,6 +102,16 @@ class Payload:
     @property
     def delegates(self) -> list[str]:
         return [row["name"] for row in self.description["methods"]]
+
+    @property
+    def states(self) -> list[str]:
+        return [row["name"] for row in self.description["states"]]
+
+    def states_of(self, method: str) -> list[str]:
+        """Of all delegates of a method of the .pte."""
+        part = re.compile(rf"{re.escape(method)}(__\d+)?")
+        rows = [row for row in self.description["methods"] if part.fullmatch(row["name"])]
+        return [self.states[number] for row in rows for number in row["states"]]
 
 
 @dataclass(frozen=True)
@@ -187,6 +202,16 @@ class NativeModule:
         """To methods loaded from now on: delegates, by number, run in this session of the core, which outlives them."""
         numbers = (_i64 * len(delegates))(*delegates)
         self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))
+
+    def share_states(self, device: torch.device, states: Sequence[torch.Tensor]) -> None:
+        """To methods loaded from now on: the program's states, in its order, in memory that outlives them."""
+        values = (Value * max(1, len(states)))()
+        kept = [_fill(value, tensor) for value, tensor in zip(values, states, strict=False)]
+        status = self._library.penstock_executorch_lend_states(
+            self._group, device.type.encode(), device.index or 0, values, len(states)
+        )
+        del kept
+        self._check("sharing state", status)
 
     def session(self) -> tuple[int, SessionFacts] | None:
         """The session that the delegates made for themselves; None where there is none."""

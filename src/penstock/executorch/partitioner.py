@@ -13,6 +13,7 @@ from executorch.exir.backend.utils import get_non_lowered_nodes, tag_constant_da
 from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.fx import Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
@@ -37,6 +38,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
                            "aten::softmax" (which is its "aten::_softmax", too)
     tied                   the names of each weight that has several: lowering keeps one of them, any. With this the
                            .ptd has them all, and serves a .pt2 of the same model, too
+    leave_states           state to leave in ExecuTorch's own memory, by name; all that can lies in the delegates'
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         inductor_configs: Mapping[str, Any] | None = None,
         leave: Iterable[str] = (),
         tied: Iterable[Sequence[str]] = (),
+        leave_states: Iterable[str] = (),
     ) -> None:
         options = {
             "device": device,
@@ -56,6 +59,9 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         }
         self._leave = frozenset(map(_stem, leave))
         self._seen: set[str] = set()
+        # By what the methods so far made of them: one place holds a state for all methods.
+        self._left_states = set(leave_states)
+        self._owned: set[str] = set()
         specs = [CompileSpec("options", json.dumps(options).encode())]
         self.delegation_spec = DelegationSpec(PenstockBackend.__name__, specs)
 
@@ -99,14 +105,72 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         _tag_bodies(exported_program)
         _drop_weightless(exported_program)
         tag_constant_data(exported_program)
-        # State stays outside: what one method writes another one reads, and a delegate sees one method only.
-        states = mutated_targets(exported_program)
-        nodes = placeholders(exported_program.graph)
-        for spec in exported_program.graph_signature.input_specs:
-            if spec.kind in WEIGHT_KINDS and spec.target in states:
-                nodes[spec.arg.name].meta.pop(TAG, None)
+        self._place_states(exported_program)
         tags = dict.fromkeys(node.meta[TAG] for node in exported_program.graph.nodes if TAG in node.meta)
         return PartitionResult(exported_program, dict.fromkeys(tags, self.delegation_spec))
+
+    def _place_states(self, ep: ExportedProgram) -> None:
+        """A state goes with the delegate that reads and writes it. Where that is not one, it stays ExecuTorch's."""
+        nodes = placeholders(ep.graph)
+        written = mutated_targets(ep)
+        owners = state_owners(ep)
+        for spec in ep.graph_signature.input_specs:
+            if spec.kind not in WEIGHT_KINDS or spec.target is None:
+                continue
+            node, name = nodes[spec.arg.name], spec.target
+            if name in written:
+                node.meta.pop(TAG, None)
+                if name in owners and name not in self._left_states:
+                    node.meta[TAG] = owners[name]
+                    self._owned.add(name)
+                else:
+                    self._left_states.add(name)
+            elif name in self._left_states:  # which another method writes
+                node.meta.pop(TAG, None)
+                for fetch in [user for user in node.users if is_fetch(user)]:
+                    fetch.replace_all_uses_with(node)
+                    ep.graph.erase_node(fetch)
+            else:
+                # As a weight; or as state, if that is what another method has it as.
+                self._owned.add(name)
+        torn = sorted(self._owned & self._left_states)
+        if torn:
+            raise TornStateError(torn)
+
+
+class TornStateError(UnsupportedProgramError):
+    """State that lies in the delegate of one method and cannot in that of another."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(
+            f"{', '.join(names)}: one method reads and writes this state in one delegate, another one cannot; give "
+            f"CudaPartitioner leave_states={list(names)!r}"
+        )
+        self.names = tuple(names)
+
+
+def state_owners(ep: ExportedProgram) -> dict[str, str]:
+    """By state: the tag of the only delegate that reads it and gives its next value, which nobody else sees."""
+    nodes = placeholders(ep.graph)
+    outputs = ep.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    next_values = {
+        spec.target: output
+        for spec, output in zip(ep.graph_signature.output_specs, outputs, strict=True)
+        if spec.kind is OutputKind.BUFFER_MUTATION
+    }
+    owners: dict[str, str] = {}
+    for spec in ep.graph_signature.input_specs:
+        value = next_values.get(spec.target) if spec.target is not None else None
+        if value is None or spec.target is None:
+            continue
+        readers = [*nodes[spec.arg.name].users, *(user for user in value.users if user.op != "output"), value]
+        tags = {node.meta.get(TAG) for node in readers}
+        tag = tags.pop()
+        # A next value that is returned as well is two outputs in one: ExecuTorch's lowering takes none such.
+        if not tags and tag is not None and list(outputs).count(value) == 1:
+            owners[spec.target] = tag
+    return owners
 
 
 def _stem(name: str) -> str:

@@ -20,7 +20,7 @@ from penstock.schema import SchemaError, parse_json
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
 TICKET_MAGIC = b"PNSTKDLG"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 # Magic, version, hash of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")

@@ -14,7 +14,7 @@ from executorch.exir.tensor_layout import TensorLayout
 
 from penstock.errors import UnsupportedProgramError
 from penstock.temporary import TemporaryFolder
-from penstock.weight import Weight
+from penstock.weight import State, Weight
 from penstock.weights.format import SCALAR_TYPES
 
 _PIECE_BYTES = 8 << 20
@@ -67,10 +67,11 @@ class Segment(FileBackedData):  # type: ignore[misc]
                 left -= len(piece)
 
 
-def tensor_layout(weight: Weight) -> TensorLayout:
+def tensor_layout(weight: Weight | State) -> TensorLayout:
     if weight.dtype not in SCALAR_TYPES:
+        kind = "state" if isinstance(weight, State) else "weight"
         raise UnsupportedProgramError(
-            f"weight {weight.name!r} has dtype {weight.dtype}, which ExecuTorch does not have"
+            f"{kind} {weight.name!r} has dtype {weight.dtype}, which ExecuTorch does not have"
         )
     scalar_type = scalar_type_enum(getattr(torch, weight.dtype))
     return TensorLayout(scalar_type, list(weight.shape), list(weight.dim_order))

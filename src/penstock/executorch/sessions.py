@@ -67,10 +67,27 @@ class Sessions:
 
     def _made(self, names: Sequence[str], budget: int | str | None, options: dict[str, Any]) -> Delegates:
         payload = self._payload
-        made = Delegates(self._path, payload.code, names, payload.weight_names, self._lock, budget, **options)
+        # One for all sessions: what a method of one writes, a method of another one reads.
+        state_store = self.all[0].state_store if self.all else None
+        made = Delegates(
+            self._path,
+            payload.code,
+            names,
+            payload.weight_names,
+            self._lock,
+            budget,
+            state_store=state_store,
+            **options,
+        )
         numbers = [payload.delegates.index(method.name) for method in made.program.methods]
+        if state_store is None and payload.states:
+            self._native.share_states(made.device, [made.state_store.input(name) for name in payload.states])
         self._native.share_session(made.session_handle, made.device.index or 0, numbers)
         return made
+
+    @property
+    def payload(self) -> Payload:
+        return self._payload
 
     @property
     def all(self) -> list[Delegates]:

@@ -53,7 +53,7 @@ from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
 from penstock.runtime.weights_source import begin_probe, prepare_source, read_weights_index, stored_bytes
-from penstock.weights import verify_checksums
+from penstock.weights import WeightsIndex, verify_checksums
 
 LOGGER = logging.getLogger("penstock")
 
@@ -191,9 +191,7 @@ class Module:
             self._installer.arrange_first(installed, known)
             deliver_interrupt()
             self._recorder = self._installer.recorder
-            self._state = StateStore(
-                self.program.states, self.device, index, lambda name: stored_bytes(index, name), self._split
-            )
+            self._state = self._made_state(index)
             oom_counter = OomCounter(self.device)
             self._runners = {
                 method.name: MethodRunner(
@@ -207,6 +205,9 @@ class Module:
                 self._installer.record_first_runs()
             self._cleanup = stack.pop_all()
             self._open = True
+
+    def _made_state(self, index: WeightsIndex) -> StateStore:
+        return StateStore(self.program.states, self.device, index, lambda name: stored_bytes(index, name), self._split)
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -406,10 +407,13 @@ class Module:
     def _access_state(self, access: Callable[[], T]) -> T:
         """S8 for state: runs before it have ended, and it has ended before the next one, whatever their streams."""
         with self._operation():
-            self._session.drain()
-            result = access()
-            self._wait_for_torch()
-            return result
+            return self._settled(access)
+
+    def _settled(self, access: Callable[[], T]) -> T:
+        self._session.drain()
+        result = access()
+        self._wait_for_torch()
+        return result
 
     def _wait_for_torch(self) -> None:
         if self.device.type == "cuda":

@@ -93,18 +93,22 @@ class StateStore:
         """The states that are the method's leading inputs; the compiled code writes into them."""
         # A method without state is none the worse for what another one left behind.
         if method.states:
-            self._require_valid()
+            self.require_valid()
         return [self._inputs[name] for name in method.states]
+
+    def input(self, name: str) -> torch.Tensor:
+        """What compiled code takes for a state, whether or not it is whole."""
+        return self._inputs[name]
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of the present value, in host memory if that is where the state lies. Runs must have ended."""
         tensor = self._tensor(name)
-        self._require_valid()
+        self.require_valid()
         return joined(*self._sides(name)) if name in self._split else tensor.clone()
 
     def write(self, name: str, value: torch.Tensor) -> None:
         tensor = self._tensor(name)
-        self._require_valid()
+        self.require_valid()
         _check_value(self._shown[name], value)
         self._invalid = f"write_state({name!r}) did not finish"
         with torch.no_grad():
@@ -115,7 +119,7 @@ class StateStore:
         self._invalid = None
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        self._require_valid()
+        self.require_valid()
         # A cache has keys and values first, then its sequences.
         split = {side.name for cache in self._split.values() for side in cache.sides}
         dims = {name: SEQUENCES_DIM if name in split else 0 for name in self._tensors}
@@ -154,7 +158,7 @@ class StateStore:
             raise InputError(f"there is no state {name!r}; the program has {', '.join(self._shown) or 'none'}{hint}")
         return self._tensors[name]
 
-    def _require_valid(self) -> None:
+    def require_valid(self) -> None:
         if self._invalid is not None:
             raise StateInvalidError(
                 f"the state ({', '.join(self._shown)}) may be half written: {self._invalid}; call reset_state() first"

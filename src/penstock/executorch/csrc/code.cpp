@@ -19,6 +19,7 @@
 #include <optional>
 
 #include "load_error.h"
+#include "state_tensors.h"
 
 namespace penstock_executorch {
 namespace {
@@ -110,10 +111,13 @@ CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std:
 
 CompiledCode::~CompiledCode() = default;
 
+void CompiledCode::take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers) {
+  for (int64_t number : numbers) parts_->inputs.push_back(tensors.each[(size_t)number]);
+}
+
 void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
-  parts_->inputs.clear();
   for (size_t i = 0; i < views.size(); ++i) {
     at::Tensor input = wrapped(views[i]);
     if (views[i].strides != strides[i] || !parts_->device.is_cpu()) {

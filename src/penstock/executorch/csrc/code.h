@@ -26,6 +26,8 @@ int32_t current_device_index();
 // The stream that torch launches on now; null on the CPU.
 void* current_stream(const std::string& device, int32_t device_index);
 
+struct StateTensors;
+
 class CompiledCode {
  public:
   // `package` is a .pt2 in memory; it is a file of its own while it is loaded, under a name that is never used again.
@@ -33,6 +35,8 @@ class CompiledCode {
                const std::string& device, int32_t device_index);
   ~CompiledCode();
 
+  // The states that the code reads and writes, by number, and before the inputs.
+  void take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers);
   // Inputs on the device, laid out with `strides`: where a view has others, a copy is made. Call before the session
   // begins; run() takes them.
   void take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides);

@@ -15,6 +15,7 @@
 #include "load_options.h"
 #include "program_session.h"
 #include "load_error.h"
+#include "state_table.h"
 
 namespace penstock_executorch {
 namespace {
@@ -58,6 +59,8 @@ Error code_of(Kind kind) {
       return Error::DelegateInvalidCompatibility;
     case Kind::host:
       return Error::AccessFailed;
+    case Kind::state:
+      return Error::InvalidState;
     default:
       return Error::Internal;
   }
@@ -90,6 +93,8 @@ Error to_status(Action&& action) noexcept {
 struct Delegate {
   MethodFacts method;
   std::string device;
+  // Null where the method has no state.
+  std::unique_ptr<StateRef> state_ref;
   std::unique_ptr<SessionRef> session_ref;
   std::unique_ptr<CompiledCode> code;
 };
@@ -139,6 +144,23 @@ int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
   return index;
 }
 
+// What a state starts with, where the data files have it: they have the last word.
+std::vector<char> first_value(const NamedDataMap& data, const StateFacts& state) {
+  auto found = data.get_data(state.name);
+  if (!found.ok()) {
+    if (state.is_stored)
+      throw LoadError(Kind::missing_weight, "the data files lack '" + state.name + "', which state starts with");
+    return {};
+  }
+  std::vector<char> value(static_cast<const char*>(found->data()), static_cast<const char*>(found->data()) + found->size());
+  found->Free();
+  if ((int64_t)value.size() != state.bytes)
+    throw LoadError(Kind::weight_mismatch, "state '" + state.name + "' has " + std::to_string(value.size()) +
+                                             " bytes in the data file, the program needs " +
+                                             std::to_string(state.bytes));
+  return value;
+}
+
 std::unique_ptr<Delegate> load(const BackendInitContext& context, const FreeableBuffer& processed) {
   SessionRequest request = read_options(context);
   DelegateRef delegate_ref = read_delegate_ref(processed.data(), processed.size());
@@ -159,8 +181,19 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   delegate->session_ref = take_shared_session_ref(request.group, delegate_ref.number);
   if (!delegate->session_ref) {
     int32_t index = device_index_of(payload, request);
-    delegate->session_ref = take_session_ref(payload, delegate_ref.number, locate_weights(*data, payload), request, index);
+    WeightsPlace weights = locate_weights(*data, payload);
+    // Before the budget is chosen: what is then free is free of state.
+    if (!delegate->method.states.empty())
+      delegate->state_ref = take_state_ref(
+          {payload.program, weights.device, weights.inode, request.group, index}, delegate_ref.number, [&] {
+            return std::make_shared<StateTable>(
+                payload.states, [&](const StateFacts& state) { return first_value(*data, state); }, payload.device, index);
+          });
+    delegate->session_ref = take_session_ref(payload, delegate_ref.number, weights, request, index);
     if (!request.quiet) log_line(kInfo, delegate_ref.method + " of " + delegate->session_ref->session().summary());
+  } else if (!delegate->method.states.empty()) {
+    delegate->state_ref = take_lent_state_ref(request.group, delegate_ref.number);
+    if (!delegate->state_ref) throw LoadError(Kind::package, "no state was made for the delegates of the program");
   }
   delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, delegate_ref.method,
                                                   payload.device, delegate->session_ref->session().device_index());
@@ -236,12 +269,24 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     strides.push_back(strides_of(views.back().sizes, delegate.method.inputs[i].dim_order));
   }
   std::lock_guard<std::mutex> alone(delegate.session_ref->session().running());
+  StateTable* state = delegate.state_ref ? &delegate.state_ref->table() : nullptr;
+  std::unique_lock<std::mutex> alone_with_state;
+  if (state) {
+    alone_with_state = std::unique_lock<std::mutex>(state->running());
+    state->require_valid();
+  }
   struct Forgets {
     CompiledCode& code;
     ~Forgets() { code.forget(); }
   } forgets{*delegate.code};
+  if (state) delegate.code->take_states(state->tensors(), delegate.method.states);
   delegate.code->take_inputs(views, strides);
-  compute(delegate, current_stream(delegate.device, delegate.session_ref->session().device_index()));
+  try {
+    compute(delegate, current_stream(delegate.device, delegate.session_ref->session().device_index()));
+  } catch (const std::exception& error) {
+    if (state) state->mark_invalid("method '" + delegate.method.name + "' failed: " + error.what());
+    throw;
+  }
   if (delegate.code->output_count() != outputs)
     throw LoadError(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
                                      " tensors, its record lists " + std::to_string(outputs));

@@ -25,6 +25,7 @@ enum class Kind : int32_t {
   code = 11,           // inside the compiled code
   host = 12,           // a file could not be written, or a library not be found
   device = 13,         // there is no such device
+  state = 14,          // half written by a run that failed, or not to be found
 };
 
 struct LoadError : std::runtime_error {

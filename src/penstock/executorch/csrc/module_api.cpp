@@ -9,6 +9,8 @@
 #include "payload.h"
 #include "program_session.h"
 #include "load_error.h"
+#include "penstock_executorch.h"
+#include "state_table.h"
 
 namespace {
 
@@ -21,6 +23,8 @@ using executorch::runtime::EValue;
 using executorch::runtime::LoadBackendOptionsMap;
 using executorch::runtime::Span;
 using penstock_executorch::Kind;
+using penstock_executorch::StateTable;
+using penstock_executorch::TensorView;
 using penstock_executorch::last_refusal;
 
 constexpr const char* kBackend = "PenstockBackend";
@@ -240,7 +244,43 @@ void penstock_executorch_lend(const char* group, void* session, int32_t device_i
                               int64_t count) {
   penstock_executorch::lend_session(group, session, device_index, {delegates, delegates + count});
 }
-void penstock_executorch_reclaim(const char* group) { penstock_executorch::reclaim_sessions(group); }
+// The states of the program, in its order, in memory of the caller's, for all delegates of the group.
+int32_t penstock_executorch_lend_states(const char* group, const char* device, int32_t device_index,
+                                        const Value* states, int64_t count) {
+  return to_status([&] {
+    std::vector<TensorView> views;
+    for (const Value* state = states; state != states + count; ++state)
+      views.push_back({state->data, state->scalar_type, {state->sizes, state->sizes + state->rank},
+                       {state->strides, state->strides + state->rank}});
+    penstock_executorch::lend_states(group, std::make_shared<StateTable>(views, device, device_index));
+    return Error::Ok;
+  });
+}
+void penstock_executorch_reclaim(const char* group) {
+  penstock_executorch::reclaim_sessions(group);
+  penstock_executorch::reclaim_states(group);
+}
+
+int32_t penstock_executorch_read_state(const char* group, const char* name, void* to, int64_t bytes) {
+  return to_status([&] {
+    penstock_executorch::find_states(group)->read(name, to, bytes);
+    return Error::Ok;
+  });
+}
+
+int32_t penstock_executorch_write_state(const char* group, const char* name, const void* from, int64_t bytes) {
+  return to_status([&] {
+    penstock_executorch::find_states(group)->write(name, from, bytes);
+    return Error::Ok;
+  });
+}
+
+int32_t penstock_executorch_reset_state(const char* group) {
+  return to_status([&] {
+    penstock_executorch::find_states(group)->reset();
+    return Error::Ok;
+  });
+}
 
 // The core's session of a group that borrows none, and eight numbers about it; null where there is none.
 void* penstock_executorch_session(const char* group, int64_t* facts) {

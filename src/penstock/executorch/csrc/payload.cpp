@@ -9,7 +9,7 @@
 namespace penstock_executorch {
 namespace {
 
-constexpr uint64_t kVersion = 5;
+constexpr uint64_t kVersion = 6;
 constexpr int kWeightShift = 40;
 
 struct Header {
@@ -77,6 +77,20 @@ std::string hex(uint64_t value) {
   std::string text(16, '0');
   for (size_t i = text.size(); i > 0; value >>= 4) text[--i] = "0123456789abcdef"[value & 15];
   return text;
+}
+
+// Compiled code takes its layout for granted.
+StateFacts read_state(const Json& row) {
+  StateFacts state{row.at("name").string(),        row.at("scalar_type").integer(), row.at("shape").integers(),
+                   row.at("dim_order").integers(), counted(row, "nbytes"),          row.at("stored").integer() != 0};
+  std::vector<int64_t> dims = state.dim_order;
+  std::sort(dims.begin(), dims.end());
+  for (size_t i = 0; i < dims.size(); ++i)
+    if (dims[i] != (int64_t)i) refuse("state '" + state.name + "' has dim order " + listed(state.dim_order));
+  if (dims.size() != state.shape.size()) refuse("state '" + state.name + "' has a shape of other dimensions than its order");
+  for (int64_t size : state.shape)
+    if (size < 0) refuse("state '" + state.name + "' has shape " + listed(state.shape));
+  return state;
 }
 
 // `seal`: what the description says of the plan that was proved and written here; `name` is the plan's.
@@ -292,8 +306,12 @@ Payload read_payload(const void* data, size_t bytes) {
     out.weights.push_back({names.front(), names, row.at("scalar_type").integer(), row.at("shape").integers(),
                            row.at("dim_order").integers(), counted(row, "nbytes")});
   }
+  for (const Json& row : text.at("states").list())
+    out.states.push_back(read_state(row));
   for (const Json& row : text.at("methods").list()) {
-    MethodFacts method{row.at("name").string(), {}, counted(row, "outputs")};
+    MethodFacts method{row.at("name").string(), row.at("states").integers(), {}, counted(row, "outputs")};
+    for (int64_t state : method.states)
+      if (state < 0 || (size_t)state >= out.states.size()) refuse("a method of the program has state that is none");
     for (const Json& input : row.at("inputs").list())
       method.inputs.push_back(
           {input.at("scalar_type").integer(), input.at("shape").integers(), input.at("dim_order").integers()});

@@ -33,8 +33,21 @@ struct InputFacts {
   std::vector<int64_t> dim_order;
 };
 
+// A mutated buffer, which belongs to the delegates of all methods together.
+struct StateFacts {
+  std::string name;
+  int64_t scalar_type;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> dim_order;
+  int64_t bytes;
+  // Whether the weights file must hold what it starts with; else it starts as zeros, unless the file says otherwise.
+  bool is_stored;
+};
+
 struct MethodFacts {
   std::string name;
+  // Of Payload::states: what the code takes before its inputs, and writes.
+  std::vector<int64_t> states;
   std::vector<InputFacts> inputs;
   int64_t outputs;
 };
@@ -91,6 +104,7 @@ struct Payload {
   std::string capability;
   std::string gpu;
   std::vector<WeightFacts> weights;
+  std::vector<StateFacts> states;
   std::vector<MethodFacts> methods;
   std::vector<Ladder> ladders;
   const char* description;

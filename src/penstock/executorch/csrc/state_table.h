@@ -1,0 +1,91 @@
+// The state of a loaded program: its mutated buffers, by name, one of each for all methods and delegates, on their
+// device. ExecuTorch never sees them. This header knows neither torch nor ExecuTorch, as code.h.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "code.h"
+#include "payload.h"
+
+namespace penstock_executorch {
+
+struct StateTensors;
+
+class StateTable {
+ public:
+  // The bytes that a state starts with, in the order of its memory; none: it starts as zeros.
+  using FirstValue = std::function<std::vector<char>(const StateFacts&)>;
+
+  StateTable(const std::vector<StateFacts>& states, const FirstValue& first, const std::string& device,
+             int32_t device_index);
+  // Memory of somebody else, on the device, who also knows whether what is in it is whole.
+  StateTable(const std::vector<TensorView>& lent, const std::string& device, int32_t device_index);
+  ~StateTable();
+  StateTable(const StateTable&) = delete;
+  StateTable& operator=(const StateTable&) = delete;
+
+  // Of the program's states, by number.
+  const StateTensors& tensors() const { return *tensors_; }
+  // Held by whoever runs a method with state: delegates with sessions of their own share it all the same.
+  std::mutex& running() { return running_; }
+  // Methods whose delegates are here. Under the registry's lock.
+  std::set<int64_t>& taken() { return taken_; }
+
+  // Throws LoadError(state) after a failed run, until reset().
+  void require_valid() const;
+  void mark_invalid(const std::string& reason);
+  // All three wait for the device; `bytes` must be the state's own. They throw LoadError(input or state).
+  void read(const std::string& name, void* to, int64_t bytes);
+  void write(const std::string& name, const void* from, int64_t bytes);
+  void reset();
+
+ private:
+  size_t number_of(const std::string& name, int64_t bytes) const;
+
+  std::unique_ptr<StateTensors> tensors_;
+  std::vector<StateFacts> states_;
+  std::vector<std::vector<char>> first_;
+  bool is_lent_ = false;
+  std::string invalid_;
+  std::mutex running_;
+  std::set<int64_t> taken_;
+};
+
+// Program, file (two numbers), group, device.
+using StateKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int32_t>;
+
+// A delegate's place at a table, which goes with the last of them.
+class StateRef {
+ public:
+  StateRef(std::shared_ptr<StateTable> table, int64_t method) : table_(std::move(table)), method_(method) {}
+  ~StateRef();
+  StateRef(const StateRef&) = delete;
+  StateRef& operator=(const StateRef&) = delete;
+  StateTable& table() const { return *table_; }
+
+ private:
+  std::shared_ptr<StateTable> table_;
+  int64_t method_;
+};
+
+// The table of the other delegates of the same loading, in which this method's place is free; or a new one.
+std::unique_ptr<StateRef> take_state_ref(const StateKey& key, int64_t method,
+                                         const std::function<std::shared_ptr<StateTable>()>& make);
+
+// A table that was made outside, for all delegates of a group.
+void lend_states(const std::string& group, std::shared_ptr<StateTable> table);
+void reclaim_states(const std::string& group);
+// Null where none was lent to the group.
+std::unique_ptr<StateRef> take_lent_state_ref(const std::string& group, int64_t method);
+
+// The only table that delegates of a group made; throws LoadError(state) where there is none, or more than one.
+std::shared_ptr<StateTable> find_states(const std::string& group);
+
+}  // namespace penstock_executorch
