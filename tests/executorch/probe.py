@@ -242,9 +242,7 @@ class Delegate:
 
     def read_state(self, name: str, like: Tensor) -> Tensor:
         found = torch.full_like(like, float(UNTOUCHED))
-        self._check(
-            library().penstock_executorch_read_state(self.group, name.encode(), found.data_ptr(), found.nbytes)
-        )
+        self._check(library().penstock_executorch_read_state(self.group, name.encode(), found.data_ptr(), found.nbytes))
         return found
 
     def write_state(self, name: str, value: Tensor) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.executorch.library import executorch_folder
+from tests.executorch.cpp_program import build_program
 
 INVALID_ARGUMENT, INVALID_EXTERNAL_DATA = 0x12, 0x24
 Probe = Callable[..., tuple[int, str]]
@@ -22,16 +22,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Probe:
-    root = executorch_folder()
-    program = tmp_path_factory.mktemp("probe") / "option_probe"
-    portable = root / "include/executorch/runtime/core/portable_type/c10"
-    command = [
-        *(os.environ.get("CXX", "g++"), "-std=c++17", "-pthread", "-DC10_USING_CUSTOM_GENERATED_MACROS"),
-        *(f"-I{root / 'include'}", f"-I{portable}", str(Path(__file__).with_name("option_probe.cpp"))),
-        *("-o", str(program), "-Wl,--no-as-needed", str(library), f"-L{root / 'lib'}", "-lexecutorch"),
-        *("-lexecutorch_kernels_optimized", f"-Wl,-rpath,{root / 'lib'}", f"-Wl,-rpath-link,{root / 'lib'}"),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    program = build_program(
+        Path(__file__).with_name("option_probe.cpp"), library, tmp_path_factory.mktemp("probe") / "option_probe"
+    )
 
     def run(
         *options: tuple[str, str, str],

@@ -150,3 +150,42 @@ def test_a_damaged_file_is_refused_by_verify(program: Path, tmp_path: Path) -> N
     with penstock.Module(program, weights=weights) as module:
         module.set_budget((module.floor_bytes + module.full_bytes) // 2)
         assert module(TOKENS).shape == (1, 5, 1024)
+
+
+class Remembering(nn.Module):
+    """One weight, and a state with a first value; either would be packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("state", torch.randn(256, 256).to(torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.add_(self.linear(x))
+        return self.state.clone()
+
+
+def test_first_values_of_states_are_left_as_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Remembering().eval().requires_grad_(False)
+    first, x = model.state.clone(), torch.randn(256, 256).to(torch.bfloat16)
+    path = tmp_path / "model.pt2"
+    offloaded = penstock.apply_weight_offload(torch.export.export(model, (x,)))
+    penstock.compile(offloaded, path, device="cpu", pack=True)
+    penstock.unpack(path.with_suffix(".ptd"), tmp_path / "raw.ptd")
+    penstock.pack(tmp_path / "raw.ptd", tmp_path / "with.ptd", program=path)
+    penstock.pack(tmp_path / "raw.ptd", tmp_path / "without.ptd")
+    packed = {
+        name: {entry.name for entry in read_index(tmp_path / f"{name}.ptd").entries if entry.packing is not None}
+        for name in ("model", "with", "without")
+    }
+    # Without the program nobody knows that it is one: it is decoded then.
+    assert packed == {"model": {"linear.weight"}, "with": {"linear.weight"}, "without": {"linear.weight", "state"}}
+    results = []
+    for name in (*packed, "raw"):
+        with penstock.Module(path, weights=tmp_path / f"{name}.ptd") as module:
+            assert torch.equal(module.read_state("state"), first), name
+            results.append(module(x))
+            module.reset_state()
+            assert torch.equal(module.read_state("state"), first), name
+    assert all(torch.equal(result, results[0]) for result in results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,11 @@ from torch.export import ExportedProgram
 
 from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramError
 from penstock.executorch.dialect import aten_program
+from penstock.executorch.lowering_request import request_of
 from penstock.executorch.payload import pack_payload, pack_ticket
 from penstock.executorch.rungs import make_ladders
 from penstock.executorch.segments import Segment, tensor_layout
+from penstock.executorch.signatures import FLOOR_METHOD, ORDER_METHOD, access_order_to_json
 from penstock.export.compile import Compiled
 from penstock.export.compile import compile as compile_programs
 from penstock.export.offload import fetches, lend_weights
@@ -54,7 +55,8 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
     def preprocess_multimethod(
         cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
     ) -> dict[str, list[PreprocessResult]]:
-        options = _options([spec for lists in compile_specs.values() for specs in lists for spec in specs])
+        request = request_of([spec for lists in compile_specs.values() for specs in lists for spec in specs])
+        options = request.options
         names = {method: _part_names(method, len(parts)) for method, parts in edge_programs.items()}
         first_names = {name: tied[0] for tied in options["tied"] for name in tied}
         programs = {
@@ -72,19 +74,13 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
             device=options["device"],
             weight_offload_budget=options["budget_bytes"],
             inductor_configs=options["inductor_configs"],
+            weights=request.checkpoint,
+            split_linear=options["split_linear"],
         )
+        request.constant_methods[FLOOR_METHOD] = compiled.program.floor_bytes
+        request.constant_methods[ORDER_METHOD] = access_order_to_json(compiled.program)
         key, store = _store(compiled, programs, options, folder)
         return {method: [_result(key, part, compiled, store) for part in parts] for method, parts in names.items()}
-
-
-def _options(specs: Sequence[CompileSpec]) -> dict[str, Any]:
-    values = {bytes(spec.value) for spec in specs if spec.key == "options"}
-    if len(values) != 1:
-        raise ProgramError(
-            f"the methods of one program were given {len(values)} different sets of options; use one CudaPartitioner"
-        )
-    found: dict[str, Any] = json.loads(values.pop())
-    return found
 
 
 def _part_names(method: str, count: int) -> list[str]:

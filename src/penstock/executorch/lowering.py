@@ -17,8 +17,8 @@ from penstock.errors import NoWeightsError, PackageError, UnsupportedProgramErro
 from penstock.executorch.backend import DATA_FILE
 from penstock.executorch.dialect import erase_fetches
 from penstock.executorch.file_seal import append_seal
+from penstock.executorch.lowering_request import ConstantMethods
 from penstock.executorch.partitioner import CudaPartitioner, TornStateError
-from penstock.executorch.payload import read_description
 from penstock.executorch.signatures import (
     FLOOR_METHOD,
     ORDER_METHOD,
@@ -27,7 +27,8 @@ from penstock.executorch.signatures import (
     signatures_to_json,
 )
 from penstock.export.catalog import build_catalog, state_names
-from penstock.export.compile import named_methods, output_paths
+from penstock.export.checkpoint import Checkpoint, mismatches
+from penstock.export.compile import misfit, named_methods, output_paths
 from penstock.export.host_states import host_states
 from penstock.export.target import target_device
 from penstock.export.values import has_value, is_zero
@@ -43,7 +44,6 @@ class Exported:
     program_path: Path
     weights_path: Path
     floor_bytes: int
-    full_bytes: int
     # Delegate -> names of the weights in the order in which its code fetches them.
     access_order: dict[str, list[str]]
 
@@ -58,6 +58,8 @@ def export(
     inductor_configs: Mapping[str, Any] | None = None,
     leave: Iterable[str] = (),
     partitioners: Sequence[Any] = (),
+    weights: Any = None,
+    split_linear: bool = False,
 ) -> Exported:
     """Lower offloaded programs into `path` (.pte) and the .ptd beside it.
 
@@ -68,19 +70,19 @@ def export(
     inductor_configs       further options for torch._inductor.config
     leave                  ops to leave to ExecuTorch's own kernels, as in "aten::softmax"
     partitioners           of other backends, which choose after ours
+    weights, split_linear  as penstock.compile takes them; the model may be on meta where there is a checkpoint
     """
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+    from executorch.exir import to_edge_transform_and_lower
 
     methods = named_methods(programs)
     target = target_device(device)
     program_path, weights_path = output_paths(path, ".pte", overwrite)
     _refuse_own_names(methods)
     signatures = _signatures(methods, target)
-    config = EdgeCompileConfig()
-    tied = [weight.names for weight in build_catalog(methods).weights.values() if weight.aliases]
+    tied = _tied_names(methods, weights)
     leave = tuple(leave)
 
-    def lowered(leave_states: Sequence[str]) -> Any:
+    def lowered(leave_states: Sequence[str]) -> tuple[Any, ConstantMethods]:
         ours = CudaPartitioner(
             device=str(target),
             weight_offload_budget=weight_offload_budget,
@@ -88,31 +90,30 @@ def export(
             leave=leave,
             tied=tied,
             leave_states=leave_states,
+            weights=weights,
+            split_linear=split_linear,
         )
-        edge = to_edge_transform_and_lower(_apart(methods), partitioner=[ours, *partitioners], compile_config=config)
+        edge = to_edge_transform_and_lower(
+            _apart(methods), partitioner=[ours, *partitioners], constant_methods=ours.constant_methods
+        )
         ours.check_left()
-        return edge
+        return edge, ours.constant_methods
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of ExecuTorch's about torch
         try:
-            edge = lowered(())
+            edge, constants = lowered(())
         except TornStateError as torn:
             # Known only when the last method was looked at, and before anything is compiled.
-            edge = lowered(torn.names)
-        description = _description(edge, methods)
+            edge, constants = lowered(torn.names)
+        if FLOOR_METHOD not in constants:
+            raise NoWeightsError("no part of the program was delegated: every op that reads a weight was left out")
+        constants[SIGNATURES_METHOD] = signatures_to_json(signatures)
         for name in methods:
             erase_fetches(edge.exported_program(name).graph_module)
-        order = {row["name"]: row["accesses"] for row in description["methods"]}
-        whole = description["ladders"][0]
-        constants = {
-            FLOOR_METHOD: whole["floor_bytes"],
-            ORDER_METHOD: json.dumps(order),
-            SIGNATURES_METHOD: signatures_to_json(signatures),
-        }
-        program = _with_constants(edge, methods, constants, config).to_executorch(_configuration(methods))
+        program = edge.to_executorch(_configuration(methods))
     _write(program, program_path, weights_path)
-    return Exported(program_path, weights_path, whole["floor_bytes"], whole["full_bytes"], order)
+    return Exported(program_path, weights_path, constants[FLOOR_METHOD], json.loads(constants[ORDER_METHOD]))
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -142,6 +143,18 @@ def _signatures(methods: Mapping[str, ExportedProgram], device: torch.device) ->
     return signatures
 
 
+def _tied_names(methods: Mapping[str, ExportedProgram], weights: Any) -> list[Sequence[str]]:
+    """Of each weight with several names all of them, first the one that the checkpoint has it under."""
+    tied = [weight for weight in build_catalog(methods).weights.values() if weight.aliases]
+    if weights is None:
+        return [weight.names for weight in tied]
+    checkpoint = Checkpoint(weights)
+    if problems := mismatches(tied, frozenset(), checkpoint):
+        raise misfit(checkpoint, problems)
+    found = [(checkpoint.find(weight.names), weight.names) for weight in tied]
+    return [[first, *(name for name in names if name != first)] for first, names in found if first is not None]
+
+
 # ----------------------------------------------------------------------------------------------------------- lowering
 
 
@@ -160,23 +173,6 @@ def _apart(methods: Mapping[str, ExportedProgram]) -> dict[str, ExportedProgram]
         )
         for name, ep in methods.items()
     }
-
-
-def _description(edge: Any, methods: Iterable[str]) -> dict[str, Any]:
-    """What our backend wrote into the lowered program: the same in all of its delegates."""
-    for name in methods:
-        for module in edge.exported_program(name).graph_module.children():
-            stored: Any = getattr(module, "named_data_store_output", None)
-            for key, entry in (stored.pte_data if stored is not None else {}).items():
-                if key.startswith("penstock.program."):
-                    return read_description(bytes(stored.buffers[entry.buffer_index]))
-    raise NoWeightsError("no part of the program was delegated: every op that reads a weight was left out")
-
-
-def _with_constants(edge: Any, methods: Iterable[str], constants: dict[str, Any], config: Any) -> Any:
-    from executorch.exir import EdgeProgramManager
-
-    return EdgeProgramManager({name: edge.exported_program(name) for name in methods}, constants, config)
 
 
 def _configuration(methods: Mapping[str, ExportedProgram]) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import get_non_lowered_nodes, tag_constant_data
 from executorch.exir.delegate import executorch_call_delegate
@@ -22,6 +20,7 @@ from penstock.budget import parse_bytes
 from penstock.errors import NotOffloadedError, ProgramError, UnsupportedProgramError
 from penstock.executorch.backend import PenstockBackend
 from penstock.executorch.dialect import is_fetch, plain_op
+from penstock.executorch.lowering_request import ConstantMethods, LoweringRequest
 from penstock.export.offload import WEIGHT_KINDS, mutated_targets, placeholders
 from penstock.torch_private.graph import OpOverload, gives_view, higher_order_name, op_name
 
@@ -39,6 +38,12 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
     tied                   the names of each weight that has several: lowering keeps one of them, any. With this the
                            .ptd has them all, and serves a .pt2 of the same model, too
     leave_states           state to leave in ExecuTorch's own memory, by name; all that can lies in the delegates'
+    weights                where the values come from, if not from the program (a model on meta): as penstock.compile
+                           takes it
+    split_linear           as penstock.compile takes it
+
+    `constant_methods` is to be passed to `to_edge_transform_and_lower`, too: lowering puts the floor and the order of
+    accesses there, and the program then has them as methods.
     """
 
     def __init__(
@@ -50,20 +55,24 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         leave: Iterable[str] = (),
         tied: Iterable[Sequence[str]] = (),
         leave_states: Iterable[str] = (),
+        weights: Any = None,
+        split_linear: bool = False,
     ) -> None:
         options = {
             "device": device,
             "budget_bytes": None if weight_offload_budget is None else parse_bytes(weight_offload_budget),
             "inductor_configs": dict(inductor_configs or {}),
             "tied": [list(names) for names in tied],
+            "split_linear": split_linear,
         }
+        self.constant_methods = ConstantMethods()
         self._leave = frozenset(map(_stem, leave))
         self._seen: set[str] = set()
         # By what the methods so far made of them: one place holds a state for all methods.
         self._left_states = set(leave_states)
         self._owned: set[str] = set()
-        specs = [CompileSpec("options", json.dumps(options).encode())]
-        self.delegation_spec = DelegationSpec(PenstockBackend.__name__, specs)
+        request = LoweringRequest(options, self.constant_methods, weights)
+        self.delegation_spec = DelegationSpec(PenstockBackend.__name__, [request.compile_spec()])
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -127,9 +136,9 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
                     self._left_states.add(name)
             elif name in self._left_states:  # which another method writes
                 node.meta.pop(TAG, None)
+                # Its fetches stay outside with it: erase_fetches takes them out. A partitioner must change no graph.
                 for fetch in [user for user in node.users if is_fetch(user)]:
-                    fetch.replace_all_uses_with(node)
-                    ep.graph.erase_node(fetch)
+                    fetch.meta.pop(TAG, None)
             else:
                 # As a weight; or as state, if that is what another method has it as.
                 self._owned.add(name)

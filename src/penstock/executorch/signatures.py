@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from penstock.errors import PackageError
 from penstock.printable import printable
-from penstock.program import Method, Signature, signature_to_row
+from penstock.program import Method, Program, Signature, signature_to_row
 from penstock.program_rules import check_signature
 from penstock.schedule import Schedule
 from penstock.schema import SchemaError, decode, parse_json
@@ -21,6 +21,13 @@ OWN_METHODS = (FLOOR_METHOD, ORDER_METHOD, SIGNATURES_METHOD)
 
 def signatures_to_json(signatures: Mapping[str, Signature]) -> str:
     return json.dumps({name: signature_to_row(signature) for name, signature in signatures.items()}, allow_nan=False)
+
+
+def access_order_to_json(program: Program) -> str:
+    """Delegate -> names of the weights in the order in which its code fetches them."""
+    return json.dumps(
+        {method.name: [access.weight for access in method.schedule.accesses] for method in program.methods}
+    )
 
 
 def methods_from_json(text: str) -> dict[str, Method]:

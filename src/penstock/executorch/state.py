@@ -31,9 +31,7 @@ class ProgramState:
 
     @property
     def device_bytes(self) -> int:
-        return self._delegates.device_state_bytes + (
-            self._memory.nbytes if self._delegates.device.type == "cpu" else 0
-        )
+        return self._delegates.device_state_bytes + (self._memory.nbytes if self._delegates.device.type == "cpu" else 0)
 
     def require_valid(self, method: str) -> None:
         self._memory.require_valid(method)

@@ -159,7 +159,7 @@ def write_weights(
     checkpoint = Checkpoint(weights)
     problems = mismatches(program.weights, frozenset(), checkpoint)
     if problems:
-        raise _misfit(checkpoint, problems)
+        raise misfit(checkpoint, problems)
 
     def pieces(item: Weight | State) -> Iterable[Chunk]:
         found = checkpoint.find(item.names if isinstance(item, Weight) else (item.name,))
@@ -190,7 +190,7 @@ def _write_ptd(
     )
     if pack_weights:
         try:
-            pack_entries(read_index(unpacked), path, program.gathered_weights)
+            pack_entries(read_index(unpacked), path, program.names_left_raw)
         finally:
             unpacked.unlink()
 
@@ -330,7 +330,7 @@ class _Values:
                 hint = (
                     "\n(non-persistent buffers of a model on meta: give them with weights=[checkpoint, {name: tensor}])"
                 )
-            raise _misfit(checkpoint, problems, hint)
+            raise misfit(checkpoint, problems, hint)
 
     def _with_init(self, state: State) -> State:
         tensor = self._catalog.tensors[state.name]
@@ -354,7 +354,7 @@ class _Values:
         return tensor_pieces(self._catalog.tensors[item.name], item.dim_order)
 
 
-def _misfit(checkpoint: Checkpoint, problems: Sequence[str], hint: str = "") -> CheckpointError:
+def misfit(checkpoint: Checkpoint, problems: Sequence[str], hint: str = "") -> CheckpointError:
     return CheckpointError(
         f"the checkpoint {checkpoint.description} does not fit the program, {len(problems)} mismatches:\n  "
         + "\n  ".join(problems)

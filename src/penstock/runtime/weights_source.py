@@ -22,6 +22,7 @@ from penstock.runtime.host_memory import (
 from penstock.runtime.registration_probe import RegistrationProbe
 from penstock.runtime.session import HostSource
 from penstock.weights import Entry, WeightsIndex, read_index
+from penstock.weights.packing import raw_content
 
 # Large enough for the full speed of a link, small enough that several fit a small cap.
 _BUFFER_BYTES = 16 << 20
@@ -97,6 +98,8 @@ def read_weights_index(path: Path) -> WeightsIndex:
 
 def stored_bytes(index: WeightsIndex, name: str) -> bytes:
     entry: Entry = index[name]
+    if entry.packing is not None:  # by `pack` without the program, which would have left a state as it is
+        return bytes(raw_content(index, entry))
     with io.BufferedReader(open_regular(index.path, WeightsFileError)) as file:
         file.seek(entry.offset_bytes)
         content = file.read(entry.length_bytes)

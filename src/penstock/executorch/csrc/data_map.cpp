@@ -66,6 +66,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   const PackedRecords records(data);
   std::vector<std::optional<PackedEntry>> packed;
   std::vector<std::string> missing;
+  bool is_mapped = false;
   for (const WeightFacts& weight : payload.weights) {
     bool is_there = false;
     for (const std::string& name : weight.names) {
@@ -76,6 +77,11 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
       else check_layout(data, name, weight, found->size());
       held.push_back(std::move(*found));
       is_there = true;
+      // Before the others are read: in ExecuTorch's default mode that is a copy of the whole file in main memory.
+      if (weight.bytes && !is_mapped) {
+        Mappings().place(held.back().data(), "weight '" + weight.name + "'");
+        is_mapped = true;
+      }
       break;
     }
     if (!is_there) missing.push_back(weight.name);

@@ -1,0 +1,51 @@
+"""What a partitioner asks of the backend. ExecuTorch hands on nothing but bytes, and writes them into the program."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+
+from penstock.errors import ProgramError
+
+_ATTRIBUTE = "penstock_request"
+
+
+class ConstantMethods(dict[str, Any]):
+    """Methods that return one value each. The backend adds ours when it knows them.
+
+    ExecuTorch copies its table of them on the way, and a copy would miss what is added later.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConstantMethods:
+        return self
+
+
+@dataclass(frozen=True)
+class LoweringRequest:
+    # Plain values, which also stand in the program.
+    options: dict[str, Any]
+    constant_methods: ConstantMethods
+    # What penstock.compile takes as `weights`; None: the values are in the program.
+    checkpoint: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoweringRequest:
+        return self
+
+    def compile_spec(self) -> CompileSpec:
+        """Its serializer goes by the name of the class, so that this is one of ExecuTorch's with one attribute more."""
+        spec = CompileSpec("options", json.dumps(self.options).encode())
+        setattr(spec, _ATTRIBUTE, self)
+        return spec
+
+
+def request_of(specs: list[CompileSpec]) -> LoweringRequest:
+    """The one that all of them are of."""
+    found = {id(request): request for spec in specs if (request := getattr(spec, _ATTRIBUTE, None)) is not None}
+    if len(found) != 1:
+        raise ProgramError(f"the methods of one program have {len(found)} of our partitioners; use one CudaPartitioner")
+    (request,) = found.values()
+    assert isinstance(request, LoweringRequest)
+    return request

@@ -1,0 +1,223 @@
+"""One table of behaviours for every way to open a program: a .pt2 and a .pte from Python, a .pte from C++."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+import penstock.executorch
+from penstock.errors import (
+    BelowFloorError,
+    BudgetError,
+    InputError,
+    MissingWeightError,
+    PenstockError,
+    WeightMismatchError,
+    WeightsChangedError,
+    WeightsFileError,
+)
+from penstock.program import Program
+from tests.executorch.cpp_program import build_program
+from tests.executorch.players import CppPlayer, Player, PythonPlayer
+from tests.executorch.test_states import WIDTH, Adding, Counter, Reading, programs, rows
+from tests.harness import FAST, compiled
+from tests.runtime.modules import EVERYTHING, rewrite_weights
+
+WAYS = ["pt2", "pte", pytest.param("cpp", marks=pytest.mark.slow)]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Two methods over one weight and two states."""
+
+    program: Path
+    weights: Path
+    described: Program
+    floor_bytes: int
+    full_bytes: int
+
+    def copied_weights(self, folder: Path) -> Path:
+        return Path(shutil.copy(self.weights, folder / "model.ptd"))
+
+
+def expected(method: str, x: Tensor, sums: Tensor, calls: float) -> Tensor:
+    """From the state before; whole numbers, so that no order of sums matters."""
+    y = x @ Counter().weight
+    return y + (sums + y[0]) + (calls + 1) if method == "add" else y * sums + calls
+
+
+# ----------------------------------------------------------------------------------------------------- the behaviours
+
+
+def budgets(player: Player, files: Files, folder: Path) -> None:
+    """The same bits at every budget, which can be changed while loaded, and back again."""
+    player.open(files.program, files.weights, files.floor_bytes)
+    between = (files.floor_bytes + files.full_bytes) // 2
+    x = rows(1)
+    for budget_bytes in (files.floor_bytes, between, files.full_bytes, files.floor_bytes):
+        player.set_budget(budget_bytes)
+        for number in range(2):
+            sums = number * (x @ Counter().weight)[0]
+            assert torch.equal(player.run("add", x), expected("add", x, sums, 5.0 + number))
+        player.reset_state()
+
+
+def budgets_below_the_floor(player: Player, files: Files, folder: Path) -> None:
+    with pytest.raises(BelowFloorError, match=f"at least {files.floor_bytes} bytes") as refusal:
+        player.open(files.program, files.weights, files.floor_bytes - 1)
+    assert refusal.value.floor_bytes == files.floor_bytes
+    player.open(files.program, files.weights, files.floor_bytes)
+    with pytest.raises(BelowFloorError, match=f"at least {files.floor_bytes} bytes"):
+        player.set_budget(files.floor_bytes - 1)
+    x = rows(2)
+    assert torch.equal(player.run("read", x), expected("read", x, torch.zeros(WIDTH), 5.0))
+
+
+def budgets_that_are_none(player: Player, files: Files, folder: Path) -> None:
+    for budget in ("-1", "12abc", "9223372036854775808"):
+        with pytest.raises(BudgetError):
+            player.open(files.program, files.weights, budget)
+
+
+def automatic(player: Player, files: Files, folder: Path) -> None:
+    player.open(files.program, files.weights, None)
+    x = rows(3)
+    assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+
+
+def states(player: Player, files: Files, folder: Path) -> None:
+    """What one method writes another one reads; read, written and reset by name from outside."""
+    player.open(files.program, files.weights, files.floor_bytes)
+    sums = torch.zeros(WIDTH)
+    for seed in range(3):
+        x = rows(seed)
+        assert torch.equal(player.run("add", x), expected("add", x, sums, 5.0 + seed))
+        sums = sums + (x @ Counter().weight)[0]
+        assert torch.equal(player.run("read", x), expected("read", x, sums, 6.0 + seed))
+    assert torch.equal(player.read_state("sums", sums), sums)
+    player.write_state("sums", torch.arange(WIDTH).float())
+    assert torch.equal(player.run("read", x), expected("read", x, torch.arange(WIDTH).float(), 8.0))
+    player.reset_state()
+    assert not player.read_state("sums", sums).any()
+    assert player.read_state("calls", sums).tolist() == [5.0] * WIDTH
+
+
+def states_that_there_are_not(player: Player, files: Files, folder: Path) -> None:
+    player.open(files.program, files.weights, files.floor_bytes)
+    for use in (
+        lambda: player.read_state("nothing", torch.zeros(WIDTH)),
+        lambda: player.write_state("nothing", torch.zeros(WIDTH)),
+        lambda: player.write_state("sums", torch.zeros(WIDTH - 1)),
+    ):
+        with pytest.raises(InputError):
+            use()
+    assert not player.read_state("sums", torch.zeros(WIDTH)).any()
+
+
+def inputs(player: Player, files: Files, folder: Path) -> None:
+    """What does not fit is refused before anything of the run happens, and the next run is as if it had not been."""
+    player.open(files.program, files.weights, files.floor_bytes)
+    x = rows(4)
+    for wrong in (x.double(), x[:, :-1].contiguous(), torch.cat([x, x])):
+        with pytest.raises(InputError):
+            player.run("add", wrong)
+    assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+
+
+def weights_that_do_not_fit(player: Player, files: Files, folder: Path) -> None:
+    changes: list[tuple[type[PenstockError], dict[str, Any]]] = [
+        (MissingWeightError, {"leave_out": "weight"}),
+        (WeightMismatchError, {"change": {"name": "weight", "shape": (WIDTH // 2, WIDTH * 2)}}),
+        (WeightMismatchError, {"change": {"name": "weight", "dtype": "int32"}}),
+    ]
+    for kind, change in changes:
+        path = rewrite_weights(files.described, files.weights, folder / "other.ptd", **change)
+        with pytest.raises(kind, match="weight"):
+            player.open(files.program, path, files.floor_bytes)
+
+
+def weights_cut_off(player: Player, files: Files, folder: Path) -> None:
+    path = files.copied_weights(folder)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(PenstockError) as refusal:
+        player.open(files.program, path, files.floor_bytes)
+    assert isinstance(refusal.value, (WeightsFileError, penstock.errors.PackageError))
+
+
+def weights_changed_while_loaded(player: Player, files: Files, folder: Path) -> None:
+    """Refused for as long as it is so. A .pte's state is to be reset then: a run of several delegates may have begun."""
+    path = files.copied_weights(folder)
+    player.open(files.program, path, files.floor_bytes)
+    x = rows(5)
+    player.run("add", x)
+    before = path.stat()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    for _ in range(2):
+        with pytest.raises(WeightsChangedError):
+            player.run("add", x)
+        player.reset_state()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+
+
+BEHAVIOURS = [
+    budgets,
+    budgets_below_the_floor,
+    budgets_that_are_none,
+    automatic,
+    states,
+    states_that_there_are_not,
+    inputs,
+    weights_that_do_not_fit,
+    weights_cut_off,
+    weights_changed_while_loaded,
+]
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.fixture(scope="module")
+def pt2_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    made = compiled(tmp_path_factory.mktemp("pt2"), programs(add=Adding(), read=Reading()))
+    return described(made.program_path)
+
+
+@pytest.fixture(scope="module")
+def pte_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    path = tmp_path_factory.mktemp("pte") / "model.pte"
+    penstock.executorch.export(programs(add=Adding(), read=Reading()), path, device="cpu", inductor_configs=FAST)
+    return described(path)
+
+
+def described(path: Path) -> Files:
+    with penstock.Module(path, EVERYTHING) as module:
+        return Files(path, path.with_suffix(".ptd"), module.program, module.floor_bytes, module.full_bytes)
+
+
+@pytest.fixture(scope="module")
+def binary(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = Path(__file__).with_name("behaviour_probe.cpp")
+    return build_program(source, library, tmp_path_factory.mktemp("cpp") / "behaviour_probe")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[tuple[Player, Files]]:
+    files = request.getfixturevalue("pt2_files" if request.param == "pt2" else "pte_files")
+    player: Player = CppPlayer(request.getfixturevalue("binary")) if request.param == "cpp" else PythonPlayer()
+    yield player, files
+    player.close()
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
+def test_behaves(behaviour: Callable[[Player, Files, Path], None], way: tuple[Player, Files], tmp_path: Path) -> None:
+    behaviour(*way, tmp_path)
