@@ -8,7 +8,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 # One version of each library: what one of them released this morning must not turn anything red.
 PINS := tests/pins.txt
-SOURCES := pyproject.toml setup.py $(wildcard csrc/*)
+SOURCES := pyproject.toml setup.py $(wildcard csrc/*/*)
 
 # All of them are marked; not to import them saves each worker seconds.
 WITHOUT_MODELS := --ignore tests/models

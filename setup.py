@@ -27,7 +27,7 @@ class BuildCore(build_ext):
         compiler = os.environ.get("CXX", "g++")
         # A new file each time: overwriting a library that a process has mapped would crash that process.
         partial = target.with_suffix(".partial")
-        command = [compiler, *FLAGS, *ext.sources, "-o", str(partial), "-ldl"]
+        command = [compiler, *FLAGS, "-Icsrc", *ext.sources, "-o", str(partial), "-ldl"]
         self.announce(" ".join(command), level=2)
         subprocess.run(command, cwd=ROOT, check=True)
         partial.replace(target)
@@ -41,6 +41,6 @@ class BuildWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("penstock.core", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.cpp")))],
+    ext_modules=[Extension("penstock.core", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*/*.cpp")))],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": BuildWheel},
 )

@@ -1,4 +1,4 @@
-"""Compiles csrc/decode.cu to the PTX that the core carries: python -m bench.decode_ptx [--check]. Needs nvcc."""
+"""Compiles csrc/packed/decode.cu to the PTX that the core carries: python -m bench.decode_ptx [--check]. Needs nvcc."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 CSRC = Path(__file__).parents[1] / "csrc"
+SOURCE = CSRC / "packed/decode.cu"
+TARGET = CSRC / "packed/decode_ptx.inc"
 # The oldest GPUs that are supported, and the oldest PTX that has all that is used: what newer drivers can read, too.
 ARCHITECTURE = "compute_75"
 PTX_VERSION = "7.7"
@@ -18,7 +20,7 @@ PTX_VERSION = "7.7"
 def compiled() -> str:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "decode.ptx"
-        command = ["nvcc", "-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", str(CSRC / "decode.cu"), "-o", str(ptx)]
+        command = ["nvcc", "-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", f"-I{CSRC}", str(SOURCE), "-o", str(ptx)]
         subprocess.run(command, check=True)
         text = re.sub(r"//.*", "", ptx.read_text())
         text = re.sub(r"^\.version .*$", f".version {PTX_VERSION}", text, flags=re.MULTILINE)
@@ -39,11 +41,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether the file is that of the source")
     given = parser.parse_args()
-    target = CSRC / "decode_ptx.inc"
     made = source(compiled())
     if given.check:
-        return 0 if target.read_text() == made else 1
-    target.write_text(made)
+        return 0 if TARGET.read_text() == made else 1
+    TARGET.write_text(made)
     return 0
 
 

@@ -40,7 +40,7 @@ THREADS = 256
 
 
 class Params(ctypes.Structure):
-    """csrc/decode_params.h"""
+    """csrc/packed/decode_params.h"""
 
     _fields_ = (
         ("packed", ctypes.c_uint64),
@@ -58,7 +58,7 @@ class Decoder:
     def __init__(self) -> None:
         torch.zeros(1, device="cuda")  # makes the context, in which everything else happens
         self._cuda = ctypes.CDLL("libcuda.so.1")
-        ptx = "".join(re.findall(r'(?s)R"ptx\((.*?)\)ptx"', (CSRC / "decode_ptx.inc").read_text()))
+        ptx = "".join(re.findall(r'(?s)R"ptx\((.*?)\)ptx"', (CSRC / "packed/decode_ptx.inc").read_text()))
         module = ctypes.c_void_p()
         self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), ptx.encode()))
         self._functions = {}

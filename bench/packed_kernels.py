@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.decoding import BLOCK_BYTES, MOST_BLOCKS, TILE_VALUES, Decoder, Params
 from penstock.native import core
 
-# By name: PackedKind of csrc/packed_block.h.
+# By name: PackedKind of csrc/packed/packed_block.h.
 KINDS = {"seven": 1, "three": 6}
 PACKING_THREADS = 8
 

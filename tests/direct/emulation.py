@@ -18,6 +18,7 @@ from penstock.direct.tile_shape import TileShape
 
 KERNELS = Path(__file__).parents[2] / "src" / "penstock" / "direct" / "kernels"
 EMULATOR = Path(__file__).parent / "emulator"
+CORE = Path(__file__).parents[2] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-clobbered", "-fPIC"]
 
 AT_RANDOM, AT_ONCE, LATE = 0, 1, 2
@@ -81,7 +82,8 @@ class Emulator:
         }
         compile_cpp(
             *(f"-D{name}={value}" for name, value in defines.items()),
-            *(f"-I{EMULATOR}", f"-I{sources}", "-shared", EMULATOR / "kernel.cpp", *more, machine, "-o", library),
+            *(f"-I{EMULATOR}", f"-I{sources}", f"-I{CORE}", "-shared"),
+            *(EMULATOR / "kernel.cpp", *more, machine, "-o", library),
         )
         self._library = ctypes.CDLL(str(library))
         self._library.emulate.restype = ctypes.c_char_p

@@ -15,17 +15,16 @@ from penstock.direct.failures import KernelDeviceError, KernelInputError
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import LinearCase, LinearRecipe, Recipes
 from penstock.direct.tile_shape import choose_tile
-from tests.direct.emulation import EMULATOR, Emulator, whole_numbers
+from tests.direct.emulation import CORE, EMULATOR, Emulator, whole_numbers
 from tests.direct.test_split_linear import STREAM, Emulation, on_host
 
-CORE = Path(__file__).parents[2] / "csrc"
 TOKENS, ROWS, DEPTH = 5, 203, 136
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory, machine: Path) -> Path:
     folder = tmp_path_factory.mktemp("launch")
-    more = (EMULATOR / "driver.cpp", EMULATOR / "launch.cpp", CORE / "cuda_linear.cpp")
+    more = (EMULATOR / "driver.cpp", EMULATOR / "launch.cpp", CORE / "cuda/cuda_linear.cpp")
     Emulator(folder, machine, choose_tile(TOKENS), more=more)
     return folder / "libemulator.so"
 

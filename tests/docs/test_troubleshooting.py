@@ -49,7 +49,7 @@ def messages() -> str:
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
-    for path in (ROOT / "csrc").glob("*.cpp"):
+    for path in (ROOT / "csrc").rglob("*.cpp"):
         # "a " + text(b) + " c" is a … c.
         joined = re.sub(r'"\s*\+\s*[^";]*?\+\s*"', "…", path.read_text())
         found.extend(re.findall(r'"((?:[^"\\\n]|\\.)*)"', joined))

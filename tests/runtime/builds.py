@@ -16,13 +16,14 @@ WORKERS = os.cpu_count() or 1
 
 
 def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] | None = None) -> Path:
-    """`replaced`: sources, or headers, that are other than the core's, or besides them, by name."""
+    """`replaced`: sources, or headers, that are other than the core's, or besides them, by path from csrc."""
     flags = ["-std=c++17", "-fPIC", "-pthread", *flags]
+    names = {str(source.relative_to(SOURCES)) for source in SOURCES.glob("*/*.cpp")}
+    names |= {name for name in replaced or {} if name.endswith("cpp")}
+    for name in {*names, *(replaced or {})}:
+        (folder / name).parent.mkdir(exist_ok=True)
     for name, text in (replaced or {}).items():
         (folder / name).write_text(text)
-    names = {source.name for source in SOURCES.glob("*.cpp")} | {
-        name for name in replaced or {} if name.endswith("cpp")
-    }
 
     def compiled(name: str) -> str:
         source = folder / name if name in (replaced or {}) else SOURCES / name

@@ -16,12 +16,12 @@ from penstock.runtime.host_memory import declare_host_functions
 LIBRARY = Path(penstock.__file__).parent / "libpenstock.so"
 PAGE = os.sysconf("SC_PAGESIZE")
 
-# csrc/driver.h
+# csrc/driver/driver.h
 DRIVER, REGISTRATION, HOST_READ, USAGE = 1, 3, 5, 9
 
 
 class Counts(ctypes.Structure):
-    """SoftCounts in csrc/soft_driver.h."""
+    """SoftCounts in csrc/soft/soft_driver.h."""
 
     _fields_ = [
         (name, ctypes.c_int64)

@@ -157,7 +157,7 @@ class Mutated:
         self.texts |= {"mutants.h": HEADER, "mutants.cpp": SELECTOR}
 
     def _number(self, file: str, function: str, what: str) -> str:
-        name = f"{file} {function}: {what}"
+        name = f"{Path(file).name} {function}: {what}"
         count = sum(one.name == name or one.name.startswith(f"{name} (") for one in self.mutants)
         if count:
             name += f" ({count + 1})"
@@ -224,7 +224,7 @@ class Mutated:
         if "synchronize" not in name:
             out += f"{self._number(file, function, f'{flat} too late')} ? mutants::defer([=] {{ {text}; }}) : "
         # What is waited for alone may be in a function that was given no other stream.
-        streams = BETWEEN_STREAMS if file == "packed_source.cpp" and len(arguments) > 1 else WRONG_STREAMS
+        streams = BETWEEN_STREAMS if file == "packed/packed_source.cpp" and len(arguments) > 1 else WRONG_STREAMS
         for index, argument in enumerate(arguments):
             for wrong in self._wrong(argument, streams):
                 changed = [*arguments[:index], wrong[1], *arguments[index + 1 :]]

@@ -27,7 +27,7 @@ from tests.plan.planning import make_plan, placed_floor
 from tests.runtime.rig import PAGE, Model, chain
 from tests.runtime.soft import SoftDriver
 
-BFLOAT16 = 6  # PackedKind::bfloat16_levels in csrc/packed_block.h
+BFLOAT16 = 6  # PackedKind::bfloat16_levels in csrc/packed/packed_block.h
 # Three blocks, the last of them short; no multiple of a page.
 WEIGHT_BYTES = 2 * BLOCK_BYTES + 5000
 

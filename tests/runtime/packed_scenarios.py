@@ -31,7 +31,7 @@ from tests.runtime.soft import SoftDriver
 
 # Of what streams in a chain of five weights: about a third.
 SOME_BYTES = 150_000
-HOST_PART_BYTES = 16 << 20  # what is decoded at a time on the host; csrc/packed_source.cpp has the same
+HOST_PART_BYTES = 16 << 20  # what is decoded at a time on the host; csrc/packed/packed_source.cpp has the same
 
 
 def _plans(model: PackedModel) -> list[Plan]:

@@ -17,7 +17,7 @@ Kernel = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class Failure(enum.IntEnum):
-    """As in csrc/driver.h."""
+    """As in csrc/driver/driver.h."""
 
     NONE = 0
     DRIVER = 1
@@ -39,7 +39,7 @@ class SoftError(Exception):
 
 
 class Counts(ctypes.Structure):
-    """What is alive in a driver; as SoftCounts in csrc/soft_driver.h."""
+    """What is alive in a driver; as SoftCounts in csrc/soft/soft_driver.h."""
 
     _fields_ = [
         ("blocks", c_int64),
@@ -154,7 +154,7 @@ def _raise(failure: int) -> None:
 
 
 class SoftDriver:
-    """One driver. Its functions are those of csrc/driver.h, by the same names: driver.create_block(bytes)."""
+    """One driver. Its functions are those of csrc/driver/driver.h, by the same names: driver.create_block(bytes)."""
 
     def __init__(self, page_bytes: int = 4096, capacity_bytes: int = 0, poison: bool = False) -> None:
         self.handle = library().penstock_soft_create(page_bytes, capacity_bytes, poison)

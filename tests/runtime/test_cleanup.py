@@ -9,7 +9,7 @@ from tests.runtime.builds import COMPILER, SOURCES
 
 PROGRAM = """
 #include <new>
-#include "cleanup.h"
+#include "driver/cleanup.h"
 int main() {
   int tried = 0;
   penstock::quietly([&] { tried++; throw std::bad_alloc(); });

@@ -16,8 +16,9 @@ from tests.runtime.builds import SOURCES, WORKERS, build_core, play
 from tests.runtime.mutants import Mutant, Mutated
 
 FILES = [
-    *("streaming_session.cpp", "planned_session.cpp", "planned_capture.cpp", "lru_session.cpp"),
-    *("packed_source.cpp", "staging.cpp", "stall_meter.cpp", "trace.cpp"),
+    *("session/streaming_session.cpp", "session/planned_session.cpp", "session/planned_capture.cpp"),
+    *("session/lru_session.cpp", "packed/packed_source.cpp", "host/staging.cpp"),
+    *("timing/stall_meter.cpp", "timing/trace.cpp"),
 ]
 # They make tensors, and scenarios know no torch: tests/runtime/test_module_runs.py does.
 NEED_TORCH = {"fetch", "tensor_at", "fetched_position", "forget_tensors"}
@@ -123,9 +124,10 @@ EQUIVALENT = {
 def mutated() -> Mutated:
     made = Mutated(SOURCES, FILES, NEED_TORCH)
     # What comes too late comes behind the next work that the host issues.
-    soft = (SOURCES / "soft_driver.cpp").read_text()
+    name = "soft/soft_driver.cpp"
+    soft = (SOURCES / name).read_text()
     begin = soft.index("{\n", soft.index("void SoftDriver::enqueue(")) + 2
-    made.texts["soft_driver.cpp"] = f'#include "mutants.h"\n{soft[:begin]}  mutants::AfterThis after;\n{soft[begin:]}'
+    made.texts[name] = f'#include "mutants.h"\n{soft[:begin]}  mutants::AfterThis after;\n{soft[begin:]}'
     return made
 
 

@@ -53,7 +53,7 @@ print(unit.value, *(ctypes.c_size_t.in_dll(fake, name).value for name in names))
 
 
 def test_no_pool_without_a_cap_is_made_and_nothing_of_it_is_left(tmp_path: Path) -> None:
-    names = set(re.findall(r'find\("(cu\w+)"', (SOURCES / "cuda_library.cpp").read_text()))
+    names = set(re.findall(r'find\("(cu\w+)"', (SOURCES / "cuda/cuda_library.cpp").read_text()))
     assert len(names) > 40
     others = sorted(names - set(re.findall(r"int (cu\w+)\(", FAKE)))
     (tmp_path / "fake.c").write_text(FAKE + "\n".join(f"int {name}() {{ return 0; }}" for name in others))

@@ -1,4 +1,4 @@
-// csrc/decode.cu for the host: one warp, its lanes threads that meet at every vote and shuffle. For tests without a GPU.
+// csrc/packed/decode.cu for the host: one warp, its lanes threads that meet at every vote and shuffle. For tests without a GPU.
 #include <pthread.h>
 
 #include <algorithm>
@@ -83,7 +83,7 @@ static unsigned __shfl_up_sync(unsigned, unsigned value, int distance) {
   return among_lanes(value, [&] { return from < 0 ? value : told[from]; });
 }
 
-#include "decode.cu"
+#include "packed/decode.cu"
 
 extern "C" void decode_on_host(int kind, const DecodeParams* params) {
   void (*const kernels[])(DecodeParams) = {penstock_decode_bfloat16, penstock_decode_float32, penstock_decode_float16,

@@ -1,4 +1,4 @@
-"""The decoding kernels of csrc/decode.cu, compiled for the host: what they make of blocks, whole and damaged."""
+"""The decoding kernels of csrc/packed/decode.cu, compiled for the host: what they make of blocks, whole and damaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK_BYTES = 65536
 
 
 class Params(ctypes.Structure):
-    """csrc/decode_params.h"""
+    """csrc/packed/decode_params.h"""
 
     _fields_ = (
         ("packed", ctypes.c_uint64),

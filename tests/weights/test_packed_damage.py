@@ -74,8 +74,8 @@ def test_other_vectors_make_the_same_bytes(tmp_path: Path) -> None:
     """What a CPU without AVX2 runs. On such a one both are the same code."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no compiler {COMPILER}")
-    sources = [str(SOURCES / name) for name in ("packed_block.cpp", "packed_api.cpp")]
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DPENSTOCK_PLAIN_VECTORS"]
+    sources = [str(SOURCES / name) for name in ("packed/packed_block.cpp", "packed/packed_api.cpp")]
+    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DPENSTOCK_PLAIN_VECTORS", f"-I{SOURCES}"]
     subprocess.run([COMPILER, *flags, *sources, "-o", str(tmp_path / "plain.so")], check=True)
     plain = ctypes.CDLL(str(tmp_path / "plain.so"))
     for name in ("penstock_pack_blocks", "penstock_unpack_blocks"):

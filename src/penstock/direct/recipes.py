@@ -16,7 +16,7 @@ from penstock.errors import DriverCallError
 
 
 class LinearCase(ctypes.Structure):
-    """What a recipe is for; csrc/linear_recipe.h."""
+    """What a recipe is for; csrc/linear/linear_recipe.h."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("method", "access", "tokens", "rows", "depth", "head_rows")),

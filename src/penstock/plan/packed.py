@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Plan, Range, Slots, Store
 
-# Of a weight, to a block of its own. csrc/packed_block.h has the same.
+# Of a weight, to a block of its own. csrc/packed/packed_block.h has the same.
 BLOCK_BYTES = 64 * 1024
 
 # By packed weight: where each of its blocks begins, and where the last ends.

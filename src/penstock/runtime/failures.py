@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock import errors
 from penstock.native import core
 
-# The numbers are those of `enum class Failure` in csrc/driver.h.
+# The numbers are those of `enum class Failure` in csrc/driver/driver.h.
 _CLASSES: dict[int, type[errors.PenstockError]] = {
     1: errors.DriverCallError,
     2: errors.DeviceMemoryError,

@@ -1,4 +1,4 @@
-"""A plan as the flat numbers that the core reads. csrc/plan_records.cpp reads them in the same order."""
+"""A plan as the flat numbers that the core reads. csrc/plan/plan_records.cpp reads them in the same order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What C++ sources of ours need of torch: the text cannot stand in this folder, so its names do.
 
-The native core finds functions by name when it is loaded (csrc/torch_abi.cpp) and refuses where one is missing. The
+The native core finds functions by name when it is loaded (csrc/abi/torch_abi.cpp) and refuses where one is missing. The
 ExecuTorch delegate is built against torch's headers (executorch/csrc/code.cpp). tests/torch_private compares these
 lists with the sources, and with the torch that is installed.
 """

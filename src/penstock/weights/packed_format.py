@@ -4,7 +4,7 @@
     32   u32 size of each block, in units of 16 bytes; zeros up to a multiple of 16
     ...  the blocks, one behind the other
 
-"Raw" are the bytes of the tensor, as an entry that is not packed holds them. csrc/packed_block.cpp has the blocks.
+"Raw" are the bytes of the tensor, as an entry that is not packed holds them. The blocks: csrc/packed/packed_block.cpp.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // The core's launch of a prepared linear, over the emulated driver.
-#include "../../../csrc/cuda_linear.h"
+#include "cuda/cuda_linear.h"
 
 extern "C" {
 

@@ -1,0 +1,53 @@
+// What compiled code calls to multiply with a lent weight, and what a session does about it that knows of no other way
+// than the library's.
+#include <cstdio>
+
+#include "abi/torch_abi.h"
+#include "linear/linear_operands.h"
+
+namespace penstock {
+
+bool Session::linear(const LinearRequest& request, TensorHandle* out) {
+  if (!error().empty()) return false;
+  try {
+    multiply(request, out);
+    return true;
+  } catch (const TorchRefusal&) {
+    return false;
+  } catch (const CoreError& failure) {
+    return fail(failure.what(), failure.failure);
+  }
+}
+
+void Session::multiply(const LinearRequest& request, TensorHandle* out) {
+  LinearOperands operands(request);
+  operands.multiply();
+  *out = operands.release_result();
+}
+
+namespace {
+
+int32_t linear(const LinearRequest& request, TensorHandle* out) {
+  Session* session = current_session();
+  if (!session) {
+    std::fprintf(stderr, "penstock: access %lld was multiplied with outside of a session\n", (long long)request.access);
+    return 1;
+  }
+  return session->linear(request, out) ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace penstock
+
+extern "C" {
+
+// `bias` is null, or points to the handle.
+int32_t aoti_torch_cpu_penstock_linear(void* x, void* weight, void** bias, int64_t access, void** out) {
+  return penstock::linear({x, weight, bias ? *bias : nullptr, access, penstock::torch_abi().device_type_cpu()}, out);
+}
+
+int32_t aoti_torch_cuda_penstock_linear(void* x, void* weight, void** bias, int64_t access, void** out) {
+  return penstock::linear({x, weight, bias ? *bias : nullptr, access, penstock::torch_abi().device_type_cuda()}, out);
+}
+
+}  // extern "C"

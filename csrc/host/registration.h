@@ -1,0 +1,28 @@
+// The mapping of the weights file, registered read-only with the device while this lives.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "driver/driver.h"
+#include "host/host_file.h"
+
+namespace penstock {
+
+class Registration {
+ public:
+  // Chunk i is [ends[i - 1], ends[i]): whole pages, chosen so that no copy spans two, the last one ending at the file's
+  // end rounded up to a page. All or nothing: when one is refused, those before it are given back.
+  Registration(Driver& driver, const HostFile& file, const std::vector<size_t>& ends);
+  ~Registration();
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  void release() noexcept;
+
+  Driver& driver_;
+  std::vector<const void*> starts_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,102 @@
+// Where the bytes of weights come from: the mapped and registered file, or staging buffers that readers fill ahead.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "driver/driver.h"
+#include "host/host_file.h"
+#include "host/registration.h"
+#include "host/staging.h"
+#include "plan/plan_records.h"
+
+namespace penstock {
+
+class Trace;
+
+// What one copy moved: over the link, and, of packed weights, what became of it.
+struct CopiedBytes {
+  int64_t over_link;
+  int64_t decoded;
+};
+
+// Device memory for packed weights: slots that their bytes pass through, and those that stay as they are.
+struct PackedMemory {
+  std::vector<Address> slots;
+  int64_t slot_bytes = 0;
+  struct Store {
+    PieceRecord piece;  // of the weight
+    Address address;
+    int64_t room_bytes;
+  };
+  std::vector<Store> stores;
+};
+
+class Source {
+ public:
+  virtual ~Source() = default;
+
+  // At load, outside of any run.
+  virtual void load(const PieceRecord& piece, Address to, Stream stream) = 0;
+
+  // The order of the copies to come: `once`, then `cycle` over and over.
+  virtual void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) = 0;
+  // `trace`, if any, is told when bytes are on their way on a stream of the source's own.
+  virtual CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) = 0;
+
+  // Where kernels read these bytes without a copy, as long as the source lives. Throws where there is no such place.
+  virtual Address direct(int64_t offset_bytes, int64_t bytes) = 0;
+
+  // Whether a copy can be made again and again without the host: from an address that stays, whatever came before.
+  virtual bool is_fixed() const = 0;
+
+  // Of a copy, what goes over the link.
+  virtual int64_t link_bytes(const PieceRecord& piece) const { return piece.bytes; }
+
+  // When a plan is installed, before anything is loaded; and with none before its memory goes, when all has ended.
+  virtual void take_memory(const PackedMemory& memory);
+  // Overwrites what a run that failed may have left in that memory and nobody has decoded. Nothing is under way.
+  virtual void poison(Stream) {}
+  // Waits for work on a stream of its own, if it has one.
+  virtual void finish() noexcept {}
+  virtual Stream link_stream() const { return nullptr; }
+  // Around a capture, with what will be copied in it, in that order, on a stream that is captured if there is any.
+  virtual void begin_capture(const std::vector<PieceRecord>&, Stream) {}
+  virtual void end_capture() noexcept {}
+};
+
+// Copies straight out of the mapping; any order will do.
+class RegisteredSource final : public Source {
+ public:
+  RegisteredSource(Driver& driver, const HostFile& file, const std::vector<size_t>& chunk_ends);
+
+  void load(const PieceRecord& piece, Address to, Stream stream) override { copy(piece, to, stream); }
+  void follow(const std::vector<PieceRecord>&, const std::vector<PieceRecord>&) override {}
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
+  Address direct(int64_t offset_bytes, int64_t bytes) override;
+  bool is_fixed() const override { return true; }
+
+ private:
+  Driver& driver_;
+  const HostFile& file_;
+  Registration registration_;
+};
+
+class StagedSource final : public Source {
+ public:
+  StagedSource(Driver& driver, const HostFile& file, size_t buffer_bytes, int buffers, int threads);
+
+  void load(const PieceRecord& piece, Address to, Stream stream) override;
+  void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
+  CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
+  Address direct(int64_t offset_bytes, int64_t bytes) override;
+  bool is_fixed() const override { return false; }
+
+ private:
+  std::vector<Extent> extents(const std::vector<PieceRecord>& pieces) const;
+
+  int64_t buffer_bytes_;
+  Staging staging_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,87 @@
+// Products with weights whose rows a plan may have put into two places.
+#include "abi/torch_abi.h"
+#include "linear/linear_operands.h"
+#include "linear/linear_reference.h"
+#include "session/planned_session.h"
+
+namespace penstock {
+namespace {
+// A program of many linears that is called with ever new numbers of tokens must not fill the memory; some 15 MB.
+constexpr size_t kMostRecipes = 1 << 14;
+
+std::string text(int64_t value) { return std::to_string(value); }
+}  // namespace
+
+void PlannedSession::offer_linear(PrepareLinear prepare) {
+  require_idle();
+  prepare_ = prepare;
+  kernel_offered_ = true;
+  recipes_.clear();
+}
+
+void PlannedSession::multiply(const LinearRequest& request, TensorHandle* out) {
+  int64_t position = fetched_position(request.access);
+  const AccessRecord& access = plan_.methods[method_].accesses[position];
+  bool on_cpu = request.device_type == torch_abi().device_type_cpu();
+  bool is_direct = access.range == kDirect && (on_cpu || prepare_);
+  if (!access.is_split() && !is_direct && !kernel_offered_) return Session::multiply(request, out);
+  LinearOperands operands(request);
+  if (operands.tokens()) {
+    LinearCall call = operands.call();
+    LinearCase which = case_of(position, operands);
+    if (prepare_) driver_.launch_linear(recipe(which), call, compute_);
+    else if (on_cpu) multiply_here(which, call);
+    else throw CoreError(Failure::usage, "no kernel was offered for the linear of access " + text(access.number));
+  }
+  *out = operands.release_result();
+}
+
+LinearCase PlannedSession::case_of(int64_t position, const LinearOperands& operands) const {
+  const AccessRecord& access = plan_.methods[method_].accesses[position];
+  int64_t row_bytes = operands.depth() * 2, bytes = operands.rows() * row_bytes;
+  int64_t prefix_bytes = access.is_split() ? access.prefix_bytes : access.range == kDirect ? 0 : access.bytes;
+  if (bytes != access.bytes || prefix_bytes % row_bytes)
+    throw CoreError(Failure::divergence, "the linear of access " + text(access.number) + " is of " +
+                                             text(operands.rows()) + " rows of " + text(row_bytes) +
+                                             " bytes; the plan has " + text(access.bytes) + " bytes, of them " +
+                                             text(prefix_bytes) + " in device memory, and needs whole rows");
+  LinearCase which{};
+  which.method = method_;
+  which.access = access.number;
+  which.tokens = operands.tokens();
+  which.rows = operands.rows();
+  which.depth = operands.depth();
+  which.head_rows = prefix_bytes / row_bytes;
+  which.head_address = prefix_bytes ? address_of(access) : 0;
+  which.tail_address = methods_[method_].in_place[position];
+  which.is_bf16 = operands.is_bf16();
+  return which;
+}
+
+void PlannedSession::multiply_here(const LinearCase& which, const LinearCall& call) {
+  if (compute_)
+    throw CoreError(Failure::usage, "the linear of access " + text(which.access) +
+                                        " was asked for on a stream, and without a kernel the calling thread makes it");
+  reference_linear(which, call);
+}
+
+const LinearRecipe& PlannedSession::recipe(const LinearCase& which) {
+  std::array<int64_t, 4> key{which.method, which.access, which.tokens, which.head_rows};
+  auto found = recipes_.find(key);
+  if (found != recipes_.end()) return found->second;
+  std::string what = "the linear of access " + text(which.access) + " with " + text(which.tokens) + " tokens, " +
+                     text(which.rows) + " rows of which " + text(which.head_rows) + " are in device memory, depth " +
+                     text(which.depth);
+  // Kernels are compiled and loaded for a recipe, which no graph can hold.
+  if (capturing_) throw CoreError(Failure::capture, what + ", has not run before it is captured");
+  LinearRecipe made{};
+  if (prepare_(&which, &made)) throw CoreError(Failure::kernel, what + ", has no kernel");
+  return recipes_.emplace(key, made).first->second;
+}
+
+// Before a run and not within it: what ran can be captured.
+void PlannedSession::forget_many_recipes() {
+  if (recipes_.size() > kMostRecipes) recipes_.clear();
+}
+
+}  // namespace penstock

@@ -1,0 +1,127 @@
+// Executes a plan: fixed addresses, resident heads, ring pages that stays take in turn. All decisions stand in the plan.
+#pragma once
+
+#include <array>
+#include <map>
+
+#include "linear/linear_recipe.h"
+#include "plan/plan_records.h"
+#include "session/streaming_session.h"
+
+namespace penstock {
+
+class LinearOperands;
+
+class PlannedSession final : public StreamingSession {
+ public:
+  PlannedSession(Driver& driver, Source& source, int32_t device_index, bool poison)
+      : StreamingSession(driver, source, device_index, poison) {}
+  ~PlannedSession() override { uninstall(); }
+
+  // Creates the plan's memory and fills what is resident. Whatever it throws, nothing of the plan is left.
+  void install(PlanRecord plan);
+  void uninstall() noexcept;
+
+  // From now on all linears are made in one way, so that a result has the same bits wherever the rows lie. `prepare`: how
+  // they are launched; null: the calling thread makes them.
+  void offer_linear(PrepareLinear prepare);
+
+  // Physical bytes held for weights, now and at most.
+  int64_t device_bytes() const { return device_bytes_; }
+  int64_t peak_device_bytes() const { return peak_device_bytes_; }
+
+ protected:
+  void begin_run(bool cold) override;
+  Address acquire(int64_t position) override;
+  void multiply(const LinearRequest& request, TensorHandle* out) override;
+  void step_ended(int64_t step) override;
+  void end_run() override;
+  void reset() noexcept override;
+  void capture_begins() override;
+  void capture_ends() override;
+  void capture_failed() noexcept override { restore_progress(); }
+  void replay_begins(bool cold) override;
+  void replay_ends() override;
+
+ private:
+  struct MappedRange {
+    Address address;
+    size_t bytes;
+    size_t mapped_bytes;
+  };
+  struct StayState {
+    Event ready = nullptr;            // after the last of its copies
+    Event ready_in_graph = nullptr;   // the same while captured; null until then
+    std::vector<int64_t> copies;      // indices into the method's
+    bool crosses = false;             // it is read on both sides of the end of a run
+  };
+  struct StepState {
+    Event ended = nullptr;           // null: no copy waits for it
+    Event ended_in_graph = nullptr;  // the same while captured; null until then
+    bool is_captured = false;        // it has ended in the present capture
+    bool seen_outside = false;       // copies outside of the graph wait for it
+    std::vector<int64_t> last_read;  // stays whose pages may be overwritten after it
+  };
+  // How far a stay has come, in the order of the host's calls.
+  struct Progress {
+    size_t issued = 0;  // of its copies, since it was last read to the end
+    bool unread = false;
+    bool before_graph = false;  // while captured: the copies were made before the launch
+  };
+  struct MethodState {
+    std::vector<Address> in_place;  // by position: where the bytes that no range holds are read; 0: there are none
+    std::vector<StayState> stays;
+    std::vector<StepState> steps;
+    std::vector<Progress> progress;  // by stay
+    std::vector<PieceRecord> prologue;
+    std::vector<PieceRecord> cycle;
+    // A graph holds the copies up to the last that its own run needs. Those after it are made for the next run: issued
+    // one by one behind each launch, they need not have ended when the graph does.
+    size_t graph_copies = 0;
+    std::vector<Progress> after_graph;
+    Counters graph_counters;
+  };
+
+  void create_memory();
+  void give_packed_memory();
+  void create_events();
+  void find_in_place();
+  void fill_residents();
+  void measure();
+  void create_capture_events(MethodState& method);
+  void restore_progress() noexcept;
+  void poison(const PieceRecord& piece, Stream stream);
+  void issue(int64_t copy);
+  void issue_until(int64_t position);
+  void await_readers(StepState& step);
+  void await_copies(StayState& stay, const Progress& progress);
+  void announce(StayState& stay);
+  void advance(MethodState& method, int64_t copy);
+  static void forget_copies(MethodState& method) noexcept;
+  Address address_of(const PieceRecord& piece) const;
+  Address address_of(const AccessRecord& access) const;
+  LinearCase case_of(int64_t position, const LinearOperands& operands) const;
+  void multiply_here(const LinearCase& which, const LinearCall& call);
+  const LinearRecipe& recipe(const LinearCase& which);
+  void forget_many_recipes();
+
+  PlanRecord plan_;
+  std::vector<Block> blocks_;
+  std::vector<MappedRange> ranges_;
+  std::vector<MethodState> methods_;
+  size_t next_copy_ = 0;
+  bool capturing_ = false;
+  std::vector<Progress> before_capture_;
+  // In a graph: where the branch of the copies begins.
+  Event fork_ = nullptr;
+  // After the copies that were issued before a launch.
+  Event lead_ = nullptr;
+  PrepareLinear prepare_ = nullptr;
+  bool kernel_offered_ = false;
+  // By method, access, tokens and rows of the head. They hold addresses of the present plan.
+  std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
+  int64_t device_bytes_ = 0;
+  int64_t peak_device_bytes_ = 0;
+};
+
+}  // namespace penstock

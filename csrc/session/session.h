@@ -1,0 +1,74 @@
+// A session answers the fetches of compiled code. The compiled code knows no session: the calling thread does.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "driver/driver.h"
+
+namespace penstock {
+
+using TensorHandle = void*;  // AtenTensorHandle of the AOTInductor C ABI
+
+struct FetchRequest {
+  int64_t access;
+  const int64_t* sizes;
+  int64_t rank;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+};
+
+// y = x @ W^T + bias: x is (tokens, depth), the weight (rows, depth).
+struct LinearRequest {
+  TensorHandle x;
+  TensorHandle weight;  // as it was lent
+  TensorHandle bias;    // null: none
+  int64_t access;
+  int32_t device_type;
+};
+
+class Session {
+ public:
+  virtual ~Session() = default;
+
+  // Lends the weight of one access. Returns false after fail().
+  virtual bool fetch(const FetchRequest& request, TensorHandle* out) = 0;
+
+  // Multiplies with the weight of an access that was fetched. Returns false after fail(), or after torch refused a
+  // call: torch has then told why.
+  bool linear(const LinearRequest& request, TensorHandle* out);
+
+  // The launches of step `step` have all been issued.
+  virtual void done(int64_t step) = 0;
+
+  // Generated code may reduce a failure to a generic one, so the session keeps the real error: the first.
+  const std::string& error() const { return error_; }
+  Failure failure() const { return failure_; }
+
+ protected:
+  // May throw. Here the library's product, for a weight that lies whole where it was lent.
+  virtual void multiply(const LinearRequest& request, TensorHandle* out);
+
+  bool fail(const std::string& message, Failure failure = Failure::divergence) {
+    if (error_.empty()) {
+      error_ = message;
+      failure_ = failure;
+    }
+    return false;
+  }
+  void clear_error() {
+    error_.clear();
+    failure_ = Failure::none;
+  }
+
+ private:
+  std::string error_;
+  Failure failure_ = Failure::none;
+};
+
+// The session of the calling thread; null outside of a run.
+Session* current_session();
+void set_current_session(Session* session);
+
+}  // namespace penstock

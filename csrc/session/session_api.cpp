@@ -1,0 +1,347 @@
+// The core's C interface: drivers, the weights file, sessions. Python and the ExecuTorch delegate stand on it.
+// Functions that can fail return null or nonzero; penstock_failure and penstock_failure_text then tell why, by thread.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
+
+#include "abi/torch_abi.h"
+#include "cuda/cuda_driver.h"
+#include "driver/cleanup.h"
+#include "packed/packed_source.h"
+#include "session/lru_session.h"
+#include "session/planned_session.h"
+
+namespace penstock {
+namespace {
+
+thread_local Failure last_failure = Failure::none;
+thread_local std::string last_text;
+
+template <typename Action>
+int32_t guarded(Action&& action) noexcept {
+  last_failure = Failure::none;
+  last_text.clear();
+  try {
+    action();
+    return 0;
+  } catch (const CoreError& error) {
+    last_failure = error.failure;
+    last_text = error.what();
+  } catch (const std::bad_alloc&) {
+    last_failure = Failure::usage;
+    last_text = "the host has no memory left";
+  } catch (const std::exception& error) {
+    last_failure = Failure::usage;
+    last_text = error.what();
+  }
+  return 1;
+}
+
+// A session with what it stands on: members are destroyed last to first.
+struct Engine {
+  Driver* driver;
+  std::unique_ptr<HostFile> file;
+  std::unique_ptr<Source> source;
+  std::unique_ptr<PlannedSession> planned;
+  std::unique_ptr<LruSession> lru;
+  std::vector<SpanRecord> spans;  // of the trace that was stopped last
+  std::thread::id run_thread;     // that is between begin and end, if any is
+
+  StreamingSession& session() {
+    if (planned) return *planned;
+    return *lru;
+  }
+};
+
+Engine* engine(void* handle) { return static_cast<Engine*>(handle); }
+Driver* driver(void* handle) { return static_cast<Driver*>(handle); }
+
+// The driver's device stays current until the run has ended.
+template <typename Begin>
+int32_t begun(void* handle, Begin&& begin) noexcept {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    over.driver->enter();
+    Undo leave([&] { over.driver->leave(); });
+    begin(over);
+    over.run_thread = std::this_thread::get_id();
+    leave.keep();
+  });
+}
+
+void aborted(Engine& over) noexcept {
+  // Where no run is under way its device is not current because of one.
+  bool inside = over.run_thread != std::thread::id();
+  over.run_thread = {};
+  set_current_session(nullptr);
+  over.session().abort();
+  if (inside) over.driver->leave();
+}
+
+template <typename End>
+int32_t ended(void* handle, End&& end) noexcept {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    set_current_session(nullptr);
+    over.run_thread = {};
+    Undo leave([&] { over.driver->leave(); });
+    Undo abandon([&] { over.session().abort(); });
+    end(over);
+    abandon.keep();
+  });
+}
+
+// Copies at most `capacity` records to `out`; tells how many there are.
+template <typename Record>
+int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t capacity) {
+  static_assert(sizeof(Record) % sizeof(int64_t) == 0);
+  int64_t count = (int64_t)records.size();
+  if (capacity > 0 && count > 0) std::memcpy(out, records.data(), (size_t)std::min(count, capacity) * sizeof(Record));
+  return count;
+}
+
+void copy_counters(const Counters& counters, int64_t* out) {
+  const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
+                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
+                            counters.bytes_in_place, counters.bytes_decoded};
+  std::memcpy(out, values, sizeof values);
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" {
+
+int32_t penstock_failure() { return (int32_t)last_failure; }
+const char* penstock_failure_text() { return last_text.c_str(); }
+
+void* penstock_cuda_create(int32_t ordinal) {
+  void* out = nullptr;
+  guarded([&] { out = static_cast<Driver*>(new CudaDriver(ordinal)); });
+  return out;
+}
+
+void penstock_driver_destroy(void* handle) { delete driver(handle); }
+
+int32_t penstock_driver_granularity(void* handle, int64_t* bytes) {
+  return guarded([&] { *bytes = (int64_t)driver(handle)->granularity_bytes(); });
+}
+
+int32_t penstock_driver_pool_unit(void* handle, int64_t* bytes) {
+  return guarded([&] {
+    Entered entered(*driver(handle));
+    *bytes = (int64_t)driver(handle)->pool_unit_bytes();
+  });
+}
+
+int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total_bytes) {
+  return guarded([&] {
+    Entered entered(*driver(handle));
+    MemoryInfo info = driver(handle)->memory_info();
+    *free_bytes = (int64_t)info.free_bytes;
+    *total_bytes = (int64_t)info.total_bytes;
+  });
+}
+
+// `lru`: the policy. `staging_buffers` 0: the file is registered in chunks that end at `chunk_ends`. `packed`: the records
+// of weights that are packed in the file; none: there are none.
+void* penstock_session_create(void* driver_handle, const char* path, int32_t lru, const int64_t* chunk_ends,
+                              int64_t chunk_count, int64_t staging_buffer_bytes, int32_t staging_buffers,
+                              int32_t staging_threads, int32_t device_index, int32_t poison, const int64_t* packed,
+                              int64_t packed_count) {
+  void* out = nullptr;
+  guarded([&] {
+    Driver& over = *driver(driver_handle);
+    Entered entered(over);
+    auto made = std::make_unique<Engine>();
+    made->driver = &over;
+    made->file = std::make_unique<HostFile>(path);
+    if (staging_buffers > 0) {
+      made->source = std::make_unique<StagedSource>(over, *made->file, (size_t)staging_buffer_bytes, staging_buffers,
+                                                    staging_threads);
+    } else {
+      std::vector<size_t> ends(chunk_ends, chunk_ends + chunk_count);
+      made->source = std::make_unique<RegisteredSource>(over, *made->file, ends);
+    }
+    if (packed_count) {
+      if (lru) throw CoreError(Failure::usage, "packed weights are decoded as a plan says, and the policy lru has none");
+      made->source = std::make_unique<PackedSource>(over, *made->file, std::move(made->source),
+                                                    read_packed(packed, (size_t)packed_count, *made->file), poison != 0);
+    }
+    if (lru) made->lru = std::make_unique<LruSession>(over, *made->source, device_index, poison != 0);
+    else made->planned = std::make_unique<PlannedSession>(over, *made->source, device_index, poison != 0);
+    out = made.release();
+  });
+  return out;
+}
+
+void penstock_session_destroy(void* handle) {
+  Engine* over = engine(handle);
+  // A run that nobody ended: the thread that began it must not find a session that is gone.
+  if (over->run_thread == std::this_thread::get_id()) aborted(*over);
+  // A lost context refuses even this; giving back goes on all the same.
+  bool inside = true;
+  try {
+    over->driver->enter();
+  } catch (const CoreError&) {
+    inside = false;
+  }
+  Driver* held = over->driver;
+  delete over;
+  if (inside) held->leave();
+}
+
+int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().require_idle();
+    if (engine(handle)->planned) engine(handle)->planned->install(read_plan(numbers, (size_t)count));
+    else engine(handle)->lru->install(read_lru(numbers, (size_t)count));
+  });
+}
+
+// Between runs. `prepare` may be null: then only the calling thread's own products are there, for programs on the CPU.
+int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    if (!over.planned)
+      throw CoreError(Failure::usage, "a linear of weights in two places was offered to the policy lru, which keeps "
+                                      "every weight in one");
+    over.planned->offer_linear(prepare);
+  });
+}
+
+int32_t penstock_session_uninstall(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().require_idle();
+    if (engine(handle)->planned) engine(handle)->planned->uninstall();
+    else engine(handle)->lru->uninstall();
+  });
+}
+
+// Between begin and end (or abort) the calling thread is in the session, and its device is current.
+int32_t penstock_session_begin(void* handle, int64_t method, void* stream) {
+  return begun(handle, [=](Engine& over) {
+    over.file->check_unchanged();
+    over.session().begin(method, stream);
+    set_current_session(&over.session());
+  });
+}
+
+int32_t penstock_session_end(void* handle) {
+  return ended(handle, [](Engine& over) { over.session().end(); });
+}
+
+void penstock_session_abort(void* handle) { aborted(*engine(handle)); }
+
+// Around compiled code on a stream that is then captured; to give it up, abort.
+int32_t penstock_session_begin_capture(void* handle, int64_t method, void* stream) {
+  return begun(handle, [=](Engine& over) {
+    over.session().begin_capture(method, stream);
+    set_current_session(&over.session());
+  });
+}
+
+int32_t penstock_session_end_capture(void* handle, int64_t* capture) {
+  return ended(handle, [=](Engine& over) { *capture = over.session().end_capture(); });
+}
+
+int32_t penstock_session_drop_capture(void* handle, int64_t capture) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().drop_capture(capture);
+  });
+}
+
+// Begin, launch, end; to give it up, abort.
+int32_t penstock_session_begin_replay(void* handle, int64_t capture, void* stream) {
+  return begun(handle, [=](Engine& over) {
+    over.file->check_unchanged();
+    over.session().begin_replay(capture, stream);
+  });
+}
+
+int32_t penstock_session_launch(void* handle) {
+  return guarded([&] { engine(handle)->session().launch(); });
+}
+
+int32_t penstock_session_end_replay(void* handle) {
+  return ended(handle, [](Engine& over) { over.session().end_replay(); });
+}
+
+// The first failure of the run, which generated code may have reduced to a generic one.
+int32_t penstock_session_failure(void* handle) { return (int32_t)engine(handle)->session().failure(); }
+const char* penstock_session_failure_text(void* handle) { return engine(handle)->session().error().c_str(); }
+
+// What compiled code does, without torch.
+int32_t penstock_session_acquire(void* handle, int64_t number, uint64_t* address) {
+  return engine(handle)->session().acquire(number, address) ? 0 : 1;
+}
+void penstock_session_done(void* handle, int64_t step) { engine(handle)->session().done(step); }
+
+int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    copy_counters(engine(handle)->session().last_run(), last_run);
+    copy_counters(engine(handle)->session().totals(), totals);
+  });
+}
+
+int32_t penstock_session_memory(void* handle, int64_t* device_bytes, int64_t* peak_device_bytes) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    Engine& over = *engine(handle);
+    *device_bytes = over.planned ? over.planned->device_bytes() : over.lru->device_bytes();
+    *peak_device_bytes = over.planned ? over.planned->peak_device_bytes() : over.lru->peak_device_bytes();
+  });
+}
+
+// What copying took when the session was set up: three numbers a record. Called first for the count alone.
+int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
+  return copy_records(engine(handle)->session().link(), out, capacity);
+}
+
+// For tests, which make them late. Null: packed weights alone have a stream of their own on the link.
+void* penstock_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
+
+void* penstock_session_link_stream(void* handle) { return engine(handle)->source->link_stream(); }
+
+int32_t penstock_session_drain(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().drain();
+  });
+}
+
+int32_t penstock_session_start_trace(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->session().start_trace();
+  });
+}
+
+int32_t penstock_session_stop_trace(void* handle) {
+  return guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->spans = engine(handle)->session().stop_trace();
+  });
+}
+
+// Of the trace that was stopped last, seven numbers a span. Called first for the count alone.
+int64_t penstock_session_spans(void* handle, int64_t* out, int64_t capacity) {
+  return copy_records(engine(handle)->spans, out, capacity);
+}
+
+int32_t penstock_load_torch() {
+  return guarded([&] {
+    std::string missing = load_torch_abi();
+    if (!missing.empty()) throw CoreError(Failure::torch, missing);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,183 @@
+// What the two policies share: the compiled code is held to its schedule, runs are ordered after one another whatever
+// their stream (S8), and what moves is counted (S7). A policy says where the weight of an access is.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "host/source.h"
+#include "session/session.h"
+#include "timing/stall_meter.h"
+#include "timing/trace.h"
+
+namespace penstock {
+
+struct Counters {
+  int64_t runs = 0;
+  int64_t bytes_streamed = 0;
+  int64_t bytes_hit = 0;
+  int64_t copies = 0;
+  int64_t stall_ns = 0;
+  // Of the pool, under the least-recently-used policy: how often it was asked, and the host time that took.
+  int64_t pool_calls = 0;
+  int64_t pool_ns = 0;
+  // Of the runs, those that were launched as a graph. Their stalls are not measured.
+  int64_t replays = 0;
+  // Of weights that kernels read where they lie, as a whole or but for their prefix: all that they could have read. A
+  // gather reads only some rows of it.
+  int64_t bytes_in_place = 0;
+  // Of packed weights, what was decoded: as the weights have it.
+  int64_t bytes_decoded = 0;
+};
+
+// So many copies, one after the other, and the bytes that they take over the link together.
+struct LinkRecord {
+  int64_t copies;
+  int64_t bytes;
+  int64_t ns;
+};
+
+class StreamingSession : public Session {
+ public:
+  // The driver and the source outlive the session.
+  StreamingSession(Driver& driver, Source& source, int32_t device_index, bool poison);
+  ~StreamingSession() override;
+
+  // What compiled code calls. Never throw: the caller is generated code.
+  bool fetch(const FetchRequest& request, TensorHandle* out) override;
+  void done(int64_t step) override;
+  // The part of fetch that knows no torch.
+  bool acquire(int64_t number, Address* out);
+
+  // Around the compiled code, on one thread. begin and end throw; a begin that threw leaves no run, and a run that was
+  // there before it alone. After end threw, or after a failed fetch, abort.
+  void begin(int64_t method, Stream compute);
+  void end();
+  // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own. A capture that
+  // failed has touched nothing on the device, and is forgotten.
+  void abort() noexcept;
+
+  // A run that is captured into a graph, its copies included, and not made. Returns the number by which it can be
+  // replayed, until it is dropped or the plan changes.
+  void begin_capture(int64_t method, Stream compute);
+  int64_t end_capture();
+  void drop_capture(int64_t capture);
+
+  // A run that is the launch of a graph (S9). Other work on `compute` may stand between begin and end, before the launch
+  // and after it; all of it belongs to the run.
+  void begin_replay(int64_t capture, Stream compute);
+  void launch();
+  void end_replay();
+
+  // Throws while a run has not ended: what it was lent must stay.
+  void require_idle() const;
+
+  // Waits until nothing of ours is at work on the device.
+  void drain();
+
+  Counters last_run();
+  Counters totals();
+
+  // How long copies of real weights take, measured once when a plan or a pool is set up: as many as will be made first,
+  // as they are; then some of each size. Empty when nothing is ever copied.
+  const std::vector<LinkRecord>& link() const { return link_; }
+
+  Stream copy_stream() const { return copy_stream_; }
+
+  void start_trace();
+  std::vector<SpanRecord> stop_trace();
+
+ protected:
+  struct Shape {
+    std::vector<int64_t> numbers;
+    int64_t step_count;
+  };
+
+  // Called by a policy when it is set up, and with none when it is given up; forgets the tensors of addresses that are
+  // no more.
+  void set_shapes(std::vector<Shape> shapes);
+
+  // Before memory is given back: waits until nothing of ours is at work, also in a run that has not ended.
+  void finish() noexcept;
+
+  // `cold`: the last run was of another method, or failed.
+  virtual void begin_run(bool cold) = 0;
+  virtual Address acquire(int64_t position) = 0;
+  virtual void step_ended(int64_t step) = 0;
+  virtual void end_run() = 0;
+  // After drain, when a run failed.
+  virtual void reset() noexcept = 0;
+
+  // Around the compiled code while it is captured; `capture_failed` also when capture_begins threw.
+  virtual void capture_begins() = 0;
+  virtual void capture_ends() = 0;
+  virtual void capture_failed() noexcept = 0;
+  // Before and after the launch.
+  virtual void replay_begins(bool cold) = 0;
+  virtual void replay_ends() = 0;
+
+  // Where an access that was fetched in this run stands in the schedule; throws if it was not.
+  int64_t fetched_position(int64_t number) const;
+
+  // The compute stream waits for a copy; the wait is measured.
+  void wait_for_copy(Event ready);
+
+  // Copies to addresses that hold nothing yet, and times it. What it copied is poison again where that is asked for.
+  using Copies = std::vector<std::pair<PieceRecord, Address>>;
+  void measure_link(const Copies& copies);
+
+  Driver& driver_;
+  Source& source_;
+  const bool poison_;
+  Stream copy_stream_ = nullptr;
+  Stream compute_ = nullptr;
+  int64_t method_ = -1;
+  Event run_end_ = nullptr;
+  bool has_run_ = false;
+  Counters run_;
+  std::unique_ptr<Trace> trace_;
+  int64_t run_number_ = 0;
+
+ private:
+  struct CachedTensor {
+    Address address = 0;
+    TensorHandle tensor = nullptr;
+  };
+
+  enum class Mode { idle, run, capture, replay };
+  struct Capture {
+    int64_t method;
+    Graph graph;
+  };
+
+  void start(Mode mode, int64_t method, Stream compute);
+  // Returns whether the run is cold.
+  bool follow_last_run();
+  void require_complete() const;
+  void conclude();
+  void leave_capture() noexcept;
+  LinkRecord time_copies(const Copies& copies);
+  const Capture& capture(int64_t number) const;
+  bool lends() const { return mode_ == Mode::run || mode_ == Mode::capture; }
+  void forget_tensors() noexcept;
+  TensorHandle tensor_at(int64_t position, Address address, const FetchRequest& request);
+
+  int32_t device_index_;
+  std::vector<Shape> shapes_;
+  std::vector<std::vector<CachedTensor>> tensors_;
+  StallMeter stalls_;
+  Counters totals_;
+  std::vector<LinkRecord> link_;
+  int64_t owner_ = -1;  // the method whose copies are ahead; -1: none
+  int64_t position_ = 0;
+  int64_t step_ = 0;
+  Mode mode_ = Mode::idle;
+  std::map<int64_t, Capture> captures_;  // of the present plan
+  int64_t next_capture_ = 0;             // no number is given out twice
+  Graph graph_ = nullptr;                // that is being replayed
+  Counters before_capture_run_;  // a capture is no run: the last one stays what it was
+};
+
+}  // namespace penstock

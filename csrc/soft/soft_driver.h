@@ -1,0 +1,155 @@
+// The driver of a machine without a GPU: streams are threads, device memory is pages that several ranges can map,
+// events are real. A null Stream is the calling thread itself: its work is done when the call returns.
+//
+// A copy whose source cannot be read fails its stream for good. What is queued there is skipped, and whoever observes
+// it (synchronizes, waits inline, asks if an event is complete), directly or through other streams, gets the error.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "driver/driver.h"
+#include "soft/soft_calls.h"
+#include "soft/soft_graph.h"
+#include "soft/soft_host.h"
+#include "soft/soft_memory.h"
+#include "soft/soft_pool.h"
+#include "soft/soft_stream.h"
+
+namespace penstock {
+
+// What is alive, by kind. The layout is part of the C interface.
+struct SoftCounts {
+  int64_t blocks;
+  int64_t block_bytes;
+  int64_t peak_block_bytes;
+  int64_t ranges;
+  int64_t mappings;
+  int64_t streams;
+  int64_t events;
+  int64_t pools;
+  int64_t pool_allocations;
+  int64_t pool_bytes;
+  int64_t registrations;
+  int64_t registered_bytes;
+  int64_t host_allocations;
+  int64_t host_bytes;
+  int64_t peak_host_bytes;
+  int64_t graphs;
+};
+
+class SoftDriver final : public Driver {
+ public:
+  // A capacity of 0 is no limit of ours. With poison, device bytes that are fresh or released read as 0xFF.
+  SoftDriver(size_t granularity_bytes, size_t capacity_bytes, bool poison);
+  ~SoftDriver() override;
+
+  MemoryInfo memory_info() override;
+
+  size_t granularity_bytes() override;
+  Block create_block(size_t bytes) override;
+  void release_block(Block block) override;
+  Address reserve(size_t bytes) override;
+  void unreserve(Address address, size_t bytes) override;
+  void map(Address address, size_t bytes, Block block) override;
+  void allow_access(Address address, size_t bytes) override;
+  void unmap(Address address, size_t bytes) override;
+
+  Pool create_pool(size_t max_bytes) override;
+  void destroy_pool(Pool pool) override;
+  // Bytes that another stream has released count as taken until that stream has reached the release: this fails with
+  // Failure::device_memory rather than wait.
+  Address pool_allocate(Pool pool, size_t bytes, Stream stream) override;
+  void pool_release(Pool pool, Address address, Stream stream) override;
+  size_t pool_peak_bytes(Pool pool) override;
+
+  Stream create_stream() override;
+  void destroy_stream(Stream stream) override;
+  void synchronize_stream(Stream stream) override;
+  bool is_capturing(Stream stream) override;
+
+  Event create_event(bool timing) override;
+  void destroy_event(Event event) override;
+  void record(Event event, Stream stream) override;
+  void wait(Stream stream, Event event) override;
+  void record_external(Event event, Stream stream) override;
+  void wait_external(Stream stream, Event event) override;
+  void synchronize_event(Event event) override;
+  bool is_complete(Event event) override;
+  int64_t elapsed_ns(Event from, Event to) override;
+
+  void copy_to_device(Address to, const void* from, size_t bytes, Stream stream) override;
+  void copy_to_host(void* to, Address from, size_t bytes, Stream stream) override;
+  void fill(Address to, unsigned char value, size_t bytes, Stream stream) override;
+
+  void decode(const DecodeCall& call, Stream stream) override;
+
+  void register_host(const void* start, size_t bytes) override;
+  void unregister_host(const void* start) override;
+  Address host_address(const void* start, size_t bytes) override;
+  void* allocate_host(size_t bytes) override;
+  void free_host(void* start) override;
+
+  // What follows is for tests, and does not count as a call.
+
+  // A kernel: runs in stream order.
+  void launch(Stream stream, std::function<void()> body);
+  // Only what is_capturing says: the work of the stream is done all the same.
+  void set_capturing(Stream stream, bool capturing);
+  // Work on the stream, and on those that wait for its events, is not done but becomes nodes of a graph.
+  void begin_capture(Stream stream) override;
+  Graph end_capture(Stream stream) override;
+  // Ordered on the stream as one piece of work. The seed is that of the orders that draw.
+  void launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed);
+  // In the order that was set, at first copies first.
+  void launch_graph(Graph graph, Stream stream) override;
+  void set_order(SoftOrder order, uint64_t seed);
+  void destroy_graph(Graph graph) override;
+  SoftCounts counts() const;
+  SoftCalls& calls() { return calls_; }
+  SoftPace& pace() { return pace_; }
+  void set_late(Stream stream, bool late);
+
+ private:
+  // One lock over both halves of a release, so that no allocation on the same stream slips in between.
+  struct PoolEntry {
+    PoolEntry(size_t max_bytes, bool poison, SoftCapacity& capacity) : pool(max_bytes, poison, capacity) {}
+    std::mutex mutex;
+    SoftPool pool;
+  };
+
+  template <typename Thing>
+  std::shared_ptr<Thing> find(const std::map<void*, std::shared_ptr<Thing>>& things, void* handle, const char* call,
+                              const char* kind) const;
+  template <typename Thing>
+  std::shared_ptr<Thing> take(std::map<void*, std::shared_ptr<Thing>>& things, void* handle, const char* call,
+                              const char* kind);
+  std::shared_ptr<SoftStream> stream_of(Stream stream, const char* call) const;
+  std::shared_ptr<SoftEvent> event_of(Event event, const char* call) const;
+  std::shared_ptr<SoftStream> queue_of(Stream stream, const char* call) const;
+  std::shared_ptr<Completion> recording_of(const SoftEvent& event, const char* call);
+  void enqueue(Stream stream, const char* call, SoftNode::Kind kind, std::function<void()> body);
+  void record_eagerly(SoftEvent& event, SoftStream* queue);
+  void wait_eagerly(SoftStream* queue, const SoftEvent& event);
+
+  SoftCalls calls_;
+  SoftPace pace_;
+  SoftCapacity capacity_;
+  SoftMemory memory_;
+  SoftHost host_;
+  SoftCaptures captures_;
+  const bool poison_;
+  mutable std::mutex mutex_;  // of the tables below
+  std::map<void*, std::shared_ptr<SoftEvent>> events_;
+  std::map<void*, std::shared_ptr<SoftGraph>> graphs_;
+  SoftOrder order_ = SoftOrder::copies_first;
+  uint64_t order_seed_ = 1;
+  std::map<void*, std::shared_ptr<PoolEntry>> pools_;
+  std::map<void*, std::shared_ptr<SoftStream>> streams_;
+  std::set<Stream> capturing_;
+};
+
+}  // namespace penstock
