@@ -146,11 +146,6 @@ class Program:
         accesses = (access for method in self.methods for access in method.schedule.accesses)
         return frozenset(access.weight for access in accesses if access.gathered)
 
-    @property
-    def names_left_raw(self) -> frozenset[str]:
-        """What a packed weights file has as it is: tables of which some rows are read, and first values of states."""
-        return self.gathered_weights | {state.name for state in self.states}
-
     def method(self, name: str) -> Method:
         for method in self.methods:
             if method.name == name:

@@ -154,7 +154,7 @@ def weights_cut_off(player: Player, files: Files, folder: Path) -> None:
 
 
 def weights_changed_while_loaded(player: Player, files: Files, folder: Path) -> None:
-    """Refused for as long as it is so. A .pte's state is to be reset then: a run of several delegates may have begun."""
+    """Refused for as long as it is so. A .pte's state is to be reset: of several delegates some may have run."""
     path = files.copied_weights(folder)
     player.open(files.program, path, files.floor_bytes)
     x = rows(5)

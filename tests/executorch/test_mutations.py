@@ -18,6 +18,7 @@ import torch
 
 from penstock.executorch import build as building
 from penstock.executorch.library import LIBRARY
+from penstock.native import library_path as core_path
 from tests.executorch.test_gpu_checks import driver
 from tests.executorch.test_registry import SKIPPED as NOT_OF_THE_REGISTRY
 from tests.runtime.builds import WORKERS, play
@@ -130,7 +131,7 @@ def test_every_fault_is_missed(
             "OMP_NUM_THREADS": "1",
             **driver,
         }
-        core = Path(building.package_folder()).parent / "libpenstock.so"
+        core = core_path()
         played = play(
             core, "tests.executorch.delegate_plays", str(program), *names, environment=environment, timeout_s=3600
         )

@@ -15,6 +15,7 @@ import penstock
 import penstock.executorch
 from penstock.errors import InputError, StateInvalidError
 from penstock.executorch.partitioner import TornStateError
+from penstock.weights import read_index
 from tests.harness import FAST, offloaded
 from tests.runtime.modules import EVERYTHING, generate
 
@@ -169,3 +170,33 @@ def test_a_failed_run_invalidates_both_kinds(
 
 def failing(method: str, inputs: object) -> list[object]:
     raise penstock.errors.RuntimeFailure("planted")
+
+
+class Remembering(nn.Module):
+    """One weight, and a state with a first value, both large enough to be packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+        self.register_buffer("state", torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.add_(self.linear(x))
+        return self.state.clone()
+
+
+def test_a_first_value_may_be_packed(tmp_path: Path, opened: Opened) -> None:
+    """In ExecuTorch's files nothing tells it from a weight."""
+    path, first = tmp_path / "model.pte", Remembering().state
+    ep = offloaded(Remembering(), (first,))
+    penstock.executorch.export(ep, path, device="cpu", inductor_configs=FAST)
+    penstock.executorch.merge_weights([path.with_suffix(".ptd")], tmp_path / "raw.ptd")
+    penstock.pack(tmp_path / "raw.ptd", tmp_path / "packed.ptd")
+    packed = {entry.name for entry in read_index(tmp_path / "packed.ptd").entries if entry.packing is not None}
+    assert packed == {"linear.weight", "state"}
+    for name in ("model", "packed"):
+        module = opened(path, EVERYTHING, weights=tmp_path / f"{name}.ptd")
+        for _ in range(2):
+            assert torch.equal(module.read_state("state"), first)
+            module(first)
+            module.reset_state()

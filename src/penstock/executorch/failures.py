@@ -41,8 +41,9 @@ _NAMES = {
     0x31: "DelegateMemoryAllocationFailed",
     0x32: "DelegateInvalidHandle",
 }
-_OF_THE_FILE = (0x10, 0x11, 0x14, 0x20, 0x22, 0x23, 0x24)
-_OF_THE_CALL = (0x12, 0x13)
+_OF_THE_FILE = (0x10, 0x11, 0x12, 0x13, 0x14, 0x20, 0x22, 0x23, 0x24)
+# NotSupported is what an input of another size gets where the program has one size only.
+_OF_THE_CALL = (0x10, 0x12, 0x13)
 
 
 def failure(
@@ -56,8 +57,8 @@ def failure(
     if kind in _CLASSES:
         return _CLASSES[kind](text)
     said = f"{doing}: ExecuTorch gives error {status:#x} ({_NAMES.get(status, 'unknown')}); its log says more"
-    if status in _OF_THE_CALL:
-        return errors.InputError(said) if is_call else errors.PackageError(said)
+    if is_call and status in _OF_THE_CALL:
+        return errors.InputError(said)
     if status in _OF_THE_FILE:
         return errors.PackageError(said)
     return errors.RuntimeFailure(said)

@@ -190,7 +190,7 @@ def _write_ptd(
     )
     if pack_weights:
         try:
-            pack_entries(read_index(unpacked), path, program.names_left_raw)
+            pack_entries(read_index(unpacked), path, program.gathered_weights)
         finally:
             unpacked.unlink()
 

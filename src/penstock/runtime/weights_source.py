@@ -98,7 +98,7 @@ def read_weights_index(path: Path) -> WeightsIndex:
 
 def stored_bytes(index: WeightsIndex, name: str) -> bytes:
     entry: Entry = index[name]
-    if entry.packing is not None:  # by `pack` without the program, which would have left a state as it is
+    if entry.packing is not None:  # as in a file that does not tell states from weights: ExecuTorch's
         return bytes(raw_content(index, entry))
     with io.BufferedReader(open_regular(index.path, WeightsFileError)) as file:
         file.seek(entry.offset_bytes)

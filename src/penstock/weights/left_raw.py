@@ -24,7 +24,7 @@ def _of_pt2(path: Path, index: WeightsIndex) -> frozenset[str]:
     program = read_program(path)
     if program.identity != index.identity:
         raise IdentityError(f"{index.path} has identity {index.identity}, {path} needs {program.identity}")
-    return program.names_left_raw
+    return program.gathered_weights
 
 
 def _of_pte(path: Path, index: WeightsIndex) -> frozenset[str]:

@@ -13,7 +13,6 @@
 #include "data_map.h"
 #include "gpu.h"
 #include "load_options.h"
-#include "packed_entry.h"
 #include "program_session.h"
 #include "load_error.h"
 #include "state_table.h"
@@ -155,9 +154,6 @@ std::vector<char> first_value(const NamedDataMap& data, const StateFacts& state)
   }
   std::vector<char> value(static_cast<const char*>(found->data()), static_cast<const char*>(found->data()) + found->size());
   found->Free();
-  if (PackedRecords(data).has(state.name))
-    throw LoadError(Kind::weights_file, "state '" + state.name + "' is packed in the data file: pack it with the program, which " +
-                                          "leaves the first values of state as they are");
   if ((int64_t)value.size() != state.bytes)
     throw LoadError(Kind::weight_mismatch, "state '" + state.name + "' has " + std::to_string(value.size()) +
                                              " bytes in the data file, the program needs " +
