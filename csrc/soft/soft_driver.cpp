@@ -86,55 +86,42 @@ void SoftDriver::enqueue(Stream stream, const char* call, SoftNode::Kind kind, s
 }
 
 MemoryInfo SoftDriver::memory_info() {
-  calls_.count("memory_info");
   return capacity_.info();
 }
 
 size_t SoftDriver::granularity_bytes() {
-  calls_.count("granularity_bytes");
   return memory_.granularity_bytes;
 }
 
 Block SoftDriver::create_block(size_t bytes) {
-  calls_.count("create_block", Failure::device_memory);
   return memory_.create_block(bytes);
 }
 
 void SoftDriver::release_block(Block block) {
-  const SoftCalls::Late late(calls_, "release_block");
   memory_.release_block(block);
-  late.report();
 }
 
 Address SoftDriver::reserve(size_t bytes) {
-  calls_.count("reserve");
   return memory_.reserve(bytes);
 }
 
 void SoftDriver::unreserve(Address address, size_t bytes) {
-  const SoftCalls::Late late(calls_, "unreserve");
   memory_.unreserve(address, bytes);
-  late.report();
 }
 
 void SoftDriver::map(Address address, size_t bytes, Block block) {
-  calls_.count("map");
   memory_.map(address, bytes, block);
 }
 
 void SoftDriver::allow_access(Address address, size_t bytes) {
-  calls_.count("allow_access");
   memory_.allow_access(address, bytes);
 }
 
 void SoftDriver::unmap(Address address, size_t bytes) {
-  const SoftCalls::Late late(calls_, "unmap");
   memory_.unmap(address, bytes);
-  late.report();
 }
 
 Pool SoftDriver::create_pool(size_t max_bytes) {
-  calls_.count("create_pool", Failure::device_memory);
   if (max_bytes == 0) fail("create_pool", EINVAL, "a pool of at most 0 bytes");
   auto entry = std::make_shared<PoolEntry>(max_bytes, poison_, capacity_);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -143,18 +130,15 @@ Pool SoftDriver::create_pool(size_t max_bytes) {
 }
 
 void SoftDriver::destroy_pool(Pool pool) {
-  const SoftCalls::Late late(calls_, "destroy_pool");
   auto entry = find(pools_, pool, "destroy_pool", "pool");
   if (size_t live = entry->pool.live())
     fail("destroy_pool", EBUSY,
          std::to_string(live) + " allocations of " + std::to_string(entry->pool.live_bytes()) + " bytes are still out");
   // Releases that are still queued hold the pool until they have been done.
   take(pools_, pool, "destroy_pool", "pool");
-  late.report();
 }
 
 Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
-  calls_.count("pool_allocate", Failure::device_memory);
   auto entry = find(pools_, pool, "pool_allocate", "pool");
   auto queue = queue_of(stream, "pool_allocate");
   captures_.refuse(stream, "pool_allocate");
@@ -171,29 +155,23 @@ Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
 }
 
 void SoftDriver::pool_release(Pool pool, Address address, Stream stream) {
-  const SoftCalls::Late late(calls_, "pool_release");
   auto entry = find(pools_, pool, "pool_release", "pool");
   auto queue = queue_of(stream, "pool_release");
   captures_.refuse(stream, "pool_release");
-  {
-    std::lock_guard<std::mutex> lock(entry->mutex);
-    auto release = entry->pool.release(address, stream);
-    auto body = [entry, release] { entry->pool.execute(*release); };
-    if (queue)
-      queue->work_always(body);
-    else
-      body();
-  }
-  late.report();
+  std::lock_guard<std::mutex> lock(entry->mutex);
+  auto release = entry->pool.release(address, stream);
+  auto body = [entry, release] { entry->pool.execute(*release); };
+  if (queue)
+    queue->work_always(body);
+  else
+    body();
 }
 
 size_t SoftDriver::pool_peak_bytes(Pool pool) {
-  calls_.count("pool_peak_bytes");
   return find(pools_, pool, "pool_peak_bytes", "pool")->pool.peak_bytes();
 }
 
 Stream SoftDriver::create_stream() {
-  calls_.count("create_stream");
   std::shared_ptr<SoftStream> stream;
   try {
     stream = std::make_shared<SoftStream>(pace_);
@@ -206,30 +184,22 @@ Stream SoftDriver::create_stream() {
 }
 
 void SoftDriver::destroy_stream(Stream stream) {
-  const SoftCalls::Late late(calls_, "destroy_stream");
   auto queue = take(streams_, stream, "destroy_stream", "stream");
   queue->finish();
-  set_capturing(stream, false);
   captures_.forget(stream);
-  late.report();
 }
 
 void SoftDriver::synchronize_stream(Stream stream) {
-  calls_.count("synchronize_stream");
   auto queue = queue_of(stream, "synchronize_stream");
   captures_.refuse(stream, "synchronize_stream");
   if (queue) throw_if(queue->drain());
 }
 
 bool SoftDriver::is_capturing(Stream stream) {
-  calls_.count("is_capturing");
-  if (captures_.is_on(stream)) return true;
-  std::lock_guard<std::mutex> lock(mutex_);
-  return capturing_.count(stream) != 0;
+  return captures_.is_on(stream);
 }
 
 Event SoftDriver::create_event(bool timing) {
-  calls_.count("create_event");
   auto event = std::make_shared<SoftEvent>(timing);
   std::lock_guard<std::mutex> lock(mutex_);
   events_[event.get()] = event;
@@ -237,21 +207,17 @@ Event SoftDriver::create_event(bool timing) {
 }
 
 void SoftDriver::destroy_event(Event event) {
-  const SoftCalls::Late late(calls_, "destroy_event");
   // Those who wait hold the recording, not the event.
   take(events_, event, "destroy_event", "event");
-  late.report();
 }
 
 void SoftDriver::record(Event event, Stream stream) {
-  calls_.count("record");
   auto recorded = event_of(event, "record");
   auto queue = queue_of(stream, "record");
   if (!captures_.record(stream, *recorded)) record_eagerly(*recorded, queue.get());
 }
 
 void SoftDriver::record_external(Event event, Stream stream) {
-  calls_.count("record_external");
   auto recorded = event_of(event, "record_external");
   auto queue = queue_of(stream, "record_external");
   if (!captures_.add(stream, "record_external", {SoftNode::Kind::record, nullptr, recorded, {}}))
@@ -268,14 +234,12 @@ void SoftDriver::record_eagerly(SoftEvent& event, SoftStream* queue) {
 }
 
 void SoftDriver::wait(Stream stream, Event event) {
-  calls_.count("wait");
   auto queue = queue_of(stream, "wait");
   auto recorded = event_of(event, "wait");
   if (!captures_.wait(stream, *recorded)) wait_eagerly(queue.get(), *recorded);
 }
 
 void SoftDriver::wait_external(Stream stream, Event event) {
-  calls_.count("wait_external");
   auto queue = queue_of(stream, "wait_external");
   auto recorded = event_of(event, "wait_external");
   if (captures_.add(stream, "wait_external", {SoftNode::Kind::wait, nullptr, recorded, {}})) return;
@@ -291,13 +255,11 @@ void SoftDriver::wait_eagerly(SoftStream* queue, const SoftEvent& event) {
 }
 
 void SoftDriver::synchronize_event(Event event) {
-  calls_.count("synchronize_event");
   auto completion = recording_of(*event_of(event, "synchronize_event"), "synchronize_event");
   if (completion) throw_if(completion->await());
 }
 
 bool SoftDriver::is_complete(Event event) {
-  calls_.count("is_complete");
   auto completion = recording_of(*event_of(event, "is_complete"), "is_complete");
   if (!completion) return true;
   SoftFault fault;
@@ -308,7 +270,6 @@ bool SoftDriver::is_complete(Event event) {
 }
 
 int64_t SoftDriver::elapsed_ns(Event from, Event to) {
-  calls_.count("elapsed_ns");
   int64_t times_ns[2];
   const Event events[2] = {from, to};
   for (int i = 0; i < 2; ++i) {
@@ -328,7 +289,6 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
 }
 
 void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stream stream) {
-  calls_.count("copy_to_device");
   enqueue(stream, "copy_to_device", SoftNode::Kind::copy, [to, from, bytes] {
     if (!guarded_copy(pointer(to), from, bytes))
       throw DriverError(Failure::host_read, "soft copy_to_device", EFAULT,
@@ -337,18 +297,15 @@ void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stre
 }
 
 void SoftDriver::copy_to_host(void* to, Address from, size_t bytes, Stream stream) {
-  calls_.count("copy_to_host");
   enqueue(stream, "copy_to_host", SoftNode::Kind::copy,
           [to, from, bytes] { std::memcpy(to, pointer(from), bytes); });
 }
 
 void SoftDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
-  calls_.count("fill");
   enqueue(stream, "fill", SoftNode::Kind::copy, [to, value, bytes] { std::memset(pointer(to), value, bytes); });
 }
 
 void SoftDriver::decode(const DecodeCall& call, Stream stream) {
-  calls_.count("decode");
   enqueue(stream, "decode", SoftNode::Kind::kernel, [call] {
     for (size_t block = 0; block + 1 < call.begins_bytes.size(); ++block) {
       const int64_t at = (int64_t)block * kBlockRawBytes, bytes = std::min(kBlockRawBytes, call.weight_bytes - at);
@@ -362,33 +319,26 @@ void SoftDriver::decode(const DecodeCall& call, Stream stream) {
 }
 
 void SoftDriver::register_host(const void* start, size_t bytes) {
-  calls_.count("register_host", Failure::registration);
   host_.register_host(start, bytes);
 }
 
 void SoftDriver::unregister_host(const void* start) {
-  const SoftCalls::Late late(calls_, "unregister_host");
   host_.unregister_host(start);
-  late.report();
 }
 
 Address SoftDriver::host_address(const void* start, size_t bytes) {
-  calls_.count("host_address");
   host_.require_registered(start, bytes);
   return reinterpret_cast<Address>(start);
 }
 
 void* SoftDriver::allocate_host(size_t bytes) {
-  calls_.count("allocate_host", Failure::registration);
   void* start = host_.allocate(bytes);
   if (poison_) std::memset(start, kPoison, bytes);
   return start;
 }
 
 void SoftDriver::free_host(void* start) {
-  const SoftCalls::Late late(calls_, "free_host");
   host_.free(start);
-  late.report();
 }
 
 void SoftDriver::launch(Stream stream, std::function<void()> body) {
@@ -396,16 +346,13 @@ void SoftDriver::launch(Stream stream, std::function<void()> body) {
 }
 
 void SoftDriver::begin_capture(Stream stream) {
-  calls_.count("begin_capture");
   queue_of(stream, "begin_capture");
   captures_.begin(stream);
 }
 
 Graph SoftDriver::end_capture(Stream stream) {
   queue_of(stream, "end_capture");
-  const SoftCalls::Late late(calls_, "end_capture");
   auto graph = captures_.end(stream);
-  late.report();
   std::lock_guard<std::mutex> lock(mutex_);
   graphs_[graph.get()] = graph;
   return graph.get();
@@ -429,7 +376,6 @@ void SoftDriver::launch_graph(Graph graph, Stream stream, SoftOrder order, uint6
 }
 
 void SoftDriver::launch_graph(Graph graph, Stream stream) {
-  calls_.count("launch_graph");
   launch_graph(graph, stream, order_, order_seed_);
 }
 
@@ -439,21 +385,11 @@ void SoftDriver::set_order(SoftOrder order, uint64_t seed) {
 }
 
 void SoftDriver::destroy_graph(Graph graph) {
-  const SoftCalls::Late late(calls_, "destroy_graph");
   // A launch that is pending holds the graph until it has been done.
   take(graphs_, graph, "destroy_graph", "graph");
-  late.report();
 }
 
 void SoftDriver::set_late(Stream stream, bool late) { stream_of(stream, "set_late")->set_late(late); }
-
-void SoftDriver::set_capturing(Stream stream, bool capturing) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (capturing)
-    capturing_.insert(stream);
-  else
-    capturing_.erase(stream);
-}
 
 SoftCounts SoftDriver::counts() const {
   SoftCounts counts{};

@@ -9,10 +9,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 
 #include "driver/driver.h"
-#include "soft/soft_calls.h"
 #include "soft/soft_graph.h"
 #include "soft/soft_host.h"
 #include "soft/soft_memory.h"
@@ -93,23 +91,22 @@ class SoftDriver final : public Driver {
   void* allocate_host(size_t bytes) override;
   void free_host(void* start) override;
 
-  // What follows is for tests, and does not count as a call.
-
-  // A kernel: runs in stream order.
-  void launch(Stream stream, std::function<void()> body);
-  // Only what is_capturing says: the work of the stream is done all the same.
-  void set_capturing(Stream stream, bool capturing);
   // Work on the stream, and on those that wait for its events, is not done but becomes nodes of a graph.
   void begin_capture(Stream stream) override;
   Graph end_capture(Stream stream) override;
-  // Ordered on the stream as one piece of work. The seed is that of the orders that draw.
-  void launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed);
   // In the order that was set, at first copies first.
   void launch_graph(Graph graph, Stream stream) override;
-  void set_order(SoftOrder order, uint64_t seed);
   void destroy_graph(Graph graph) override;
+
+  // What follows is for tests: what only the inside of a driver can tell or force. The rest of what they need is outside,
+  // in tests/native.
+
+  // A kernel: runs in stream order.
+  void launch(Stream stream, std::function<void()> body);
+  // Ordered on the stream as one piece of work. The seed is that of the orders that draw.
+  void launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed);
+  void set_order(SoftOrder order, uint64_t seed);
   SoftCounts counts() const;
-  SoftCalls& calls() { return calls_; }
   SoftPace& pace() { return pace_; }
   void set_late(Stream stream, bool late);
 
@@ -135,7 +132,6 @@ class SoftDriver final : public Driver {
   void record_eagerly(SoftEvent& event, SoftStream* queue);
   void wait_eagerly(SoftStream* queue, const SoftEvent& event);
 
-  SoftCalls calls_;
   SoftPace pace_;
   SoftCapacity capacity_;
   SoftMemory memory_;
@@ -149,7 +145,6 @@ class SoftDriver final : public Driver {
   uint64_t order_seed_ = 1;
   std::map<void*, std::shared_ptr<PoolEntry>> pools_;
   std::map<void*, std::shared_ptr<SoftStream>> streams_;
-  std::set<Stream> capturing_;
 };
 
 }  // namespace penstock

@@ -115,8 +115,11 @@ bool refuses(const char* name) {
   return is;
 }
 
+// Of tests/native: its drivers can be made to fail.
+void* (*wrap)(void*) = nullptr;
+
 void* noted(void* driver) {
-  if (driver) drivers.insert(driver);
+  if (driver) drivers.insert(driver = wrap(driver));
   made.driver = driver;
   made.drivers = (int64_t)drivers.size();
   return driver;
@@ -300,6 +303,7 @@ void probe_destroy(void* handle) {
 void probe_made(Made* out) { *out = made; }
 // The next call of this name gives an error.
 void probe_refuse(const char* name) { refused = name; }
+void probe_wrap_drivers(void* (*function)(void*)) { wrap = function; }
 // Two runs, the second of which comes while the first is inside the core. How many got in there: 1, or -1 for an error.
 int32_t probe_two_at_once(void* first, Value* first_values, int64_t first_count, void* second, Value* second_values,
                           int64_t second_count) {

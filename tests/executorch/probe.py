@@ -20,9 +20,10 @@ from torch import Tensor
 from penstock.executorch.native import Value, _fill
 from penstock.executorch.native import library as delegate_library
 from penstock.executorch.payload import PAYLOAD_MAGIC, TICKET_MAGIC, Rung, pack_payload, pack_ticket
-from penstock.native import core
 from penstock.weights import read_index
 from penstock.weights.format import SCALAR_TYPES
+from tests.native.driver import Failure, WrappedDriver
+from tests.native.driver import library as driver_library
 
 Option = int | bool | str
 # What an output holds before a run: no result is this.
@@ -67,6 +68,7 @@ def library() -> ctypes.CDLL:
         "probe_destroy": (None, [c_void_p]),
         "probe_made": (None, [POINTER(Made)]),
         "probe_refuse": (None, [c_char_p]),
+        "probe_wrap_drivers": (None, [c_void_p]),
         "probe_count_tensors": (None, []),
         "probe_tensors_alive": (c_int64, []),
         "probe_tensors_made": (c_int64, []),
@@ -75,8 +77,7 @@ def library() -> ctypes.CDLL:
     for name, (result, arguments) in functions.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    soft = core().penstock_soft_fail_at
-    soft.restype, soft.argtypes = None, [c_void_p, ctypes.c_uint64, c_int32, c_char_p]
+    loaded.probe_wrap_drivers(ctypes.cast(driver_library().penstock_test_wrap, c_void_p))
     return loaded
 
 
@@ -95,7 +96,7 @@ def made() -> Made:
 
 def fail_later(call: str, failure: int, number: int) -> None:
     """The number-th from now, of the driver that was made last; 0 takes it back."""
-    core().penstock_soft_fail_at(made().driver, number, failure, call.encode())
+    WrappedDriver(made().driver).fail_at(number, Failure(failure), call)
 
 
 @contextlib.contextmanager

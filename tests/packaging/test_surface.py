@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import penstock
 import penstock.errors
+from penstock.native import core, library_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,3 +75,11 @@ def test_every_public_function_says_what_it_does() -> None:
 def test_the_marker_for_type_checkers_is_packed() -> None:
     assert (ROOT / "src/penstock/py.typed").exists()
     assert '"py.typed"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_core_has_nothing_that_only_tests_call() -> None:
+    """They have a library of their own: tests/native/library.py."""
+    for name in ("penstock_test_wrap", "penstock_soft_fail_at", "penstock_soft_counts", "penstock_soft_launch"):
+        assert not hasattr(core(), name), name
+    exported = set(re.findall(rb"\0(penstock_soft_\w+)\0", library_path().read_bytes()))
+    assert exported == {b"penstock_soft_create", b"penstock_soft_error"}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
+# What tests need besides is inside of these builds: a sanitizer sees it, too.
+TESTING = ROOT / "tests" / "native"
 COMPILER = os.environ.get("CXX", "g++")
 WORKERS = os.cpu_count() or 1
 
@@ -22,6 +24,7 @@ def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] |
     names |= {name for name in replaced or {} if name.endswith("cpp")}
     for name in {*names, *(replaced or {})}:
         (folder / name).parent.mkdir(exist_ok=True)
+    testing = [str(source) for source in sorted(TESTING.glob("*.cpp"))]
     for name, text in (replaced or {}).items():
         (folder / name).write_text(text)
 
@@ -33,7 +36,7 @@ def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] |
     with ThreadPoolExecutor(WORKERS) as workers:
         objects = list(workers.map(compiled, sorted(names)))
     path = folder / "core.so"
-    _run([COMPILER, "-shared", *flags, *objects, "-o", str(path), "-ldl"])
+    _run([COMPILER, "-shared", *flags, f"-I{SOURCES}", *testing, *objects, "-o", str(path), "-ldl"])
     return path
 
 

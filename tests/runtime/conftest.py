@@ -10,7 +10,7 @@ from torch import Tensor
 
 import penstock
 import penstock.runtime.module as module_file
-from tests.runtime.modules import COMPILERS, EVERYTHING, SCRIPTS, KeptDrivers, play
+from tests.runtime.modules import COMPILERS, EVERYTHING, SCRIPTS, KeptDrivers, open_wrapped_driver, play
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +62,12 @@ def resident_bits(program_path: Callable[[str], Path]) -> Callable[[str], list[l
         return known[name]
 
     return of
+
+
+@pytest.fixture(autouse=True)
+def _wrapped_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module's calls of its driver can be counted, and made to fail."""
+    monkeypatch.setattr(module_file, "open_soft_driver", open_wrapped_driver)
 
 
 @pytest.fixture

@@ -12,25 +12,13 @@ from pathlib import Path
 
 import penstock
 from penstock.runtime.host_memory import declare_host_functions
+from tests.runtime.soft import Counts, DriverFailure, SoftDriver
 
 LIBRARY = Path(penstock.__file__).parent / "libpenstock.so"
 PAGE = os.sysconf("SC_PAGESIZE")
 
 # csrc/driver/driver.h
 DRIVER, REGISTRATION, HOST_READ, USAGE = 1, 3, 5, 9
-
-
-class Counts(ctypes.Structure):
-    """SoftCounts in csrc/soft/soft_driver.h."""
-
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("blocks", "block_bytes", "peak_block_bytes", "ranges", "mappings", "streams", "events"),
-            *("pools", "pool_allocations", "pool_bytes", "registrations", "registered_bytes"),
-            *("host_allocations", "host_bytes", "peak_host_bytes", "graphs"),
-        )
-    ]
 
 
 class CoreFailure(Exception):
@@ -46,10 +34,6 @@ def load() -> ctypes.CDLL:
 
 
 core = load()
-core.penstock_soft_create.restype = ctypes.c_void_p
-core.penstock_soft_error.restype = ctypes.c_char_p
-core.penstock_soft_calls.restype = ctypes.c_uint64
-core.penstock_soft_failed_call.restype = ctypes.c_char_p
 
 
 def host(name: str, *arguments: object) -> None:
@@ -73,55 +57,49 @@ class SoftDevice:
     """A soft driver, a stream and some device memory."""
 
     def __init__(self, device_bytes: int) -> None:
-        self.driver = ctypes.c_void_p(core.penstock_soft_create(ctypes.c_size_t(PAGE), ctypes.c_size_t(0), 1))
+        self._driver = SoftDriver(PAGE, 0, poison=True)
+        self.driver = ctypes.c_void_p(self._driver.handle)
         self.bytes = -(-device_bytes // PAGE) * PAGE
-        self.stream = ctypes.c_void_p()
-        self.address = ctypes.c_uint64()
-        self._block = ctypes.c_uint64()
-        self.soft("create_stream", ctypes.byref(self.stream))
-        self.soft("reserve", ctypes.c_size_t(self.bytes), ctypes.byref(self.address))
-        self.soft("create_block", ctypes.c_size_t(self.bytes), ctypes.byref(self._block))
-        self.soft("map", self.address, ctypes.c_size_t(self.bytes), self._block)
-        self.soft("allow_access", self.address, ctypes.c_size_t(self.bytes))
-
-    def soft(self, name: str, *arguments: object) -> None:
-        code = getattr(core, f"penstock_soft_{name}")(self.driver, *arguments)
-        if code:
-            raise CoreFailure(code, core.penstock_soft_error().decode())
+        self.stream = ctypes.c_void_p(self._driver.create_stream())
+        self.address = ctypes.c_uint64(self._driver.reserve(self.bytes))
+        self._block = self._driver.create_block(self.bytes)
+        self._driver.map(self.address, self.bytes, self._block)
+        self._driver.allow_access(self.address, self.bytes)
 
     def counts(self) -> Counts:
-        counts = Counts()
-        core.penstock_soft_counts(self.driver, ctypes.byref(counts))
-        return counts
+        return self._driver.counts()
 
     def calls(self) -> int:
-        return int(core.penstock_soft_calls(self.driver))
+        return self._driver.calls()
 
-    def fail_at(self, number: int, call: str | None = None) -> None:
-        core.penstock_soft_fail_at(self.driver, ctypes.c_uint64(number), 0, call.encode() if call else None)
+    def fail_at(self, number: int, call: str = "") -> None:
+        self._driver.fail_at(number, call=call)
 
     def failed_call(self) -> str:
-        return str(core.penstock_soft_failed_call(self.driver).decode())
+        return self._driver.failed_call()
 
     def set_delays(self, seed: int, max_ns: int) -> None:
-        core.penstock_soft_set_delays(self.driver, ctypes.c_uint64(seed), ctypes.c_uint64(max_ns))
+        self._driver.set_delays(seed, max_ns)
 
     def set_late(self) -> None:
         """From here on what is queued runs when somebody waits for it."""
-        self.soft("set_late", self.stream, 1)
+        self._driver.set_late(self.stream, 1)
 
     def synchronize(self) -> None:
-        self.soft("synchronize_stream", self.stream)
+        try:
+            self._driver.synchronize_stream(self.stream)
+        except DriverFailure as failed:
+            raise CoreFailure(failed.failure, str(failed)) from failed
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return ctypes.string_at(self.address.value + offset, nbytes)
 
     def close(self) -> None:
-        self.soft("destroy_stream", self.stream)
-        self.soft("unmap", self.address, ctypes.c_size_t(self.bytes))
-        self.soft("release_block", self._block)
-        self.soft("unreserve", self.address, ctypes.c_size_t(self.bytes))
-        core.penstock_soft_destroy(self.driver)
+        self._driver.destroy_stream(self.stream)
+        self._driver.unmap(self.address, self.bytes)
+        self._driver.release_block(self._block)
+        self._driver.unreserve(self.address, self.bytes)
+        self._driver.close()
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from penstock.runtime.driver import Driver, open_soft_driver
 from penstock.schedule import Schedule
 from penstock.weights import read_index, write_ptd
 from tests.harness import bits, compiled, leaves, offloaded
-from tests.runtime.soft import Failure, SoftDriver
+from tests.native.driver import wrap
+from tests.runtime.soft import Failure, SoftHooks
 
 PAGE = 4096
 EVERYTHING = "1TiB"
@@ -344,13 +345,19 @@ def budgets(module: penstock.Module, steps: int = 4) -> list[int]:
 # ---- the soft driver under a module
 
 
-def hooks(module: penstock.Module | Driver) -> SoftDriver:
-    """The driver's functions for tests. Nothing is owned: it must not be closed."""
+def open_wrapped_driver(page_bytes: int, *, capacity_bytes: int = 0, poison: bool = False) -> Driver:
+    """Stands in for open_soft_driver: what hooks() needs."""
+    driver = open_soft_driver(page_bytes, capacity_bytes=capacity_bytes, poison=poison)
+    assert driver.handle is not None
+    driver.handle = wrap(driver.handle)
+    return driver
+
+
+def hooks(module: penstock.Module | Driver) -> SoftHooks:
+    """The functions for tests of a wrapped driver."""
     driver = module._driver if isinstance(module, penstock.Module) else module
-    found = SoftDriver.__new__(SoftDriver)
-    found.handle = driver.handle
-    found._kernels = []
-    return found
+    assert driver.handle is not None
+    return SoftHooks(driver.handle)
 
 
 class KeptDriver(Driver):
@@ -378,17 +385,17 @@ class KeptDrivers:
         self._fail = (n, failure, call)
 
     def open(self, page_bytes: int, *, capacity_bytes: int = 0, poison: bool = False) -> Driver:
-        plain = open_soft_driver(page_bytes, capacity_bytes=capacity_bytes or self.capacity_bytes, poison=poison)
-        assert plain.handle is not None
-        self.made.append(KeptDriver(plain.handle))
-        plain.handle = None  # it has another owner now
+        made = open_wrapped_driver(page_bytes, capacity_bytes=capacity_bytes or self.capacity_bytes, poison=poison)
+        assert made.handle is not None
+        self.made.append(KeptDriver(made.handle))
+        made.handle = None  # it has another owner now
         if self._fail:
             hooks(self.made[-1]).fail_at(*self._fail)
             self._fail = None
         return self.made[-1]
 
     @property
-    def last(self) -> SoftDriver:
+    def last(self) -> SoftHooks:
         return hooks(self.made[-1])
 
     def check(self) -> None:

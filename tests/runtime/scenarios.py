@@ -44,7 +44,7 @@ from tests.runtime.scenario_tools import (
     scenario,
     streamed,
 )
-from tests.runtime.soft import Failure, SoftDriver, SoftError, library
+from tests.runtime.soft import DriverFailure, Failure, SoftDriver, library
 
 
 def _chain(folder: Path) -> Model:
@@ -1160,5 +1160,5 @@ if __name__ == "__main__":
     try:
         for name in sys.argv[1:] or SCENARIOS:
             play(name)
-    except (AssertionError, PenstockError, RunFailed, SoftError) as error:
+    except (AssertionError, PenstockError, RunFailed, DriverFailure) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from penstock.runtime.records import plan_numbers
 from tests.harness import bits, compiled, offloaded
 from tests.runtime.modules import SCRIPTS
 from tests.runtime.rig import MS, PAGE, Model, Rig, chain, staged, write_model
-from tests.runtime.soft import SoftDriver, SoftError
+from tests.runtime.soft import DriverFailure, SoftDriver
 
 LAYERS = "abcdef"
 
@@ -108,7 +108,7 @@ def test_the_soft_driver_gives_addresses_of_registered_memory_alone() -> None:
         for offset, nbytes in ((0, 2 * PAGE), (10, 2 * PAGE - 10), (PAGE, PAGE), (3 * PAGE, PAGE)):
             assert driver.host_address(start + offset, nbytes) == start + offset
         for offset, nbytes, got in ((0, 2 * PAGE + 1, 2 * PAGE), (2 * PAGE, 1, 0), (3 * PAGE, PAGE + 1, PAGE)):
-            with pytest.raises(SoftError, match=f"registered for {got} bytes only"):
+            with pytest.raises(DriverFailure, match=f"registered for {got} bytes only"):
                 driver.host_address(start + offset, nbytes)
         for page in (0, 1, 3):
             driver.unregister_host(start + page * PAGE)

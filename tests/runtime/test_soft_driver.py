@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.soft import BUILT, INLINE, Failure, SoftDriver, SoftError, hash_of
+from tests.runtime.builds import ROOT
+from tests.runtime.soft import INLINE, DriverFailure, Failure, SoftDriver, hash_of
 
 PAGE = mmap.PAGESIZE
 
@@ -76,7 +77,7 @@ def is_readable(address: int) -> bool:
 
 @contextlib.contextmanager
 def refused(failure: Failure, pattern: str) -> Iterator[None]:
-    with pytest.raises(SoftError, match=pattern) as info:
+    with pytest.raises(DriverFailure, match=pattern) as info:
         yield
     assert info.value.failure == failure
 
@@ -511,7 +512,7 @@ def tour(driver: SoftDriver) -> None:
     cleanups: list[Callable[[], object]] = []
     source, out = mmap.mmap(-1, PAGE), ctypes.create_string_buffer(PAGE)
     start = ctypes.addressof(ctypes.c_char.from_buffer(source))
-    errors: list[SoftError] = []
+    errors: list[DriverFailure] = []
     try:
         driver.memory_info()
         driver.granularity_bytes()
@@ -551,12 +552,12 @@ def tour(driver: SoftDriver) -> None:
         driver.is_complete(timed)
         driver.elapsed_ns(event, timed)
         driver.synchronize_stream(stream)
-    except SoftError as error:
+    except DriverFailure as error:
         errors.append(error)
     for cleanup in reversed(cleanups):
         try:
             cleanup()
-        except SoftError as error:
+        except DriverFailure as error:
             errors.append(error)
     if errors:
         raise errors[0]
@@ -577,17 +578,17 @@ def test_every_call_can_be_made_to_fail_and_nothing_leaks(driver: SoftDriver) ->
     for n in range(1, calls + 1):
         driver.fail_at(n)
         assert driver.failed_call() == ""
-        with pytest.raises(SoftError) as info:
+        with pytest.raises(DriverFailure) as info:
             tour(driver)
         name = driver.failed_call()
-        assert f"soft {name} failed: a test asked for this" in str(info.value)
+        assert f"{name} failed: a test asked for this" in str(info.value)
         assert info.value.failure == NATURAL.get(name, Failure.DRIVER)
         assert driver.counts().alive() == {}, name
         failed.add(name)
     driver.fail_at(calls + 1)
     tour(driver)
     assert driver.failed_call() == ""
-    assert len(failed) == 34  # all but enter and leave
+    assert len(failed) == 34  # of the table, what a soft driver has of its own
 
 
 def test_a_call_can_be_chosen_by_name_and_its_failure_too(driver: SoftDriver) -> None:
@@ -679,4 +680,4 @@ def test_the_binding_needs_no_torch() -> None:
     code = (
         "import sys; from tests.runtime.soft import SoftDriver; SoftDriver().close(); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=BUILT.parents[2], check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.soft import INLINE, Failure, SoftDriver, SoftError, hash_of
+from tests.runtime.soft import INLINE, DriverFailure, Failure, SoftDriver, hash_of
 from tests.runtime.test_soft_driver import PAGE, Gate, buffer, memory, read, refused, truncated_source
 
 COPIES_FIRST, KERNELS_FIRST, RANDOM, THREADS = ORDERS = range(4)
@@ -757,7 +757,7 @@ def test_a_call_that_fails_captures_nothing_and_spoils_nothing(driver: SoftDrive
         "fill": lambda: driver.fill(address, NEW[0], PAGE, captured.main),
     }
     driver.fail_at(1, call=call)
-    with refused(Failure.DRIVER, f"soft {call} failed: a test asked"):
+    with refused(Failure.DRIVER, f"{call} failed: a test asked"):
         calls[call]()
     graph = captured.end()
     gate = Gate(driver, captured.main)
@@ -773,7 +773,7 @@ def test_calls_of_a_capture_can_be_made_to_fail(driver: SoftDriver, call: str) -
     """After an end that failed no stream is captured, and no graph is left; nor after a destruction that failed."""
     stream, calls = driver.create_stream(), driver.calls()
     driver.fail_at(1, call=call)
-    with pytest.raises(SoftError):
+    with pytest.raises(DriverFailure):
         driver.begin_capture(stream)
         graph = driver.end_capture(stream)
         driver.destroy_graph(graph)
@@ -802,7 +802,7 @@ def test_threads_capture_and_launch_on_one_driver() -> None:
                         driver.launch_graph(shared, common.main if seed % 2 else common.side, turn % 4, seed)
                     driver.synchronize_event(event)
                     broken = begin(driver)
-                    with pytest.raises(SoftError):
+                    with pytest.raises(DriverFailure):
                         driver.synchronize_stream(broken.side)
                     driver.destroy_stream(broken.main if turn % 2 else broken.side)
             except BaseException as error:

@@ -10,7 +10,7 @@ from functools import partial
 import penstock
 from penstock import errors
 from tests.harness import bits, leaves
-from tests.runtime.soft import SoftDriver
+from tests.runtime.soft import SoftHooks
 from tests.soak.programs import load_options
 from tests.soak.reference import FIRST_STATE, same
 from tests.soak.sessions import Session
@@ -319,7 +319,7 @@ def closed_with_a_trace(session: Session) -> None:
     json.loads(path.read_text())
 
 
-def _driver(session: Session) -> SoftDriver | None:
+def _driver(session: Session) -> SoftHooks | None:
     """Where calls can be made to fail."""
     return session.subject.driver if session.world.device == "cpu" else None
 

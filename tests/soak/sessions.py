@@ -14,7 +14,7 @@ import penstock
 from penstock import errors
 from penstock.runtime.module import POISON_VARIABLE
 from tests.runtime.modules import EVERYTHING, hooks
-from tests.runtime.soft import Failure, SoftDriver
+from tests.runtime.soft import Failure, SoftHooks
 from tests.runtime.test_driver_faults import QUIET
 from tests.soak.interrupts import Outcome
 from tests.soak.programs import Kind, load_options
@@ -100,7 +100,7 @@ class Session:
 
     # ---- with an interrupt or a fault somewhere inside, or without
 
-    def do(self, operation: str, body: Callable[[], Any], driver: SoftDriver | None = None) -> Outcome:
+    def do(self, operation: str, body: Callable[[], Any], driver: SoftHooks | None = None) -> Outcome:
         """`driver`: where a call may be made to fail; None: nowhere."""
         draw, tally = self.draw, self.world.tally
         if draw.random() >= self._turmoil:

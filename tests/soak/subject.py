@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, StateInvalidError
 from penstock.plan.plan import Traffic
 from tests.harness import bits, leaves
 from tests.runtime.modules import STAGING_CAP_BYTES, LruModel, hooks, traffic
-from tests.runtime.soft import SoftDriver
+from tests.runtime.soft import SoftHooks
 from tests.soak.reference import FIRST_STATE, Reference, same
 
 # On a GPU, beside the budget: kernels' code, workspaces of libraries, and what the driver keeps books with.
@@ -63,7 +63,7 @@ class Subject:
         self._owner, self._lru = None, None
 
     @property
-    def driver(self) -> SoftDriver:
+    def driver(self) -> SoftHooks:
         return hooks(self.module)
 
     def check_memory(self) -> None:
