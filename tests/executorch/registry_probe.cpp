@@ -108,7 +108,7 @@ Payload program(const std::string& name) {
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
   payload.methods = {{"one", {}, {}, 1}, {"two", {}, {}, 1}};
-  payload.ladders = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
+  payload.plan_tables = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
   return payload;
 }
 
@@ -253,12 +253,12 @@ const Core& core() {
   return made;
 }
 void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
-Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
-  for (const Ladder& ladder : payload.ladders)
-    if (ladder.methods == methods) return ladder;
-  throw LoadError(Kind::package, "no ladder");
+PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
+  for (const PlanTable& table : payload.plan_tables)
+    if (table.methods == methods) return table;
+  throw LoadError(Kind::package, "no plan table");
 }
-std::vector<int64_t> rebased(const Rung&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
+std::vector<int64_t> rebased(const StoredPlan&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
 
 }  // namespace penstock_executorch
 

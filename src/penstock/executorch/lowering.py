@@ -104,7 +104,7 @@ def export(
         for name in methods:
             erase_fetches(edge.exported_program(name).graph_module)
         order = {row["name"]: row["accesses"] for row in description["methods"]}
-        whole = description["ladders"][0]
+        whole = description["plan_tables"][0]
         constants = {
             FLOOR_METHOD: whole["floor_bytes"],
             ORDER_METHOD: json.dumps(order),

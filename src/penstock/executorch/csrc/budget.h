@@ -31,9 +31,9 @@ struct BudgetRequest {
 };
 
 // `driver` tells how much is free. Throws LoadError(budget) or LoadError(below_floor), which names the exact minimum.
-Budget choose_budget(const BudgetRequest& request, const Payload& payload, const Ladder& ladder, void* driver);
+Budget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver);
 
 // The largest plan that the budget allows.
-size_t choose_rung(const Ladder& ladder, int64_t budget_bytes);
+size_t choose_plan(const PlanTable& table, int64_t budget_bytes);
 
 }  // namespace penstock_executorch

@@ -53,9 +53,9 @@ struct SessionFacts {
   int64_t budget_bytes;
   int64_t asked_bytes;
   int64_t source;
-  int64_t rung;
-  int64_t rung_count;
-  int64_t rung_bytes;
+  int64_t plan;
+  int64_t plan_count;
+  int64_t plan_bytes;
 };
 
 // What two delegates must have in common to share a session: program, file (two numbers), group, budget, the delegate
@@ -64,8 +64,8 @@ using SessionKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int6
 
 class ProgramSession {
  public:
-  // Makes the core's session for the delegates of a ladder.
-  ProgramSession(const Payload& payload, const Ladder& ladder, const BudgetRequest& budget,
+  // Makes the core's session for the delegates of a plan table.
+  ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& budget,
                  const WeightsPlace& weights, const SessionRequest& request, int32_t device_index);
   // Uses one that somebody else made, and keeps.
   ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session) {}
