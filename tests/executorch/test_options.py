@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.executorch.library import executorch_folder
 
@@ -25,10 +26,13 @@ def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytes
     root = executorch_folder()
     program = tmp_path_factory.mktemp("probe") / "option_probe"
     portable = root / "include/executorch/runtime/core/portable_type/c10"
+    torch_libraries = Path(torch.__file__).parent / "lib"
     command = [
         *(os.environ.get("CXX", "g++"), "-std=c++17", "-pthread", "-DC10_USING_CUSTOM_GENERATED_MACROS"),
         *(f"-I{root / 'include'}", f"-I{portable}", str(Path(__file__).with_name("option_probe.cpp"))),
-        *("-o", str(program), "-Wl,--no-as-needed", str(library), f"-L{root / 'lib'}", "-lexecutorch"),
+        # torch first, as in the example: the delegate refuses another BLAS in its place.
+        *("-o", str(program), "-Wl,--no-as-needed", str(torch_libraries / "libtorch_cpu.so"), str(library)),
+        *(f"-L{root / 'lib'}", "-lexecutorch", f"-Wl,-rpath,{torch_libraries}"),
         *("-lexecutorch_kernels_optimized", f"-Wl,-rpath,{root / 'lib'}", f"-Wl,-rpath-link,{root / 'lib'}"),
     ]
     subprocess.run(command, check=True, capture_output=True)
@@ -129,8 +133,9 @@ def test_the_plan_taken_is_the_largest_that_fits(probe: Probe) -> None:
         number, count, held = re.search(r"plan (\d+) of (\d+) takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
         assert int(held) * 1024 <= budget_bytes
         taken.append(int(number))
-    assert taken == sorted(set(taken))
-    assert taken[-1] == int(count)
+    # A plan may hold less than the budget it was made for, and then serves smaller ones.
+    assert taken == sorted(taken)
+    assert taken[0] < taken[-1] == int(count)
 
 
 def test_a_file_that_is_read_instead_of_mapped_is_refused(probe: Probe) -> None:

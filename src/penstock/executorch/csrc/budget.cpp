@@ -65,26 +65,28 @@ Budget choose_budget(const BudgetRequest& request, const Payload& payload, const
     return {automatic_bytes(payload, table, driver), BudgetSource::automatic};
   Budget budget = request.bytes ? Budget{*request.bytes, BudgetSource::load}
                                 : Budget{*payload.baked_bytes, BudgetSource::baked};
-  if (budget.asked_bytes < table.floor_bytes)
-    throw LoadError(Kind::below_floor,
-                  "the budget of " + format_bytes(budget.asked_bytes) +
-                      (request.bytes ? " (given at load)" : " (baked at export)") +
-                      " is below the floor of this program: it needs at least " + std::to_string(table.floor_bytes) +
-                      " bytes; give weight_offload_budget=" + std::to_string(table.floor_bytes) +
-                      " or weight_offload_budget_mb=" + std::to_string((table.floor_bytes + (1 << 20) - 1) >> 20) +
-                      ", or more",
-                  table.floor_bytes);
+  require_floor(budget.asked_bytes, table.floor_bytes, request.bytes ? "given at load" : "baked at export");
   return budget;
 }
 
-size_t choose_plan(const PlanTable& table, int64_t budget_bytes) {
-  size_t chosen = table.plans.size();
-  for (size_t i = 0; i < table.plans.size(); ++i)
-    if (table.plans[i].device_bytes <= budget_bytes) chosen = i;
-  if (chosen == table.plans.size())
-    throw LoadError(Kind::package, "the program has no plan for its own floor of " + std::to_string(table.floor_bytes) +
-                                     " bytes: its smallest holds " +
-                                     std::to_string(table.plans.front().device_bytes));
+void require_floor(int64_t budget_bytes, int64_t floor_bytes, const std::string& origin) {
+  if (budget_bytes >= floor_bytes) return;
+  throw LoadError(Kind::below_floor,
+                  "the budget of " + format_bytes(budget_bytes) + " (" + origin +
+                      ") is below the floor of this program: it needs at least " + std::to_string(floor_bytes) +
+                      " bytes; give weight_offload_budget=" + std::to_string(floor_bytes) +
+                      " or weight_offload_budget_mb=" + std::to_string((floor_bytes + (1 << 20) - 1) >> 20) +
+                      ", or more",
+                  floor_bytes);
+}
+
+size_t choose_plan(const std::vector<ReadyPlan>& plans, int64_t floor_bytes, int64_t budget_bytes) {
+  size_t chosen = plans.size();
+  for (size_t i = 0; i < plans.size(); ++i)
+    if (plans[i].device_bytes <= budget_bytes) chosen = i;
+  if (chosen == plans.size())
+    throw LoadError(Kind::package, "the program has no plan for its own floor of " + std::to_string(floor_bytes) +
+                                     " bytes: its smallest holds " + std::to_string(plans.front().device_bytes));
   return chosen;
 }
 

@@ -71,6 +71,12 @@ struct StoredPlan {
   Slots slots{0, 0, 0};
 };
 
+// The same for one weights file, as the core takes it; on its own, whatever becomes of the payload.
+struct ReadyPlan {
+  int64_t device_bytes;
+  std::vector<int64_t> numbers;
+};
+
 // The weights that are packed in the file: none, or as the core takes them.
 struct PackedWeights {
   std::vector<int64_t> numbers;

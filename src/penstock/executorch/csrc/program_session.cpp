@@ -128,8 +128,10 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
                                      " bytes, this device has pages of " + std::to_string(granularity));
     Budget budget = choose_budget(asked, payload, table, driver_);
     int64_t used_bytes = std::min(budget.asked_bytes, std::max(table.full_bytes, table.floor_bytes));
-    size_t plan = choose_plan(table, used_bytes);
-    std::vector<int64_t> numbers = rebased(table.plans[plan], weights.offsets, payload.weights);
+    for (const StoredPlan& stored : table.plans)
+      plans_.push_back({stored.device_bytes, rebased(stored, weights.offsets, payload.weights)});
+    size_t plan = choose_plan(plans_, table.floor_bytes, used_bytes);
+    const std::vector<int64_t>& numbers = plans_[plan].numbers;
     if (core().load_torch()) throw_core_failure();
     std::vector<int64_t> ends = staging.buffers ? std::vector<int64_t>{} : chunk_ends(payload, weights);
     session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(),
@@ -209,6 +211,7 @@ std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t met
     made = std::make_shared<ProgramSession>(payload, table, asked, weights, request, device_index);
   });
   made->taken().insert(method);
+  if (alone) made->own_delegate() = payload.methods[(size_t)method].name;
   all.known.emplace(key, made);
   return std::make_unique<SessionRef>(std::move(made), method, number, key);
 }
@@ -237,13 +240,19 @@ std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, in
   throw LoadError(Kind::package, "no session was made for delegate " + std::to_string(method) + " of the program");
 }
 
-std::shared_ptr<ProgramSession> find_session(const std::string& group) {
+std::vector<std::shared_ptr<ProgramSession>> find_sessions(const std::string& group) {
+  std::vector<std::shared_ptr<ProgramSession>> found;
   Registry& all = registry();
   std::lock_guard<std::mutex> hold(all.lock);
   for (auto& [key, known] : all.known)
     if (std::get<3>(key) == group)
-      if (auto session = known.lock()) return session;
-  return nullptr;
+      if (auto session = known.lock()) found.push_back(std::move(session));
+  return found;
+}
+
+std::shared_ptr<ProgramSession> find_session(const std::string& group) {
+  auto found = find_sessions(group);
+  return found.empty() ? nullptr : found.front();
 }
 
 }  // namespace penstock_executorch
