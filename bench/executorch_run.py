@@ -120,11 +120,11 @@ def measured_stock(path: Path, budget_bytes: int, x: torch.Tensor, wanted: torch
         seconds = timed(lambda: native.execute("forward", [x]), runs, torch.device("cpu"))
         equal = torch.equal(native.execute("forward", [x])[0], wanted)
         return {
-            "name": f".pte, plan {session[1].rung + 1} of {session[1].rung_count} in the file",
+            "name": f".pte, plan {session[1].plan + 1} of {session[1].plan_count} in the file",
             "seconds": seconds,
             "bytes_streamed": None,
             "link_bytes_per_s": None,
-            "held_bytes": session[1].rung_bytes,
+            "held_bytes": session[1].plan_bytes,
             "equal": equal,
         }
     finally:

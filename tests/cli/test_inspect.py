@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.executorch.payload import Rung, pack_payload
+from penstock.executorch.payload import StoredPlan, pack_payload
 from penstock.plan.floor import floor_bytes
 from penstock.program import Program, read_program
 from penstock.schedule import Access, Schedule, Step
@@ -125,14 +125,14 @@ def test_a_weights_file(cli: Cli, program: Path) -> None:
 
 def pte(path: Path, code: Path, **changes: object) -> Path:
     """A .pte as far as inspect looks: what our delegates share, somewhere in a file."""
-    rungs = [Rung(31 * PAGE, bytes(16)), Rung(40 * PAGE, bytes(8)), Rung(5 * PAGE, b"")]
-    seals = [f"{rung.seal:016x}" for rung in rungs]
-    ladder = {"methods": [0], "reads_in_place": 0, "floor_bytes": PAGE, "full_bytes": PAGE}
+    plans = [StoredPlan(31 * PAGE, bytes(16)), StoredPlan(40 * PAGE, bytes(8)), StoredPlan(5 * PAGE, b"")]
+    seals = [f"{plan.seal:016x}" for plan in plans]
+    table = {"methods": [0], "reads_in_place": 0, "floor_bytes": PAGE, "full_bytes": PAGE}
     description = {
         "program": "p",
         "device": "cpu",
         "page_bytes": PAGE,
-        "ladders": [{**ladder, "rungs": 2, "seals": seals[:2]}, {**ladder, "rungs": 1, "seals": seals[2:]}],
+        "plan_tables": [{**table, "plans": 2, "seals": seals[:2]}, {**table, "plans": 1, "seals": seals[2:]}],
         "budget_bytes": None,
         "activation_bytes": None,
         "built_with": {},
@@ -141,7 +141,7 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
         "methods": [{"name": "forward", "accesses": [], "states": [], "inputs": [], "outputs": 1}],
         **changes,
     }
-    payload = pack_payload(description, rungs, code.read_bytes())
+    payload = pack_payload(description, plans, code.read_bytes())
     path.write_bytes(b"\x08\0\0\0ET12" + bytes(4088) + payload + b"the rest")
     return path
 
@@ -150,7 +150,7 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
     "changes",
     [
         *({"page_bytes": value} for value in (0, -1, "4096", None, True, 4096.0, 2**70)),
-        *({"ladders": value} for value in ([], {}, None, [{}], [{"rungs": 10**9}], [{"rungs": "2"}])),
+        *({"plan_tables": value} for value in ([], {}, None, [{}], [{"plans": 10**9}], [{"plans": "2"}])),
     ],
     ids=str,
 )
@@ -194,5 +194,5 @@ def test_damaged_files_have_codes(cli: Cli, tmp_path: Path, by_hand: Path) -> No
     (tmp_path / "p.pt2").write_bytes(bytes(100))
     found = [cli("inspect", tmp_path / name).code for name in ("empty.pte", "w.ptd", "p.pt2", "none.ptd", "none.pt2")]
     assert found == [8, 7, 8, 7, 8]
-    assert cli("inspect", pte(tmp_path / "k.pte", by_hand, ladders=[])).code == 8
+    assert cli("inspect", pte(tmp_path / "k.pte", by_hand, plan_tables=[])).code == 8
     assert cli("inspect", pte(tmp_path / "k.pte", tmp_path / "n.pte")).code == 8, "what is inside is no .pt2"

@@ -159,7 +159,7 @@ def environment(**variables: str | None) -> Iterator[None]:
 
 
 def facts(group: str) -> list[int]:
-    """Floor, full, budget, asked, source, rung, rungs, bytes of the rung."""
+    """Floor, full, budget, asked, source, plan, plans, bytes of the plan."""
     numbers = (ctypes.c_int64 * 8)()
     assert library().penstock_executorch_session(group.encode(), numbers)
     return list(numbers)
@@ -261,8 +261,8 @@ def code_that_cannot_be_stored(program: Program) -> None:
 @play
 def budgets(program: Program) -> None:
     floor_bytes, full_bytes = program.whole["floor_bytes"], program.whole["full_bytes"]
-    count = program.whole["rungs"]
-    steps = [rung.device_bytes for rung in program.rungs[:count]]
+    count = program.whole["plans"]
+    steps = [plan.device_bytes for plan in program.plans[:count]]
 
     def told(given: str | None, **changes: Any) -> tuple[list[int], str]:
         options: dict[str, Option] = {"weight_offload_group": "budgets"}
@@ -524,7 +524,7 @@ def one_run_at_a_time(program: Program) -> None:
 
 @play
 def options(program: Program) -> None:
-    narrow_floor = next(row["floor_bytes"] for row in program.description["ladders"] if row["methods"] == [1])
+    narrow_floor = next(row["floor_bytes"] for row in program.description["plan_tables"] if row["methods"] == [1])
     own = at_floor(program, "own", **{f"{BUDGET_OPTION}:narrow": str(narrow_floor)})
     with loaded(program, own, "wide", "narrow") as both:
         assert (made().drivers, made().sessions) == (2, 2)
@@ -593,7 +593,7 @@ def programs_for_something_else(program: Program) -> None:
     refused(lambda: Delegate(program, "wide", with_data=False), MISSING_WEIGHT, said="without any data")
     refused(tried({"page_bytes": 1000}), CORE)
     # A floor of as many bytes as the core's number for memory that is not there.
-    low = {"ladders": [{**program.whole, "floor_bytes": 2}, *program.description["ladders"][1:]]}
+    low = {"plan_tables": [{**program.whole, "floor_bytes": 2}, *program.description["plan_tables"][1:]]}
     below = {**at_floor(program, "else"), BUDGET_OPTION: "1"}
     refused(
         lambda: Delegate(program, "wide", below, changes=low, with_code=False),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.executorch.native import Value, _fill
 from penstock.executorch.native import library as delegate_library
-from penstock.executorch.payload import PAYLOAD_MAGIC, TICKET_MAGIC, Rung, pack_payload, pack_ticket
+from penstock.executorch.payload import PAYLOAD_MAGIC, TICKET_MAGIC, StoredPlan, pack_payload, pack_ticket
 from penstock.weights import read_index
 from penstock.weights.format import SCALAR_TYPES
 from tests.native.driver import Failure, WrappedDriver
@@ -137,10 +137,10 @@ class Program:
         table = raw[start + 48 + text_bytes :][:table_bytes]
         self.description: dict[str, Any] = json.loads(raw[start + 48 :][:text_bytes])
         self.code = raw[start + 48 + text_bytes + table_bytes :][:code_bytes]
-        self.rungs: list[Rung] = []
+        self.plans: list[StoredPlan] = []
         while table:
             device_bytes, count = struct.unpack_from("<QQ", table)
-            self.rungs.append(Rung(device_bytes, table[16 : 16 + 8 * count]))
+            self.plans.append(StoredPlan(device_bytes, table[16 : 16 + 8 * count]))
             table = table[16 + 8 * count :]
         self.tickets: dict[str, dict[str, Any]] = {}
         at = raw.find(TICKET_MAGIC)
@@ -159,14 +159,14 @@ class Program:
         key = (json.dumps(changes), with_code)
         if key not in self._payloads:
             code = self.code if with_code else b""
-            self._payloads[key] = pack_payload({**self.description, **changes}, self.rungs, code)
+            self._payloads[key] = pack_payload({**self.description, **changes}, self.plans, code)
         return self._payloads[key]
 
     @property
     def whole(self) -> dict[str, Any]:
         """The plans of all delegates together."""
-        ladder: dict[str, Any] = self.description["ladders"][0]
-        return ladder
+        table: dict[str, Any] = self.description["plan_tables"][0]
+        return table
 
 
 class Data:

@@ -27,6 +27,8 @@ struct Sessions {
   std::condition_variable changed;
   int made = 0, open = 0, most = 0, stopped = 0;
   bool let_go = true;
+  // Of the next calls of install, how many are refused, and how many there were.
+  std::atomic<int> refused_installs{0}, installs{0};
 
   void pass(bool held) {
     std::unique_lock<std::mutex> hold(lock);
@@ -88,6 +90,8 @@ Core fake() {
     return new Session{name, {ends, ends + count}, poison};
   };
   core.session_install = [](void* session, const int64_t*, int64_t) {
+    sessions.installs++;
+    if (sessions.refused_installs > 0 && sessions.refused_installs--) return 1;
     return static_cast<Session*>(session)->path == "bad plan" ? 1 : 0;
   };
   core.session_destroy = [](void* session) {
@@ -108,7 +112,8 @@ Payload program(const std::string& name) {
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
   payload.methods = {{"one", {}, {}, 1}, {"two", {}, {}, 1}};
-  payload.ladders = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}}}, {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
+  payload.plan_tables = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}, {8192, nullptr, 0}}},
+                         {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
   return payload;
 }
 
@@ -228,6 +233,49 @@ void a_load_that_fails_leaves_nothing() {
   expect(sessions.open == 0, "a failed load left a session");
 }
 
+Kind refusal_of(ProgramSession& session, int64_t budget_bytes) {
+  try {
+    session.set_budget(budget_bytes);
+    return Kind::none;
+  } catch (const LoadError& refusal) {
+    return refusal.kind;
+  }
+}
+
+void a_budget_is_set_between_runs() {
+  SessionRequest request;
+  request.group = "budgets";
+  request.own_budgets["two"].bytes = 2048;
+  auto shared = session_ref("file", 0, request), own = session_ref("file", 1, request);
+  expect(find_sessions("budgets").size() == 2 && find_sessions("").empty(), "a group has the sessions of another");
+  expect(shared->session().own_delegate().empty(), "a session that is shared has one delegate's name");
+  expect(own->session().own_delegate() == "two", "a delegate's own session has another name");
+  ProgramSession& session = shared->session();
+  const auto is_at = [&](int64_t budget_bytes, int64_t plan) {
+    const SessionFacts facts = session.facts();
+    return facts.budget_bytes == budget_bytes && facts.plan == plan && facts.plan_bytes == 4096 * (plan + 1);
+  };
+  expect(is_at(8192, 1), "the budget at load is another");
+  {
+    std::lock_guard<std::mutex> run(session.running());
+    Worker setting([&] { expect(refusal_of(session, 4096) == Kind::busy, "a budget was set during a run"); });
+  }
+  expect(refusal_of(session, 4095) == Kind::below_floor, "a budget below the floor was set");
+  expect(is_at(8192, 1), "a budget that was refused has changed something");
+  int installs = sessions.installs;
+  expect(refusal_of(session, 5000) == Kind::none && is_at(5000, 0), "the smaller plan was not taken");
+  expect(refusal_of(session, 6000) == Kind::none && is_at(6000, 0), "another budget changed the plan");
+  expect(sessions.installs == installs + 1, "a plan was installed that was there");
+  sessions.refused_installs = 1;
+  expect(refusal_of(session, 9000) == Kind::core && is_at(6000, 0), "a plan that the core refused was taken");
+  expect(sessions.installs == installs + 3, "the old plan was not put back");
+  sessions.refused_installs = 2;
+  expect(refusal_of(session, 9000) == Kind::core, "nothing was said of a session without a plan");
+  installs = sessions.installs;
+  expect(refusal_of(session, 6000) == Kind::none && sessions.installs == installs + 1, "no plan was put in the place of none");
+  expect(refusal_of(session, 9000) == Kind::none && is_at(8192, 1), "more than everything was not taken for everything");
+}
+
 void sessions_are_lent_and_reclaimed() {
   int somebody = 0;
   lend_session("group", &somebody, 3, {1});
@@ -253,12 +301,12 @@ const Core& core() {
   return made;
 }
 void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
-Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
-  for (const Ladder& ladder : payload.ladders)
-    if (ladder.methods == methods) return ladder;
-  throw LoadError(Kind::package, "no ladder");
+PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
+  for (const PlanTable& table : payload.plan_tables)
+    if (table.methods == methods) return table;
+  throw LoadError(Kind::package, "no plan table");
 }
-std::vector<int64_t> rebased(const Rung&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
+std::vector<int64_t> rebased(const StoredPlan&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
 
 }  // namespace penstock_executorch
 
@@ -272,6 +320,7 @@ int main() {
   who_shares_a_session_waits_for_its_load();
   no_budget_is_taken_twice();
   a_load_that_fails_leaves_nothing();
+  a_budget_is_set_between_runs();
   sessions_are_lent_and_reclaimed();
   return 0;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 
 import penstock
 from penstock.executorch.library import executorch_folder
+from penstock.executorch.lowered_file import read_lowered
 from tests.executorch.programs import REPOSITORY, WIDTH, random_rows
 from tests.runtime.modules import EVERYTHING
 
@@ -42,11 +44,15 @@ def built(build: Path, sources: Path, library: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run_model(example: Path) -> Run:
-    return lambda program, budget, x: run(example, program, budget, x)
+    return lambda program, budget, x, *later: run(example, program, budget, x, *later)
 
 
-def run(binary: Path, program: Path, budget: object, x: torch.Tensor) -> subprocess.CompletedProcess[bytes]:
+def run(
+    binary: Path, program: Path, budget: object, x: torch.Tensor, *later: object
+) -> subprocess.CompletedProcess[bytes]:
+    """`later`: budgets that are set one after the other, each for one more run."""
     words = [binary, program, program.with_suffix(".ptd"), str(budget), *map(str, x.shape)]
+    words += [word for given in later for word in ("--set-budget", str(given))]
     return subprocess.run(words, input=x.numpy().tobytes(), capture_output=True, check=False)
 
 
@@ -62,6 +68,55 @@ def test_it_runs_inside_the_budget_that_it_sets(run_model: Run, lowered: Callabl
         found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(5, WIDTH // 2)
         assert torch.equal(found, expected)
         assert said in done.stderr
+
+
+def figures(printed: bytes, name: str) -> list[int]:
+    """One for each run."""
+    return [int(found) for found in re.findall(rf"^weight_offload_{name}=(\d+)$", printed.decode(), re.MULTILINE)]
+
+
+def test_it_changes_the_budget_of_a_loaded_program(run_model: Run, lowered: Callable[[str], Path]) -> None:
+    """The same bits at every budget, and the figures that Python has of the same plans."""
+    x = random_rows(5)
+    with penstock.Module(lowered("chain"), EVERYTHING) as module:
+        # Of the plans in the file, those that were made for just what they hold: Python plans the same.
+        sizes = [nbytes for nbytes in read_lowered(lowered("chain")).plan_bytes if nbytes >= module.floor_bytes]
+        plans = [(nbytes, module.plan_at(nbytes)) for nbytes in sizes]
+        same = [nbytes for nbytes, plan in plans if plan is not None and plan.device_bytes == nbytes]
+        budgets = [same[0], same[-1], same[0]]
+        expected, streamed, copies, held = [], [], [], []
+        for budget in budgets:
+            module.set_budget(budget)
+            expected.append(module(x)["hidden"])
+            streamed.append(module.last_run.bytes_streamed)
+            copies.append(module.last_run.copies)
+            held.append(module.device_memory()[0])
+    done = run_model(lowered("chain"), budgets[0], x, *budgets[1:])
+    assert done.returncode == 0, done.stderr
+    found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(3, 5, WIDTH // 2)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert figures(done.stderr, "budget") == budgets
+    assert figures(done.stderr, "last_run_bytes_streamed") == streamed and streamed[0] > 0 == streamed[1]
+    assert figures(done.stderr, "last_run_copies") == copies
+    assert figures(done.stderr, "device_bytes") == held
+    assert figures(done.stderr, "runs") == [1, 2, 3]
+    assert [rate > 0 for rate in figures(done.stderr, "link_bytes_per_s")] == [True, False, True]
+
+
+def test_a_budget_that_cannot_be_set_leaves_the_old_one(run_model: Run, lowered: Callable[[str], Path]) -> None:
+    with penstock.Module(lowered("chain"), EVERYTHING) as module:
+        floor_bytes, full_bytes = module.floor_bytes, module.budget_bytes
+    refusals = {
+        floor_bytes - 1: f"the present one stays) is below the floor of this program: it needs at least {floor_bytes}",
+        "auto": "'auto' is chosen at load",
+        "1 GiB": "is no number of bytes",
+    }
+    for budget, said in refusals.items():
+        done = run_model(lowered("chain"), full_bytes, random_rows(5), budget)
+        assert done.returncode == 1
+        assert said in done.stderr.decode()
+        assert b"budget not set: error 0x12" in done.stderr
+        assert figures(done.stderr, "runs") == [1]
 
 
 def test_another_blas_in_front_of_torchs_is_refused(

@@ -79,12 +79,12 @@ def test_delegates_without_python_take_plans_from_the_file(lowered: Paths, opene
             for name in ("prefill", "decode"):
                 native.load_method(name)
             (payload,) = native.payloads()
-            rows = [(row["methods"], row["reads_in_place"]) for row in payload.description["ladders"]]
+            rows = [(row["methods"], row["reads_in_place"]) for row in payload.description["plan_tables"]]
             assert rows == [(which, direct) for direct in (1, 0) for which in ([0, 1], [0], [1])]
             found = native.session()
             assert found is not None
             assert found[1].floor_bytes == resident.floor_bytes
-            assert found[1].rung_bytes <= found[1].budget_bytes <= budget_bytes
+            assert found[1].plan_bytes <= found[1].budget_bytes <= budget_bytes
             for _ in range(2):
                 tokens, logits = generate(lambda name, *given: native.execute(name, given)[0], 6)  # noqa: B023
                 assert tokens == expected[0]

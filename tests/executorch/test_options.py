@@ -122,8 +122,9 @@ def test_the_plan_taken_is_the_largest_that_fits(probe: Probe) -> None:
         number, count, held = re.search(r"plan (\d+) of (\d+) takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
         assert int(held) * 1024 <= budget_bytes
         taken.append(int(number))
-    assert taken == sorted(set(taken))
-    assert taken[-1] == int(count)
+    # A plan may hold less than the budget it was made for, and then serves smaller ones.
+    assert taken == sorted(taken)
+    assert taken[0] < taken[-1] == int(count)
 
 
 def test_a_file_that_is_read_instead_of_mapped_is_refused(probe: Probe) -> None:

@@ -111,7 +111,7 @@ def test_delegates_take_their_plans_with_slots(
     for more_bytes in (0, 100_000, 250_000, 1 << 30):
         with alone(program, packed.path, floor_bytes + more_bytes) as native:
             made = native.session()
-            assert made is not None and made[1].rung_bytes <= made[1].budget_bytes <= floor_bytes + more_bytes
+            assert made is not None and made[1].plan_bytes <= made[1].budget_bytes <= floor_bytes + more_bytes
             for _ in range(3):
                 assert torch.equal(native.execute("forward", (TOKENS,))[0], expected)
 

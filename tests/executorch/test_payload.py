@@ -1,4 +1,4 @@
-"""The parts that need no runtime: the bytes in the file, the ladder of plans, ops on their way back to ATen."""
+"""The parts that need no runtime: the bytes in the file, the table of plans, ops on their way back to ATen."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.errors import OutputExistsError, OutputPathError, PackageError
 from penstock.executorch.dialect import plain_op
 from penstock.executorch.file_seal import append_seal, check_seal
 from penstock.executorch.lowering import export
-from penstock.executorch.payload import WEIGHT_SHIFT, Rung, fnv64, pack_payload, read_description
-from penstock.executorch.rungs import BETWEEN, BETWEEN_ALONE, budgets_between, make_ladders
+from penstock.executorch.payload import WEIGHT_SHIFT, StoredPlan, fnv64, pack_payload, read_description
+from penstock.executorch.plan_table import make_plan_tables
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
@@ -27,8 +27,8 @@ DESCRIPTION: dict[str, Any] = {
     "program": "p",
     "device": "cpu",
     "page_bytes": PAGE,
-    "ladders": [
-        {"methods": [0], "reads_in_place": 0, "floor_bytes": 1, "full_bytes": 2, "rungs": 1, "seals": ["0" * 16]}
+    "plan_tables": [
+        {"methods": [0], "reads_in_place": 0, "floor_bytes": 1, "full_bytes": 2, "plans": 1, "seals": ["0" * 16]}
     ],
     "budget_bytes": None,
     "activation_bytes": 5,
@@ -52,8 +52,8 @@ DESCRIPTION: dict[str, Any] = {
     [
         ({"page_bytes": 0}, "page_bytes is 0"),
         ({"page_bytes": True}, "page_bytes is true, needs a whole number"),
-        ({"ladders": []}, "has 0 ladders"),
-        ({"ladders": [{**DESCRIPTION["ladders"][0], "methods": [1]}]}, "for a method that is not there"),
+        ({"plan_tables": []}, "has 0 plan tables"),
+        ({"plan_tables": [{**DESCRIPTION["plan_tables"][0], "methods": [1]}]}, "for a method that is not there"),
         ({"weights": []}, "'forward' reads 'é', which is no weight"),
         ({"device": None}, "device is null, needs text"),
         ({"states": []}, "'forward' has state that is none"),
@@ -87,7 +87,7 @@ def test_every_byte_of_a_file_with_a_seal_is_covered(tmp_path: Path) -> None:
 
 
 def test_a_description_comes_back_and_damage_does_not() -> None:
-    packed = pack_payload(DESCRIPTION, [Rung(5, bytes(16))], b"code")
+    packed = pack_payload(DESCRIPTION, [StoredPlan(5, bytes(16))], b"code")
     assert read_description(packed) == DESCRIPTION
     for at in range(len(packed)):
         broken = bytearray(packed)
@@ -103,13 +103,6 @@ def test_the_hash_is_the_one_of_the_core() -> None:
     assert fnv64(b"a") == 0xAF63DC4C8601EC8C  # FNV-1a of one byte, as published
 
 
-def test_budgets_reach_from_the_floor_to_everything() -> None:
-    found = budgets_between(10 * PAGE, 1000 * PAGE, PAGE)
-    assert (found[0], found[-1], len(found)) == (10 * PAGE, 1000 * PAGE, BETWEEN + 2)
-    assert all(nbytes % PAGE == 0 for nbytes in found)
-    assert budgets_between(PAGE, PAGE, PAGE) == [PAGE]
-
-
 def test_plans_name_weights_by_number() -> None:
     weights = [Weight(f"w{k}", "uint8", (3 * PAGE,), (0,)) for k in range(12)]
 
@@ -118,21 +111,20 @@ def test_plans_name_weights_by_number() -> None:
         return Schedule(name, accesses, tuple(Step("kernel", (number,)) for number in range(len(used))))
 
     schedules = [schedule("forward", range(12)), schedule("short", range(6, 12))]
-    whole, first, second = make_ladders(schedules, weights, page_bytes=PAGE)
+    whole, first, second = make_plan_tables(schedules, weights, page_bytes=PAGE)
     planner = Planner(schedules, {weight.name: weight for weight in weights}, page_bytes=PAGE)
     assert (whole.floor_bytes, whole.full_bytes) == (planner.floor_bytes, 36 * PAGE)
-    assert [ladder.methods for ladder in (whole, first, second)] == [(0, 1), (0,), (1,)]
+    assert [table.methods for table in (whole, first, second)] == [(0, 1), (0,), (1,)]
     # By itself a method has a floor and weights of its own.
     assert second.full_bytes == 18 * PAGE
-    assert len(second.rungs) <= BETWEEN_ALONE + 2 < len(whole.rungs)
-    for ladder in (whole, first, second):
-        held = [rung.device_bytes for rung in ladder.rungs]
+    for table in (whole, first, second):
+        held = [plan.device_bytes for plan in table.plans]
         assert held == sorted(set(held))
-        assert held[0] <= ladder.floor_bytes
-        assert held[-1] == ladder.full_bytes
-    # All other numbers of a plan this small are far below, or -1; and weights keep their numbers in every ladder.
-    for ladder, used in ((whole, range(12)), (second, range(6, 12))):
-        raw = ladder.rungs[-1].numbers
+        assert held[0] <= table.floor_bytes
+        assert held[-1] == table.full_bytes
+    # All other numbers of a plan this small are far below, or -1; and weights keep their numbers in every table.
+    for table, used in ((whole, range(12)), (second, range(6, 12))):
+        raw = table.plans[-1].numbers
         numbers = struct.unpack(f"<{len(raw) // 8}q", raw)
         named = {number >> WEIGHT_SHIFT for number in numbers if number >> WEIGHT_SHIFT > 0}
         assert named == set(used) - {0}

@@ -16,7 +16,7 @@ from tests.runtime.mutants import Mutated
 # Conditions and calls of the registry that may be wrong; loading itself is for tests/executorch/test_module.py.
 SKIPPED = {"poison_asked", "chunk_ends", "staging_of", "ProgramSession", "~ProgramSession"}
 EQUIVALENT = {
-    "program_session.cpp find_session: if (std::get<3>(key) == group) taken for true": "the plays know of one group",
+    "program_session.cpp find_sessions: if (std::get<3>(key) == group) taken for true": "the plays know of one group",
     "program_session.cpp ~SessionRef: if (key_) taken for true": "a session that was lent has no key to look up",
     "program_session.cpp ~SessionRef: if (key_) taken for false": "it needs a third one who joins between two others",
     "program_session.cpp ~SessionRef: all.changed.wait(hold, [&] { return !all.busy.count(*key_); }) left out": (
@@ -30,7 +30,7 @@ def built(folder: Path, replaced: dict[str, str] | None = None) -> Path:
     for name, text in (replaced or {}).items():
         (folder / name).write_text(text)
     sources = [folder / "program_session.cpp", folder / "mutants.cpp"] if replaced else []
-    names = ["budget.cpp", "load_error.cpp", *([] if replaced else ["program_session.cpp"])]
+    names = ["budget.cpp", "load_error.cpp", "session_budget.cpp", *([] if replaced else ["program_session.cpp"])]
     sources += [sources_folder() / name for name in names]
     program = folder / "registry_probe"
     includes = [f"-I{folder}", f"-I{sources_folder()}", *(["-DWITH_MUTANTS"] if replaced else [])]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from penstock.archive import CODE_FOLDER, METADATA_FILE, CodeFile
 from penstock.executorch.file_seal import append_seal
-from penstock.executorch.payload import Rung, pack_payload
+from penstock.executorch.payload import StoredPlan, pack_payload
 from penstock.program import ConstantSpec, Program, TensorSpec, program_to_json
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Access, Schedule, Step
@@ -74,13 +74,13 @@ def write_program(path: Path, description: bytes) -> Path:
     return path
 
 
-RUNGS = [Rung(9 * PAGE, bytes(80)), Rung(14 * PAGE, bytes(160))]
+PLANS = [StoredPlan(9 * PAGE, bytes(80)), StoredPlan(14 * PAGE, bytes(160))]
 
 
 def shared_description() -> dict[str, object]:
-    ladder = {
+    table = {
         **{"methods": [0, 1], "reads_in_place": 0, "floor_bytes": 8 * PAGE, "full_bytes": 14 * PAGE},
-        **{"rungs": len(RUNGS), "seals": [f"{rung.seal:016x}" for rung in RUNGS]},
+        **{"plans": len(PLANS), "seals": [f"{plan.seal:016x}" for plan in PLANS]},
     }
     weight = {"scalar_type": 0, "dim_order": [0]}
     inputs = [{"scalar_type": 6, "shape": [-1, 4], "dim_order": [0, 1]}]
@@ -88,7 +88,7 @@ def shared_description() -> dict[str, object]:
         "program": "p",
         "device": "cpu",
         "page_bytes": PAGE,
-        "ladders": [ladder],
+        "plan_tables": [table],
         "budget_bytes": None,
         "activation_bytes": 100,
         "built_with": {"torch": "2.13.0"},
@@ -144,7 +144,7 @@ def main() -> None:
     foreign.metadata = None
     foreign.write(CORPUS / "foreign.ptd")
     write_program(CORPUS / "program.pt2", program_to_json(a_program(), code_files()).encode())
-    write_pte(CORPUS / "shared.pte", pack_payload(shared_description(), RUNGS, (CORPUS / "program.pt2").read_bytes()))
+    write_pte(CORPUS / "shared.pte", pack_payload(shared_description(), PLANS, (CORPUS / "program.pt2").read_bytes()))
     (CORPUS / "plans.json").write_text(json.dumps(plan_corpus()))
 
 

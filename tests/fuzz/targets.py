@@ -23,7 +23,7 @@ from typing import Any
 
 from penstock.archive import METADATA_FILE
 from penstock.errors import PackageError, PenstockError, WeightsFileError
-from penstock.executorch.payload import Rung, pack_payload
+from penstock.executorch.payload import StoredPlan, pack_payload
 from penstock.printable import printable
 from penstock.program import read_program
 from penstock.sealed_text import SEAL_BYTES, sealed
@@ -257,8 +257,10 @@ def parsed_pte(rng: random.Random, folder: Path) -> str:
         code = (CORPUS / "program.pt2").read_bytes()
         if rng.random() < 0.3:
             code = damaged_bytes(rng, code)
-        rungs = [Rung(rng.choice((0, PAGE, 9 * PAGE, 2**63)), rng.randbytes(8 * rng.randrange(9))) for _ in range(2)]
-        write_pte(path, pack_payload(description, rungs, code))
+        plans = [
+            StoredPlan(rng.choice((0, PAGE, 9 * PAGE, 2**63)), rng.randbytes(8 * rng.randrange(9))) for _ in range(2)
+        ]
+        write_pte(path, pack_payload(description, plans, code))
     code_of_inspect = _command("inspect", str(path))
     return "refused" if code_of_inspect else "consistent"
 

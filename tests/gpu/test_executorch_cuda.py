@@ -202,7 +202,7 @@ def test_the_delegate_s_own_session(files: tuple[Path, Path], resident: tuple[li
             assert found is not None
             facts = found[1]
             assert (facts.floor_bytes, facts.budget_bytes) == (floor_bytes, budget_bytes)
-            assert facts.rung_bytes <= budget_bytes
+            assert facts.plan_bytes <= budget_bytes
             assert device_bytes() - before_bytes <= budget_bytes + SLACK_BYTES
             for run in range(3):
                 outputs = generated(partial(first_output, native))

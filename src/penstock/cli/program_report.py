@@ -190,7 +190,7 @@ def program_report(subject: Subject) -> ProgramReport:
         ),
         states=tuple(StateRow(s.name, s.dtype, s.shape, s.nbytes, s.init) for s in program.states),
         unused=program.unused,
-        plan_bytes=subject.rung_bytes,
+        plan_bytes=subject.plan_bytes,
     )
 
 

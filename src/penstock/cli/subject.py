@@ -26,7 +26,7 @@ class Subject:
     program: Program
     page_bytes: int
     # Of a .pte: device bytes of the plans that were made at export for all delegates together, smallest first.
-    rung_bytes: tuple[int, ...] = ()
+    plan_bytes: tuple[int, ...] = ()
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -68,4 +68,4 @@ def _of_pt2(path: Path) -> Subject:
 
 def _of_pte(path: Path) -> Subject:
     lowered = read_lowered(path)
-    return Subject(path, lowered.program, lowered.page_bytes, lowered.rung_bytes)
+    return Subject(path, lowered.program, lowered.page_bytes, lowered.plan_bytes)

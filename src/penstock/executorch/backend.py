@@ -17,7 +17,7 @@ from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramErro
 from penstock.executorch.dialect import aten_program
 from penstock.executorch.lowering_request import request_of
 from penstock.executorch.payload import pack_payload, pack_ticket
-from penstock.executorch.rungs import make_ladders
+from penstock.executorch.plan_table import make_plan_tables
 from penstock.executorch.segments import Segment, tensor_layout
 from penstock.executorch.signatures import FLOOR_METHOD, ORDER_METHOD, access_order_to_json
 from penstock.export.compile import Compiled
@@ -107,14 +107,14 @@ def _store(
     page_bytes = page_bytes_on(program.device, program.weight_bytes)
     all_names = {tied[0]: tied for tied in options["tied"]}
     schedules = [method.schedule for method in program.methods]
-    ladders = make_ladders(schedules, program.weights, page_bytes=page_bytes)
+    plan_tables = make_plan_tables(schedules, program.weights, page_bytes=page_bytes)
     code = compiled.program_path.read_bytes()
     bounds = [method.activation_bound_bytes for method in program.methods]
     description: dict[str, Any] = {
         "program": hashlib.blake2b(code, digest_size=16).hexdigest(),
         "device": program.device,
         "page_bytes": page_bytes,
-        "ladders": [ladder.row() for ladder in ladders],
+        "plan_tables": [table.row() for table in plan_tables],
         "budget_bytes": program.budget_bytes,
         "activation_bytes": None if None in bounds else max(bound for bound in bounds if bound is not None),
         "built_with": program.built_with,
@@ -132,7 +132,7 @@ def _store(
         "states": [_state(state) for state in program.states],
         "methods": [_method(method, programs[method.name], program.states) for method in program.methods],
     }
-    payload = pack_payload(description, [rung for ladder in ladders for rung in ladder.rungs], code)
+    payload = pack_payload(description, [plan for table in plan_tables for plan in table.plans], code)
     key = f"penstock.program.{description['program']}"
     store = NamedDataStore()
     store.add_named_data(key, payload, 64)

@@ -10,12 +10,12 @@ from penstock.schema import SchemaError, Signed, decode
 
 
 @dataclass(frozen=True)
-class Ladder:
+class PlanTable:
     methods: tuple[int, ...]
     reads_in_place: int
     floor_bytes: int
     full_bytes: int
-    rungs: int
+    plans: int
     # Of each plan, in the same order.
     seals: tuple[str, ...]
 
@@ -63,7 +63,7 @@ class Description:
     program: str
     device: str
     page_bytes: int
-    ladders: tuple[Ladder, ...]
+    plan_tables: tuple[PlanTable, ...]
     budget_bytes: int | None
     activation_bytes: int | None
     built_with: dict[str, str]
@@ -80,13 +80,15 @@ def check_description(table: Any) -> Description:
     found = decode(Description, {key: value for key, value in table.items() if key in known})
     if not 0 < found.page_bytes <= 1 << 40:
         raise SchemaError(f"page_bytes is {found.page_bytes}, needs 1 to {1 << 40}")
-    if not found.ladders or not found.methods:
-        raise SchemaError(f"it has {len(found.ladders)} ladders and {len(found.methods)} methods, needs one of each")
-    for ladder in found.ladders:
-        if any(method >= len(found.methods) for method in ladder.methods):
-            raise SchemaError("a ladder is for a method that is not there")
-        if len(ladder.seals) != ladder.rungs:
-            raise SchemaError(f"a ladder has {ladder.rungs} plans and {len(ladder.seals)} seals, needs as many")
+    if not found.plan_tables or not found.methods:
+        raise SchemaError(
+            f"it has {len(found.plan_tables)} plan tables and {len(found.methods)} methods, needs one of each"
+        )
+    for table in found.plan_tables:
+        if any(method >= len(found.methods) for method in table.methods):
+            raise SchemaError("a plan table is for a method that is not there")
+        if len(table.seals) != table.plans:
+            raise SchemaError(f"a plan table has {table.plans} plans and {len(table.seals)} seals, needs as many")
     names = {name for weight in found.weights for name in weight.names}
     for state in found.states:
         if sorted(state.dim_order) != list(range(len(state.shape))):

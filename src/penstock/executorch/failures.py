@@ -21,6 +21,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     12: errors.RuntimeFailure,
     13: errors.DeviceError,
     14: errors.StateInvalidError,
+    15: errors.ConcurrentRunError,
 }
 # ExecuTorch's own, by number: runtime/core/error.h. What is not here is no fault of the file's or the caller's.
 _NAMES = {

@@ -24,7 +24,7 @@ _DAMAGE = (
 )
 
 _HEAD_AND_LENGTHS = struct.Struct("<8sQQQQQ")
-_RUNG = struct.Struct("<QQ")
+_PLAN = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LoweredFile:
     program: Program
     page_bytes: int
     # Device bytes of the plans that were made at export for all delegates together, smallest first.
-    rung_bytes: tuple[int, ...]
+    plan_bytes: tuple[int, ...]
     # All names of each weight; the program has the first.
     weight_names: tuple[tuple[str, ...], ...]
 
@@ -45,12 +45,12 @@ def read_lowered(path: Path) -> LoweredFile:
         _, _, _, text_bytes, table_bytes, _ = _HEAD_AND_LENGTHS.unpack_from(payload)
         table = _HEAD_AND_LENGTHS.size + text_bytes
         program = program_from_archive(io.BytesIO(payload[table + table_bytes :]), "its code")
-        rungs = _rungs(payload, table, description["ladders"][0]["rungs"])
+        plans = _plan_bytes(payload, table, description["plan_tables"][0]["plans"])
         page_bytes = description["page_bytes"]
         if type(page_bytes) is not int or not 0 < page_bytes <= _MOST_PAGE_BYTES:
             raise PackageError(f"its pages have {page_bytes!r:.80} bytes; needs 1 to {_MOST_PAGE_BYTES}")
         names = tuple(tuple(row["names"]) for row in description["weights"])
-        return LoweredFile(program, page_bytes, rungs, names)
+        return LoweredFile(program, page_bytes, plans, names)
     except PackageError as error:
         raise PackageError(f"{path}: {error}") from error
     except _DAMAGE as error:
@@ -70,10 +70,10 @@ def _payload(path: Path) -> bytes:
         raise PackageError(f"{path} cannot be read: {error}") from error
 
 
-def _rungs(payload: bytes, at: int, count: int) -> tuple[int, ...]:
+def _plan_bytes(payload: bytes, at: int, count: int) -> tuple[int, ...]:
     found: list[int] = []
     for _ in range(count):
-        device_bytes, numbers = _RUNG.unpack_from(payload, at)
+        device_bytes, numbers = _PLAN.unpack_from(payload, at)
         found.append(device_bytes)
-        at += _RUNG.size + 8 * numbers
+        at += _PLAN.size + 8 * numbers
     return tuple(found)

@@ -116,16 +116,16 @@ class Payload:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What delegates chose that were lent no session; of the plans in the file they took number `rung`."""
+    """What delegates chose that were lent no session; of the plans in the file they took number `plan`."""
 
     floor_bytes: int
     full_bytes: int
     budget_bytes: int
     asked_bytes: int
     source: str
-    rung: int
-    rung_count: int
-    rung_bytes: int
+    plan: int
+    plan_count: int
+    plan_bytes: int
 
 
 class NativeModule:
@@ -219,8 +219,8 @@ class NativeModule:
         handle = self._library.penstock_executorch_session(self._group, numbers)
         if not handle:
             return None
-        floor, full, budget, asked, source, rung, count, held = numbers
-        return handle, SessionFacts(floor, full, budget, asked, _SOURCES[source], rung, count, held)
+        floor, full, budget, asked, source, plan, count, held = numbers
+        return handle, SessionFacts(floor, full, budget, asked, _SOURCES[source], plan, count, held)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -25,7 +25,7 @@ FORMAT_VERSION = 6
 # Magic, version, hash of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")
 _LENGTHS = struct.Struct("<QQQ")
-_RUNG = struct.Struct("<QQ")
+_PLAN = struct.Struct("<QQ")
 
 _FNV_START = 0xCBF29CE484222325
 _FNV_PRIME = 0x100000001B3
@@ -36,7 +36,7 @@ WEIGHT_SHIFT = 40
 
 
 @dataclass(frozen=True)
-class Rung:
+class StoredPlan:
     """A plan, made ahead: it fits every budget of `device_bytes` or more."""
 
     device_bytes: int
@@ -44,7 +44,7 @@ class Rung:
     numbers: bytes
 
     def packed(self) -> bytes:
-        return _RUNG.pack(self.device_bytes, len(self.numbers) // 8) + self.numbers
+        return _PLAN.pack(self.device_bytes, len(self.numbers) // 8) + self.numbers
 
     @property
     def seal(self) -> int:
@@ -52,9 +52,9 @@ class Rung:
         return fnv64(self.packed())
 
 
-def pack_payload(description: Mapping[str, Any], rungs: Sequence[Rung], code: bytes) -> bytes:
+def pack_payload(description: Mapping[str, Any], plans: Sequence[StoredPlan], code: bytes) -> bytes:
     text = json.dumps(description).encode()
-    table = b"".join(rung.packed() for rung in rungs)
+    table = b"".join(plan.packed() for plan in plans)
     return _sealed(PAYLOAD_MAGIC, _LENGTHS.pack(len(text), len(table), len(code)) + text + table + code)
 
 

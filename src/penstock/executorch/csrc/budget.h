@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "payload.h"
 
@@ -31,9 +32,12 @@ struct BudgetRequest {
 };
 
 // `driver` tells how much is free. Throws LoadError(budget) or LoadError(below_floor), which names the exact minimum.
-Budget choose_budget(const BudgetRequest& request, const Payload& payload, const Ladder& ladder, void* driver);
+Budget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver);
+
+// LoadError(below_floor), which names the exact minimum; `origin` is where the budget comes from, for the message.
+void require_floor(int64_t budget_bytes, int64_t floor_bytes, const std::string& origin);
 
 // The largest plan that the budget allows.
-size_t choose_rung(const Ladder& ladder, int64_t budget_bytes);
+size_t choose_plan(const std::vector<ReadyPlan>& plans, int64_t floor_bytes, int64_t budget_bytes);
 
 }  // namespace penstock_executorch

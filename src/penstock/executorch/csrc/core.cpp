@@ -60,6 +60,9 @@ Core load() {
   find(library, "penstock_session_begin", core.session_begin);
   find(library, "penstock_session_end", core.session_end);
   find(library, "penstock_session_abort", core.session_abort);
+  find(library, "penstock_session_counters", core.session_counters);
+  find(library, "penstock_session_memory", core.session_memory);
+  find(library, "penstock_session_link", core.session_link);
   find(library, "penstock_session_failure", core.session_failure);
   find(library, "penstock_session_failure_text", core.session_failure_text);
   return core;

@@ -25,6 +25,9 @@ struct Core {
   int32_t (*session_begin)(void*, int64_t method, void* stream);
   int32_t (*session_end)(void*);
   void (*session_abort)(void*);
+  int32_t (*session_counters)(void*, int64_t* last_run, int64_t* totals);
+  int32_t (*session_memory)(void*, int64_t* device_bytes, int64_t* peak_device_bytes);
+  int64_t (*session_link)(void*, int64_t* out, int64_t capacity);
   int32_t (*session_failure)(void*);
   const char* (*session_failure_text)(void*);
 };

@@ -13,6 +13,7 @@
 #include "data_map.h"
 #include "gpu.h"
 #include "load_options.h"
+#include "loaded_options.h"
 #include "program_session.h"
 #include "load_error.h"
 #include "state_table.h"
@@ -25,6 +26,8 @@ using executorch::aten::Tensor;
 using executorch::runtime::ArrayRef;
 using executorch::runtime::BackendExecutionContext;
 using executorch::runtime::BackendInitContext;
+using executorch::runtime::BackendOption;
+using executorch::runtime::BackendOptionContext;
 using executorch::runtime::CompileSpec;
 using executorch::runtime::DelegateHandle;
 using executorch::runtime::Error;
@@ -60,6 +63,7 @@ Error code_of(Kind kind) {
     case Kind::host:
       return Error::AccessFailed;
     case Kind::state:
+    case Kind::busy:
       return Error::InvalidState;
     default:
       return Error::Internal;
@@ -322,6 +326,14 @@ class PenstockBackend final : public executorch::runtime::BackendInterface {
 
   Error execute(BackendExecutionContext&, DelegateHandle* handle, Span<EValue*> args) const override {
     return to_status([&] { execute_delegate(*static_cast<Delegate*>(handle), args); });
+  }
+
+  Error set_option(BackendOptionContext&, const Span<BackendOption>& options) override {
+    return to_status([&] { set_loaded_options(options); });
+  }
+
+  Error get_option(BackendOptionContext&, Span<BackendOption>& options) override {
+    return to_status([&] { get_loaded_options(options); });
   }
 
   void destroy(DelegateHandle* handle) const override { delete static_cast<Delegate*>(handle); }

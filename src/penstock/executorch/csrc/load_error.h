@@ -26,6 +26,7 @@ enum class Kind : int32_t {
   host = 12,           // a file could not be written, or a library not be found
   device = 13,         // there is no such device
   state = 14,          // half written by a run that failed, or not to be found
+  busy = 15,           // a run is under way
 };
 
 struct LoadError : std::runtime_error {

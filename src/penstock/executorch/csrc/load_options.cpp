@@ -13,6 +13,8 @@ using executorch::runtime::BackendOption;
 // The delegate's name follows.
 constexpr const char* kOwnBudget = "weight_offload_budget:";
 
+}  // namespace
+
 const std::string* as_text(const BackendOption& option, std::string& storage) {
   auto* found = std::get_if<std::array<char, executorch::runtime::kMaxOptionValueLength>>(&option.value);
   if (!found) return nullptr;
@@ -23,7 +25,23 @@ const std::string* as_text(const BackendOption& option, std::string& storage) {
   return &storage;
 }
 
-}  // namespace
+BudgetRequest read_budget(const BackendOption& option, const std::string& key) {
+  BudgetRequest budget;
+  if (key == kBudgetMbOption) {
+    const int* mb = std::get_if<int>(&option.value);
+    if (!mb) throw LoadError(Kind::budget, "weight_offload_budget_mb is no int; valid: 0 or more (MiB)");
+    if (*mb < 0)
+      throw LoadError(Kind::budget, "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: 0 or more (MiB)");
+    budget.bytes = (int64_t)*mb << 20;
+    return budget;
+  }
+  std::string text;
+  if (!as_text(option, text))
+    throw LoadError(Kind::budget, key + " is no string; valid: a decimal number of bytes, as in \"8589934592\"");
+  budget.automatic = text == "auto";
+  if (!budget.automatic) budget.bytes = parse_decimal(text, key);
+  return budget;
+}
 
 SessionRequest read_options(const BackendInitContext& context) {
   SessionRequest request;
@@ -31,23 +49,10 @@ SessionRequest read_options(const BackendInitContext& context) {
   for (const BackendOption& option : context.runtime_specs()) {
     std::string key(option.key, strnlen(option.key, sizeof option.key));
     BudgetRequest budget;
-    if (key == "weight_offload_budget_mb") {
-      const int* mb = std::get_if<int>(&option.value);
-      if (!mb) throw LoadError(Kind::budget, "weight_offload_budget_mb is no int; valid: 0 or more (MiB)");
-      if (*mb < 0)
-        throw LoadError(Kind::budget, "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: 0 or more (MiB)");
-      budget.bytes = (int64_t)*mb << 20;
-    } else if (key == "weight_offload_budget") {
-      if (!as_text(option, text))
-        throw LoadError(Kind::budget, "weight_offload_budget is no string; valid: a decimal number of bytes, as in "
-                                    "\"8589934592\"");
-      budget.automatic = text == "auto";
-      if (!budget.automatic) budget.bytes = parse_decimal(text);
+    if (key == kBudgetMbOption || key == kBudgetOption) {
+      budget = read_budget(option, key);
     } else if (key.rfind(kOwnBudget, 0) == 0) {
-      if (!as_text(option, text)) throw LoadError(Kind::budget, key + " is no string; valid: a decimal number of bytes");
-      BudgetRequest& own = request.own_budgets[key.substr(std::strlen(kOwnBudget))];
-      own.automatic = text == "auto";
-      if (!own.automatic) own.bytes = parse_decimal(text, key);
+      request.own_budgets[key.substr(std::strlen(kOwnBudget))] = read_budget(option, key);
     } else if (key == "weight_offload_device") {
       const int* index = std::get_if<int>(&option.value);
       if (!index || *index < 0) throw LoadError(Kind::option, "weight_offload_device is no int of 0 or more");

@@ -9,6 +9,14 @@ namespace penstock_executorch {
 
 constexpr const char* kBackendName = "PenstockBackend";
 
+constexpr const char* kBudgetMbOption = "weight_offload_budget_mb";
+
+// Null where the value is no string.
+const std::string* as_text(const executorch::runtime::BackendOption& option, std::string& storage);
+
+// Of an option that is a budget, in MiB or in bytes; throws LoadError(budget).
+BudgetRequest read_budget(const executorch::runtime::BackendOption& option, const std::string& key);
+
 // Throws LoadError(option) or LoadError(budget), also for an option that there is not.
 SessionRequest read_options(const executorch::runtime::BackendInitContext& context);
 

@@ -286,7 +286,8 @@ int32_t penstock_executorch_reset_state(const char* group) {
 void* penstock_executorch_session(const char* group, int64_t* facts) {
   auto session = penstock_executorch::find_session(group);
   if (!session) return nullptr;
-  std::memcpy(facts, &session->facts(), sizeof session->facts());
+  const penstock_executorch::SessionFacts found = session->facts();
+  std::memcpy(facts, &found, sizeof found);
   return session->handle();
 }
 

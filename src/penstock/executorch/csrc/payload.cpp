@@ -17,7 +17,7 @@ struct Header {
   uint64_t version;
   uint64_t hash;
   uint64_t text_bytes;
-  uint64_t rung_bytes;
+  uint64_t plans_bytes;
   uint64_t code_bytes;
 };
 constexpr size_t kSealedFrom = 24;
@@ -50,7 +50,7 @@ Header opened(const void* data, size_t bytes, const char* magic, const char* wha
     refuse(std::string(what) + " has format version " + std::to_string(header.version) +
            "; this library reads version " + std::to_string(kVersion));
   size_t left = bytes - sizeof header;
-  for (uint64_t part : {header.text_bytes, header.rung_bytes, header.code_bytes}) {
+  for (uint64_t part : {header.text_bytes, header.plans_bytes, header.code_bytes}) {
     if (part > left) refuse(std::string(what) + " is truncated: it has " + std::to_string(bytes) + " bytes");
     left -= part;
   }
@@ -94,7 +94,7 @@ StateFacts read_state(const Json& row) {
 }
 
 // `seal`: what the description says of the plan that was proved and written here; `name` is the plan's.
-Rung read_rung(const char*& at, const char* end, const std::string& seal, const std::string& name) {
+StoredPlan read_plan(const char*& at, const char* end, const std::string& seal, const std::string& name) {
   const char* start = at;
   uint64_t head[2];
   if ((size_t)(end - at) < sizeof head) refuse("the plans of the program are truncated");
@@ -102,35 +102,35 @@ Rung read_rung(const char*& at, const char* end, const std::string& seal, const 
   at += sizeof head;
   if (head[1] > (size_t)(end - at) / sizeof(int64_t)) refuse("the plans of the program are truncated");
   if (head[0] > (uint64_t)INT64_MAX) refuse("a plan of the program needs more memory than there can be");
-  Rung rung{(int64_t)head[0], at, (size_t)head[1]};
+  StoredPlan plan{(int64_t)head[0], at, (size_t)head[1]};
   at += head[1] * sizeof(int64_t);
   if (hex(hash(start, (size_t)(at - start))) != seal)
     refuse(name + " is not the one that was written: its numbers do not have the hash that the description names");
-  return rung;
+  return plan;
 }
 
-// The rungs of all ladders follow one another.
-std::vector<Ladder> read_ladders(const Json& rows, size_t methods, const char* at, size_t bytes) {
-  std::vector<Ladder> ladders;
+// The plans of all tables follow one another.
+std::vector<PlanTable> read_plan_tables(const Json& rows, size_t methods, const char* at, size_t bytes) {
+  std::vector<PlanTable> tables;
   const char* end = at + bytes;
   for (const Json& row : rows.list()) {
-    Ladder ladder{row.at("methods").integers(), row.at("reads_in_place").integer() != 0,
+    PlanTable table{row.at("methods").integers(), row.at("reads_in_place").integer() != 0,
                   counted(row, "floor_bytes"), counted(row, "full_bytes"), {}};
-    for (int64_t method : ladder.methods)
+    for (int64_t method : table.methods)
       if (method < 0 || (size_t)method >= methods) refuse("the program has plans for a method that it has not");
     const std::vector<Json>& seals = row.at("seals").list();
-    if ((int64_t)seals.size() != row.at("rungs").integer())
+    if ((int64_t)seals.size() != row.at("plans").integer())
       refuse("the program names " + std::to_string(seals.size()) + " hashes for " +
-             std::to_string(row.at("rungs").integer()) + " plans");
+             std::to_string(row.at("plans").integer()) + " plans");
     for (const Json& seal : seals)
-      ladder.rungs.push_back(read_rung(at, end, seal.string(),
-                                       "plan " + std::to_string(ladder.rungs.size() + 1) + " of " +
-                                           std::to_string(seals.size()) + " for methods " + listed(ladder.methods)));
-    if (ladder.rungs.empty()) refuse("the program holds no plan");
-    ladders.push_back(std::move(ladder));
+      table.plans.push_back(read_plan(at, end, seal.string(),
+                                       "plan " + std::to_string(table.plans.size() + 1) + " of " +
+                                           std::to_string(seals.size()) + " for methods " + listed(table.methods)));
+    if (table.plans.empty()) refuse("the program holds no plan");
+    tables.push_back(std::move(table));
   }
   if (at != end) refuse("the program holds plans that its description does not list");
-  return ladders;
+  return tables;
 }
 
 // Walks over a plan's numbers and puts file offsets in place of (weight << 40) + offset.
@@ -212,9 +212,9 @@ class Rebase {
 };
 
 // A copy of the numbers, walked over.
-Rebase walked(const Rung& rung, const std::vector<WeightFacts>& weights, std::vector<int64_t>& numbers) {
-  numbers.resize(rung.count);
-  std::memcpy(numbers.data(), rung.numbers, rung.count * sizeof(int64_t));
+Rebase walked(const StoredPlan& plan, const std::vector<WeightFacts>& weights, std::vector<int64_t>& numbers) {
+  numbers.resize(plan.count);
+  std::memcpy(numbers.data(), plan.numbers, plan.count * sizeof(int64_t));
   const std::vector<int64_t> anywhere(weights.size(), 0);
   Rebase rebase(numbers, anywhere, weights);
   rebase.run();
@@ -235,25 +235,25 @@ Slots slots_of(int64_t wanted_bytes, int64_t page_bytes, int64_t block_bytes) {
 }
 
 // The same plans for packed weights: whatever is copied passes through slots. Nothing where one is read in place.
-std::optional<Ladder> with_slots(Ladder ladder, const Payload& payload, const PackedWeights& packed) {
+std::optional<PlanTable> with_slots(PlanTable table, const Payload& payload, const PackedWeights& packed) {
   const Slots least = slots_of(0, payload.page_bytes, packed.largest_block_bytes);
-  for (size_t i = 0; i < ladder.rungs.size(); ++i) {
-    Rung& rung = ladder.rungs[i];
+  for (size_t i = 0; i < table.plans.size(); ++i) {
+    StoredPlan& plan = table.plans[i];
     std::vector<int64_t> numbers;
-    const Rebase plan = walked(rung, payload.weights, numbers);
-    for (size_t weight : plan.in_place)
+    const Rebase walk = walked(plan, payload.weights, numbers);
+    for (size_t weight : walk.in_place)
       if (packed.weights.count(weight)) return std::nullopt;
     // With everything resident it is decoded once, on the host.
-    if (!plan.is_copying) continue;
+    if (!walk.is_copying) continue;
     // The first is for the floor.
-    rung.slots = i == 0 ? least : slots_of(rung.device_bytes / kSlotsPartOfPlan, payload.page_bytes,
+    plan.slots = i == 0 ? least : slots_of(plan.device_bytes / kSlotsPartOfPlan, payload.page_bytes,
                                            packed.largest_block_bytes);
-    if (rung.device_bytes > INT64_MAX - rung.slots.total_bytes) refuse("a plan needs more memory than there can be");
-    rung.device_bytes += rung.slots.total_bytes;
+    if (plan.device_bytes > INT64_MAX - plan.slots.total_bytes) refuse("a plan needs more memory than there can be");
+    plan.device_bytes += plan.slots.total_bytes;
   }
-  if (ladder.rungs.front().slots.count && ladder.floor_bytes < ladder.full_bytes)
-    ladder.floor_bytes = std::min(ladder.full_bytes, ladder.floor_bytes + least.total_bytes);
-  return ladder;
+  if (table.plans.front().slots.count && table.floor_bytes < table.full_bytes)
+    table.floor_bytes = std::min(table.full_bytes, table.floor_bytes + least.total_bytes);
+  return table;
 }
 
 // One block more, which is a range of its own.
@@ -317,32 +317,33 @@ Payload read_payload(const void* data, size_t bytes) {
           {input.at("scalar_type").integer(), input.at("shape").integers(), input.at("dim_order").integers()});
     out.methods.push_back(std::move(method));
   }
-  out.ladders = read_ladders(text.at("ladders"), out.methods.size(), start + header.text_bytes, header.rung_bytes);
+  out.plan_tables =
+      read_plan_tables(text.at("plan_tables"), out.methods.size(), start + header.text_bytes, header.plans_bytes);
   out.description = start;
   out.description_bytes = header.text_bytes;
-  out.code = start + header.text_bytes + header.rung_bytes;
+  out.code = start + header.text_bytes + header.plans_bytes;
   out.code_bytes = header.code_bytes;
   return out;
 }
 
-Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
+PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
                    const PackedWeights& packed) {
-  for (const Ladder& ladder : payload.ladders) {
-    if (ladder.methods != methods || (staged && ladder.reads_in_place)) continue;
-    if (packed.weights.empty()) return ladder;
-    if (std::optional<Ladder> found = with_slots(ladder, payload, packed)) return *found;
+  for (const PlanTable& table : payload.plan_tables) {
+    if (table.methods != methods || (staged && table.reads_in_place)) continue;
+    if (packed.weights.empty()) return table;
+    if (std::optional<PlanTable> found = with_slots(table, payload, packed)) return *found;
   }
   refuse("the program holds no plans for methods " + listed(methods) +
          (staged || !packed.weights.empty() ? " without reading in place" : ""));
 }
 
-std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,
+std::vector<int64_t> rebased(const StoredPlan& plan, const std::vector<int64_t>& weight_offsets,
                              const std::vector<WeightFacts>& weights) {
-  std::vector<int64_t> numbers(rung.count);
-  std::memcpy(numbers.data(), rung.numbers, rung.count * sizeof(int64_t));
+  std::vector<int64_t> numbers(plan.count);
+  std::memcpy(numbers.data(), plan.numbers, plan.count * sizeof(int64_t));
   Rebase rebase(numbers, weight_offsets, weights);
   rebase.run();
-  if (rung.slots.count) add_slots(numbers, rung.slots, rebase);
+  if (plan.slots.count) add_slots(numbers, plan.slots, rebase);
   return numbers;
 }
 

@@ -61,7 +61,7 @@ struct Slots {
 };
 
 // A plan, made at export; it fits every budget of `device_bytes` or more.
-struct Rung {
+struct StoredPlan {
   // With the slots.
   int64_t device_bytes;
   // Not aligned: a part of the payload.
@@ -69,6 +69,12 @@ struct Rung {
   size_t count;
   // None, where weights are as they are; the plan in the file has none.
   Slots slots{0, 0, 0};
+};
+
+// The same for one weights file, as the core takes it; on its own, whatever becomes of the payload.
+struct ReadyPlan {
+  int64_t device_bytes;
+  std::vector<int64_t> numbers;
 };
 
 // The weights that are packed in the file: none, or as the core takes them.
@@ -80,7 +86,7 @@ struct PackedWeights {
 };
 
 // The plans of some of the program's delegates over one ring.
-struct Ladder {
+struct PlanTable {
   // Numbers of Payload::methods, in the order in which a session counts them.
   std::vector<int64_t> methods;
   // Whether some access reads its weight where it lies in host memory, which staging has not.
@@ -88,7 +94,7 @@ struct Ladder {
   int64_t floor_bytes;
   int64_t full_bytes;
   // Smallest first.
-  std::vector<Rung> rungs;
+  std::vector<StoredPlan> plans;
 };
 
 struct Payload {
@@ -106,7 +112,7 @@ struct Payload {
   std::vector<WeightFacts> weights;
   std::vector<StateFacts> states;
   std::vector<MethodFacts> methods;
-  std::vector<Ladder> ladders;
+  std::vector<PlanTable> plan_tables;
   const char* description;
   size_t description_bytes;
   const char* code;
@@ -119,11 +125,11 @@ Payload read_payload(const void* data, size_t bytes);
 
 // The plans for these delegates; `staged`: only those that read nothing in place will do. With packed weights, those that
 // read none of them in place, with slots. Throws LoadError(package).
-Ladder find_ladder(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
+PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
                    const PackedWeights& packed);
 
-// The numbers of a rung with the offsets that weights have in a file, and its slots; throws LoadError(package).
-std::vector<int64_t> rebased(const Rung& rung, const std::vector<int64_t>& weight_offsets,
+// The numbers of a plan with the offsets that weights have in a file, and its slots; throws LoadError(package).
+std::vector<int64_t> rebased(const StoredPlan& plan, const std::vector<int64_t>& weight_offsets,
                              const std::vector<WeightFacts>& weights);
 
 }  // namespace penstock_executorch

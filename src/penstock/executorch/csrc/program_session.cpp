@@ -108,7 +108,7 @@ void busy_with(const SessionKey& key, std::unique_lock<std::mutex>& hold, Work&&
 
 }  // namespace
 
-ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, const BudgetRequest& asked,
+ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& asked,
                                const WeightsPlace& weights, const SessionRequest& request, int32_t device_index)
     : device_index_(device_index) {
   bool poison = poison_asked();
@@ -126,10 +126,12 @@ ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, con
     if (granularity != payload.page_bytes)
       throw LoadError(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
-    Budget budget = choose_budget(asked, payload, ladder, driver_);
-    int64_t used_bytes = std::min(budget.asked_bytes, std::max(ladder.full_bytes, ladder.floor_bytes));
-    size_t rung = choose_rung(ladder, used_bytes);
-    std::vector<int64_t> numbers = rebased(ladder.rungs[rung], weights.offsets, payload.weights);
+    Budget budget = choose_budget(asked, payload, table, driver_);
+    int64_t used_bytes = std::min(budget.asked_bytes, std::max(table.full_bytes, table.floor_bytes));
+    for (const StoredPlan& stored : table.plans)
+      plans_.push_back({stored.device_bytes, rebased(stored, weights.offsets, payload.weights)});
+    size_t plan = choose_plan(plans_, table.floor_bytes, used_bytes);
+    const std::vector<int64_t>& numbers = plans_[plan].numbers;
     if (core().load_torch()) throw_core_failure();
     std::vector<int64_t> ends = staging.buffers ? std::vector<int64_t>{} : chunk_ends(payload, weights);
     session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(),
@@ -137,20 +139,20 @@ ProgramSession::ProgramSession(const Payload& payload, const Ladder& ladder, con
                                      weights.packed.numbers.data(), (int64_t)weights.packed.numbers.size());
     if (!session_) throw_core_failure();
     if (core().session_install(session_, numbers.data(), (int64_t)numbers.size())) throw_core_failure();
-    facts_.floor_bytes = ladder.floor_bytes;
-    facts_.full_bytes = ladder.full_bytes;
+    facts_.floor_bytes = table.floor_bytes;
+    facts_.full_bytes = table.full_bytes;
     facts_.budget_bytes = used_bytes;
     facts_.asked_bytes = budget.asked_bytes;
     facts_.source = (int64_t)budget.source;
-    facts_.rung = (int64_t)rung;
-    facts_.rung_count = (int64_t)ladder.rungs.size();
-    facts_.rung_bytes = ladder.rungs[rung].device_bytes;
+    facts_.plan = (int64_t)plan;
+    facts_.plan_count = (int64_t)table.plans.size();
+    facts_.plan_bytes = table.plans[plan].device_bytes;
     const char* origins[] = {"given at load", "baked at export", "automatic"};
     std::string place = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
-    summary_ = payload.program + " on " + place + ": floor " + format_bytes(ladder.floor_bytes) +
+    summary_ = payload.program + " on " + place + ": floor " + format_bytes(table.floor_bytes) +
                ", budget " + format_bytes(used_bytes) + " (" + origins[(int)budget.source] + "), plan " +
-               std::to_string(rung + 1) + " of " + std::to_string(ladder.rungs.size()) + " takes " +
-               format_bytes(ladder.rungs[rung].device_bytes) + " of " + format_bytes(ladder.full_bytes) +
+               std::to_string(plan + 1) + " of " + std::to_string(table.plans.size()) + " takes " +
+               format_bytes(table.plans[plan].device_bytes) + " of " + format_bytes(table.full_bytes) +
                ", weights from " + weights.path + (staging.buffers ? ", staged" : ", held in memory");
     // penstock.Module tries registration in a process of its own first, and counts host memory; here nobody has.
     if (payload.device == "cuda" && !staging.buffers)
@@ -203,12 +205,13 @@ std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t met
     if (std::shared_ptr<ProgramSession> session = it->second.lock())
       if (session->taken().insert(method).second)
         return std::make_unique<SessionRef>(std::move(session), method, number, key);
-  const Ladder ladder = find_ladder(payload, methods, request.host_cap_bytes > 0, weights.packed);
+  const PlanTable table = find_plan_table(payload, methods, request.host_cap_bytes > 0, weights.packed);
   std::shared_ptr<ProgramSession> made;
   busy_with(key, hold, [&] {
-    made = std::make_shared<ProgramSession>(payload, ladder, asked, weights, request, device_index);
+    made = std::make_shared<ProgramSession>(payload, table, asked, weights, request, device_index);
   });
   made->taken().insert(method);
+  if (alone) made->own_delegate() = payload.methods[(size_t)method].name;
   all.known.emplace(key, made);
   return std::make_unique<SessionRef>(std::move(made), method, number, key);
 }
@@ -237,13 +240,19 @@ std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, in
   throw LoadError(Kind::package, "no session was made for delegate " + std::to_string(method) + " of the program");
 }
 
-std::shared_ptr<ProgramSession> find_session(const std::string& group) {
+std::vector<std::shared_ptr<ProgramSession>> find_sessions(const std::string& group) {
+  std::vector<std::shared_ptr<ProgramSession>> found;
   Registry& all = registry();
   std::lock_guard<std::mutex> hold(all.lock);
   for (auto& [key, known] : all.known)
     if (std::get<3>(key) == group)
-      if (auto session = known.lock()) return session;
-  return nullptr;
+      if (auto session = known.lock()) found.push_back(std::move(session));
+  return found;
+}
+
+std::shared_ptr<ProgramSession> find_session(const std::string& group) {
+  auto found = find_sessions(group);
+  return found.empty() ? nullptr : found.front();
 }
 
 }  // namespace penstock_executorch

@@ -53,9 +53,20 @@ struct SessionFacts {
   int64_t budget_bytes;
   int64_t asked_bytes;
   int64_t source;
-  int64_t rung;
-  int64_t rung_count;
-  int64_t rung_bytes;
+  int64_t plan;
+  int64_t plan_count;
+  int64_t plan_bytes;
+};
+
+// What the core counted. The numbers of a run are penstock.runtime.session.Stats, in its order.
+struct SessionCounters {
+  static constexpr size_t kCount = 10;
+  int64_t last_run[kCount];
+  int64_t totals[kCount];
+  int64_t device_bytes;
+  int64_t peak_device_bytes;
+  // Of copies as the plan makes them, timed when it was installed; 0 where it makes none.
+  int64_t link_bytes_per_s;
 };
 
 // What two delegates must have in common to share a session: program, file (two numbers), group, budget, the delegate
@@ -64,8 +75,8 @@ using SessionKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int6
 
 class ProgramSession {
  public:
-  // Makes the core's session for the delegates of a ladder.
-  ProgramSession(const Payload& payload, const Ladder& ladder, const BudgetRequest& budget,
+  // Makes the core's session for the delegates of a plan table.
+  ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& budget,
                  const WeightsPlace& weights, const SessionRequest& request, int32_t device_index);
   // Uses one that somebody else made, and keeps.
   ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session) {}
@@ -75,18 +86,32 @@ class ProgramSession {
 
   void* handle() const { return session_; }
   int32_t device_index() const { return device_index_; }
-  const SessionFacts& facts() const { return facts_; }
+  SessionFacts facts() const;
+  // As it was loaded.
   const std::string& summary() const { return summary_; }
+  // The largest plan that the budget allows takes the place of the present one. Throws LoadError(busy) during a run, or
+  // LoadError(below_floor), or what the core says; then the budget stays what it was.
+  void set_budget(int64_t asked_bytes);
+  // Waits for a run.
+  SessionCounters counters();
   // One run at a time: delegates of one program share the ring.
   std::mutex& running() { return running_; }
   // Methods whose delegates are here. Under the registry's lock.
   std::set<int64_t>& taken() { return taken_; }
+  // The delegate whose session this is alone; empty where delegates share it. Set before anybody else finds
+  // the session.
+  std::string& own_delegate() { return own_delegate_; }
 
  private:
   std::set<int64_t> taken_;
   int32_t device_index_;
   void* driver_ = nullptr;  // null: the session is somebody else's
   void* session_ = nullptr;
+  std::string own_delegate_;
+  std::vector<ReadyPlan> plans_;
+  // False where neither a new plan nor the one before it could be had.
+  bool has_plan_ = true;
+  mutable std::mutex facts_lock_;
   SessionFacts facts_{};
   std::string summary_;
   std::mutex running_;
@@ -124,7 +149,9 @@ void reclaim_sessions(const std::string& group);
 // Null where none was lent to the group; throws LoadError(package) where one was, but not for this delegate.
 std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, int64_t method);
 
-// The first session that was made here for a group; null where there is none.
+// The sessions that were made here for a group.
+std::vector<std::shared_ptr<ProgramSession>> find_sessions(const std::string& group);
+// The first of them; null where there is none.
 std::shared_ptr<ProgramSession> find_session(const std::string& group);
 
 }  // namespace penstock_executorch

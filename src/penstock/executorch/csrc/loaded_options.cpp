@@ -1,0 +1,120 @@
+#include "loaded_options.h"
+
+#include <cstring>
+#include <map>
+
+#include "load_error.h"
+#include "load_options.h"
+
+namespace penstock_executorch {
+namespace {
+
+using executorch::runtime::BackendOption;
+using executorch::runtime::Span;
+
+constexpr const char* kGroupOption = "weight_offload_group";
+
+struct Key {
+  std::string option;
+  // After a colon; empty where delegates share a session.
+  std::string delegate;
+};
+
+Key key_of(const BackendOption& option) {
+  std::string key(option.key, strnlen(option.key, sizeof option.key));
+  size_t colon = key.find(':');
+  return {key.substr(0, colon), colon == std::string::npos ? "" : key.substr(colon + 1)};
+}
+
+std::string group_of(const Span<BackendOption>& options) {
+  std::string group;
+  for (const BackendOption& option : options)
+    if (key_of(option).option == kGroupOption && !as_text(option, group))
+      throw LoadError(Kind::option, std::string(kGroupOption) + " is no string");
+  return group;
+}
+
+std::shared_ptr<ProgramSession> session_of(const std::string& group, const std::string& delegate) {
+  std::vector<std::shared_ptr<ProgramSession>> found;
+  for (auto& session : find_sessions(group))
+    if (session->own_delegate() == delegate) found.push_back(session);
+  if (found.size() == 1) return found.front();
+  const std::string where = group.empty() ? "without a group" : "in group '" + group + "'";
+  if (!found.empty())
+    throw LoadError(Kind::option, std::to_string(found.size()) + " programs are loaded " + where +
+                                    ": load each with a weight_offload_group of its own, and name it here");
+  if (!delegate.empty())
+    throw LoadError(Kind::option, "no delegate '" + delegate + "' that has a budget of its own is loaded " + where);
+  throw LoadError(Kind::option, "no program is loaded " + where);
+}
+
+// Of the core's numbers, those that mean something for a plan.
+enum Counter : size_t { kRuns = 0, kBytesStreamed = 1, kBytesHit = 2, kCopies = 3, kStallNs = 4, kBytesInPlace = 8,
+                        kBytesDecoded = 9 };
+
+std::map<std::string, int64_t> figures(ProgramSession& session) {
+  const SessionCounters counted = session.counters();
+  const SessionFacts facts = session.facts();
+  std::map<std::string, int64_t> found{
+      {"weight_offload_budget", facts.budget_bytes},
+      {"weight_offload_floor_bytes", facts.floor_bytes},
+      {"weight_offload_full_bytes", facts.full_bytes},
+      {"weight_offload_plan", facts.plan + 1},
+      {"weight_offload_plan_count", facts.plan_count},
+      {"weight_offload_device_bytes", counted.device_bytes},
+      {"weight_offload_peak_device_bytes", counted.peak_device_bytes},
+      {"weight_offload_link_bytes_per_s", counted.link_bytes_per_s},
+      {"weight_offload_runs", counted.totals[kRuns]},
+  };
+  const std::map<std::string, Counter> counters{{"bytes_streamed", kBytesStreamed}, {"bytes_hit", kBytesHit},
+                                                {"copies", kCopies},                {"stall_ns", kStallNs},
+                                                {"bytes_in_place", kBytesInPlace},  {"bytes_decoded", kBytesDecoded}};
+  for (const auto& [name, counter] : counters) {
+    found["weight_offload_" + name] = counted.totals[counter];
+    found["weight_offload_last_run_" + name] = counted.last_run[counter];
+  }
+  return found;
+}
+
+}  // namespace
+
+void set_loaded_options(const Span<BackendOption>& options) {
+  std::optional<BudgetRequest> budget;
+  std::string delegate;
+  for (const BackendOption& option : options) {
+    const Key key = key_of(option);
+    if (key.option == kGroupOption) continue;
+    if (key.option != kBudgetOption && key.option != kBudgetMbOption)
+      throw LoadError(Kind::option, "'" + key.option + "' cannot be set of a loaded program; weight_offload_budget and " +
+                                      "weight_offload_budget_mb can, with weight_offload_group");
+    if (budget) throw LoadError(Kind::budget, "two budgets were given; set one at a time");
+    budget = read_budget(option, key.option);
+    delegate = key.delegate;
+  }
+  if (!budget) throw LoadError(Kind::option, "no budget was given; set weight_offload_budget or weight_offload_budget_mb");
+  if (!budget->bytes)
+    throw LoadError(Kind::budget, "a budget of 'auto' is chosen at load, from what is free then; give a number of bytes");
+  session_of(group_of(options), delegate)->set_budget(*budget->bytes);
+}
+
+void get_loaded_options(Span<BackendOption>& options) {
+  const std::string group = group_of(options);
+  std::map<std::string, std::map<std::string, int64_t>> known;
+  for (BackendOption& option : options) {
+    const Key key = key_of(option);
+    if (key.option == kGroupOption) continue;
+    if (!known.count(key.delegate)) known[key.delegate] = figures(*session_of(group, key.delegate));
+    auto found = known[key.delegate].find(key.option);
+    if (found == known[key.delegate].end()) {
+      std::string names;
+      for (const auto& [name, value] : known[key.delegate]) names += (names.empty() ? "" : ", ") + name;
+      throw LoadError(Kind::option, "there is no figure '" + key.option + "'; there are " + names);
+    }
+    std::array<char, executorch::runtime::kMaxOptionValueLength> text{};
+    const std::string value = std::to_string(found->second);
+    std::memcpy(text.data(), value.data(), value.size());
+    option.value = text;
+  }
+}
+
+}  // namespace penstock_executorch

@@ -1,0 +1,58 @@
+// What a session that is loaded may be asked and told between runs.
+#include <algorithm>
+
+#include "core.h"
+#include "load_error.h"
+#include "program_session.h"
+
+namespace penstock_executorch {
+
+SessionFacts ProgramSession::facts() const {
+  std::lock_guard<std::mutex> hold(facts_lock_);
+  return facts_;
+}
+
+void ProgramSession::set_budget(int64_t asked_bytes) {
+  std::unique_lock<std::mutex> idle(running_, std::try_to_lock);
+  SessionFacts made = facts();
+  if (!idle)
+    throw LoadError(Kind::busy, "a run is under way: the budget of " + format_bytes(made.budget_bytes) +
+                                  " stays; set another one between runs");
+  require_floor(asked_bytes, made.floor_bytes, "set after load; the present one stays");
+  const auto installs = [&](size_t plan) {
+    const std::vector<int64_t>& numbers = plans_[plan].numbers;
+    return core().session_install(session_, numbers.data(), (int64_t)numbers.size()) == 0;
+  };
+  const size_t before = (size_t)made.plan;
+  made.asked_bytes = asked_bytes;
+  made.budget_bytes = std::min(asked_bytes, std::max(made.full_bytes, made.floor_bytes));
+  made.source = (int64_t)BudgetSource::load;
+  made.plan = (int64_t)choose_plan(plans_, made.floor_bytes, made.budget_bytes);
+  made.plan_bytes = plans_[(size_t)made.plan].device_bytes;
+  if ((!has_plan_ || (size_t)made.plan != before) && !installs((size_t)made.plan)) {
+    const int32_t number = core().failure();
+    const std::string reason = core().failure_text();
+    has_plan_ = installs(before);
+    if (!has_plan_)
+      throw LoadError(Kind::core, "neither the new budget (" + reason + ") nor the old one (" + core().failure_text() +
+                                    ") could be installed; set another one before the next run", number);
+    throw LoadError(Kind::core, reason + "; the old budget stays", number);
+  }
+  has_plan_ = true;
+  std::lock_guard<std::mutex> hold(facts_lock_);
+  facts_ = made;
+}
+
+SessionCounters ProgramSession::counters() {
+  std::lock_guard<std::mutex> idle(running_);
+  SessionCounters found{};
+  if (core().session_counters(session_, found.last_run, found.totals)) throw_core_failure();
+  if (core().session_memory(session_, &found.device_bytes, &found.peak_device_bytes)) throw_core_failure();
+  // Copies, bytes and nanoseconds; the first sample is of the plan itself.
+  int64_t sample[3];
+  if (core().session_link(session_, sample, 1) > 0 && sample[2])
+    found.link_bytes_per_s = (int64_t)((double)sample[1] * 1e9 / (double)sample[2]);
+  return found;
+}
+
+}  // namespace penstock_executorch

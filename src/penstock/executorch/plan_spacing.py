@@ -1,0 +1,122 @@
+"""For which budgets plans are made ahead, so that whoever takes the next smaller one streams hardly more.
+
+What counts is what a run moves over the link. Where little of the weights streams, a page more or less of the budget
+changes that by a large part: there the plans stand close together. Where nothing streams any more, one serves all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.plan.plan import MethodPlan, Plan
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
+from penstock.schedule import Schedule
+
+# Of what all weights take. Budgets that people give are planned exactly.
+ROUND_PERCENTS = (5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95)
+# Guessed distances differ from those found by about so much; one that turns out too long costs a plan more.
+SURPLUS = 1.1
+
+
+@dataclass(frozen=True)
+class Spacing:
+    """From one plan to the next larger one, what streams falls to no less than 1 / `times`, or by no more than
+    `part_of_weights` (at least what a copy costs beside its bytes), whichever leaves more room.
+
+    A run reads every weight once on the device. A GPU of 4.8 TB/s beside a link of 55 GB/s takes for that as long as
+    the link takes for 1/87 of the weights. So 1/2000 of the weights are 4% of the shortest run there is.
+    """
+
+    times: float
+    part_of_weights: float
+
+    def mark(self, nbytes: float, weight_bytes: int) -> float:
+        """Marks of amounts that lie just so far apart differ by one."""
+        least_bytes, even_bytes = self._bounds(weight_bytes)
+        if nbytes <= even_bytes:
+            return nbytes / least_bytes
+        return (even_bytes / least_bytes) + math.log(nbytes / even_bytes, self.times)
+
+    def amount(self, mark: float, weight_bytes: int) -> float:
+        """The bytes that have this mark."""
+        least_bytes, even_bytes = self._bounds(weight_bytes)
+        even_mark = even_bytes / least_bytes
+        return mark * least_bytes if mark <= even_mark else even_bytes * self.times ** (mark - even_mark)
+
+    def _bounds(self, weight_bytes: int) -> tuple[float, float]:
+        """The least distance, and the amount from which on it is a factor instead."""
+        least_bytes = max(float(COPY_OVERHEAD_BYTES), self.part_of_weights * weight_bytes)
+        return least_bytes, least_bytes / (1 - 1 / self.times)
+
+
+def link_bytes(plan: Plan, schedules: Sequence[Schedule]) -> int:
+    """What a run of each method moves over the link, by copies and by kernels: one plan serves all of them.
+
+    Of a table that is gathered from kernels read next to nothing.
+    """
+    return sum(_link_bytes(method, schedule) for method, schedule in zip(plan.methods, schedules, strict=True))
+
+
+def _link_bytes(plan: MethodPlan, schedule: Schedule) -> int:
+    read_in_place = (
+        placement.in_place_bytes
+        for placement in plan.placements
+        if not schedule.access_by_number[placement.number].gathered
+    )
+    return plan.warm.bytes_streamed + sum(read_in_place)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    budget_bytes: int
+    plan: Plan
+    link_bytes: int
+
+
+def spaced_plans(
+    plan_at: Callable[[int], Plan],
+    schedules: Sequence[Schedule],
+    floor_bytes: int,
+    full_bytes: int,
+    weight_bytes: int,
+    spacing: Spacing,
+    *,
+    page_bytes: int,
+) -> list[Plan]:
+    """From the floor to everything resident, both included; in the order of the budgets they were made for."""
+
+    def planned(budget_bytes: int) -> _Planned:
+        plan = plan_at(budget_bytes)
+        return _Planned(budget_bytes, plan, link_bytes(plan, schedules))
+
+    def between(low: _Planned, high: _Planned) -> int | None:
+        """The budget to plan for next; None where nobody in between would gain by a plan."""
+        marks = spacing.mark(low.link_bytes, weight_bytes), spacing.mark(high.link_bytes, weight_bytes)
+        gaps = marks[0] - marks[1]
+        # The larger one serves all budgets from what it holds on.
+        room_bytes = high.plan.device_bytes - low.budget_bytes
+        if gaps <= 1 or room_bytes <= page_bytes:
+            return None
+        count = math.ceil(gaps * SURPLUS)
+        middle_bytes = spacing.amount(marks[0] - gaps * (count // 2) / count, weight_bytes)
+        part = (low.link_bytes - middle_bytes) / (low.link_bytes - high.link_bytes)
+        pages = min(max(1, round(room_bytes * part / page_bytes)), math.ceil(room_bytes / page_bytes) - 1)
+        return low.budget_bytes + pages * page_bytes
+
+    exact = (weight_bytes * percent // 100 // page_bytes * page_bytes for percent in ROUND_PERCENTS)
+    budgets = sorted({floor_bytes, *(nbytes for nbytes in exact if floor_bytes < nbytes < full_bytes), full_bytes})
+    # From the largest down, so that those of which one already known serves all are left out.
+    ahead = [planned(full_bytes)]
+    for budget_bytes in reversed(budgets[:-1]):
+        if budget_bytes < ahead[-1].plan.device_bytes or budget_bytes == floor_bytes:
+            ahead.append(planned(budget_bytes))
+    done = [ahead.pop()]
+    while ahead:
+        wanted = between(done[-1], ahead[-1])
+        if wanted is None:
+            done.append(ahead.pop())
+        else:
+            ahead.append(planned(wanted))
+    return [each.plan for each in done]

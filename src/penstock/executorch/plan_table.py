@@ -1,0 +1,94 @@
+"""Plans for many budgets, made at export: a process without Python takes the largest that its budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import UnsupportedProgramError
+from penstock.executorch.payload import WEIGHT_SHIFT, StoredPlan
+from penstock.executorch.plan_spacing import Spacing, spaced_plans
+from penstock.plan.check import check_plan
+from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
+from penstock.runtime.records import plan_numbers
+from penstock.schedule import Schedule
+from penstock.weight import Weight
+
+# Of all methods over one ring, which is what nearly everybody runs.
+USUAL = Spacing(times=1.04, part_of_weights=1 / 2000)
+# Of a delegate that gets a budget of its own, and of weights staged through host memory: rare, and as long to plan.
+RARE = Spacing(times=1.2, part_of_weights=1 / 200)
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The plans of some of a program's methods over one ring, smallest first."""
+
+    methods: tuple[int, ...]
+    floor_bytes: int
+    # With everything resident.
+    full_bytes: int
+    plans: tuple[StoredPlan, ...]
+    # Whether some access reads its weight where it lies in host memory.
+    reads_in_place: bool = False
+
+    def row(self) -> dict[str, Any]:
+        """As the description of a program has it; the plans themselves lie elsewhere."""
+        return {
+            "methods": self.methods,
+            "reads_in_place": int(self.reads_in_place),
+            "floor_bytes": self.floor_bytes,
+            "full_bytes": self.full_bytes,
+            "plans": len(self.plans),
+            # One for each plan: a plan that is changed, or stands in the place of another, is not what was proved.
+            "seals": [f"{plan.seal:016x}" for plan in self.plans],
+        }
+
+
+def make_plan_tables(schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int) -> list[PlanTable]:
+    """All methods over one ring; and where there are several, each of them by itself.
+
+    Where some weights are read in place, once more without: staging holds no weight in place.
+    """
+    for weight in weights:
+        if weight.nbytes >> WEIGHT_SHIFT:
+            raise UnsupportedProgramError(f"weight {weight.name!r} has {weight.nbytes} bytes, at most {2**40} will do")
+    everything = tuple(range(len(schedules)))
+    groups = [everything, *((number,) for number in everything if len(everything) > 1)]
+
+    def table(methods: tuple[int, ...], placement: str) -> PlanTable:
+        chosen = [schedules[number] for number in methods]
+        read = {access.weight for schedule in chosen for access in schedule.accesses}
+        named = {weight.name: weight for weight in weights if weight.name in read}
+        planner = Planner(chosen, named, page_bytes=page_bytes, placement=placement)
+
+        def proved(budget_bytes: int) -> Plan:
+            plan = planner.plan(budget_bytes)
+            # Whoever reads the file knows no schedule: what a plan is trusted for is shown here.
+            check_plan(plan, chosen, named, budget_bytes=budget_bytes)
+            return plan
+
+        # Pages are whole: the floor of a small program may exceed what its weights take.
+        top_bytes = max(planner.floor_bytes, planner.full_bytes)
+        spacing = USUAL if methods == everything and placement == "auto" else RARE
+        weight_bytes = sum(weight.nbytes for weight in named.values())
+        plans = spaced_plans(
+            proved, chosen, planner.floor_bytes, top_bytes, weight_bytes, spacing, page_bytes=page_bytes
+        )
+        stored: dict[int, StoredPlan] = {}
+        for plan in plans:
+            # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
+            stored.setdefault(plan.device_bytes, StoredPlan(plan.device_bytes, bytes(plan_numbers(plan, places))))
+        return PlanTable(
+            methods,
+            planner.floor_bytes,
+            planner.full_bytes,
+            tuple(stored[held] for held in sorted(stored)),
+            any(plan.direct_weights for plan in plans),
+        )
+
+    places = {weight.name: number << WEIGHT_SHIFT for number, weight in enumerate(weights)}
+    tables = [table(methods, "auto") for methods in groups]
+    return tables + [table(found.methods, "stream") for found in tables if found.reads_in_place]

@@ -1,0 +1,133 @@
+"""For which budgets a .pte holds plans: whoever takes the next smaller one streams hardly more."""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.executorch.plan_spacing import ROUND_PERCENTS, Spacing, link_bytes, spaced_plans
+from penstock.executorch.plan_table import RARE, USUAL
+from penstock.plan.plan import Plan
+from penstock.plan.planner import Planner
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES
+from penstock.schedule import Access, Schedule, Step
+from penstock.weight import Weight
+
+MIB = 2**20
+# What the planner's own choices differ by from one page to the next: the fastest plan need not stream the least.
+NOISE = 1.02
+
+
+def chain(method: str, names: Sequence[str], gathered: frozenset[str] = frozenset()) -> Schedule:
+    accesses = tuple(Access(number, name, gathered=name in gathered) for number, name in enumerate(names))
+    return Schedule(method, accesses, tuple(Step("kernel", (number,)) for number in range(len(names))))
+
+
+def sized(sizes: dict[str, int]) -> dict[str, Weight]:
+    return {name: Weight(name, "uint8", (nbytes,), (0,)) for name, nbytes in sizes.items()}
+
+
+def decoder(layers: int, hidden: int) -> tuple[list[Schedule], dict[str, Weight]]:
+    sizes = {"embedding": 32_000 * hidden}
+    for layer in range(layers):
+        for name, columns in {"q": hidden, "k": hidden // 4, "v": hidden // 4, "o": hidden, "norm": 1}.items():
+            sizes[f"{layer}.{name}"] = hidden * columns
+        for name in ("gate", "up", "down"):
+            sizes[f"{layer}.{name}"] = hidden * hidden * 7 // 2
+    sizes["head"] = 32_000 * hidden
+    return [chain("forward", list(sizes), frozenset({"embedding"}))], sized(sizes)
+
+
+def uneven(methods: int) -> tuple[list[Schedule], dict[str, Weight]]:
+    draw = random.Random(5)
+    weights = sized({f"w{index}": draw.randint(1, 9 * MIB) for index in range(16)})
+    names = list(weights)
+    # The first is read twice, so that what streams falls faster than the budget grows.
+    orders = [[*names, names[0]], names[::2], names[4:10]]
+    return [chain(f"m{index}", order) for index, order in enumerate(orders[:methods])], weights
+
+
+class Table:
+    """Plans of one program by what they hold, as the delegate looks them up."""
+
+    def __init__(
+        self, schedules: list[Schedule], weights: dict[str, Weight], page_bytes: int, spacing: Spacing
+    ) -> None:
+        self.planner = Planner(schedules, weights, page_bytes=page_bytes, placement="auto")
+        self.schedules, self.weights, self.page_bytes = schedules, weights, page_bytes
+        self.weight_bytes = sum(weight.nbytes for weight in weights.values())
+        self.made: list[int] = []
+        self.plans = spaced_plans(
+            self._plan_at,
+            schedules,
+            self.planner.floor_bytes,
+            self.planner.full_bytes,
+            self.weight_bytes,
+            spacing,
+            page_bytes=page_bytes,
+        )
+        self.plans.sort(key=lambda plan: plan.device_bytes)
+
+    def _plan_at(self, budget_bytes: int) -> Plan:
+        self.made.append(budget_bytes)
+        return self.planner.plan(budget_bytes)
+
+    def taken(self, budget_bytes: int) -> Plan:
+        return self.plans[bisect.bisect_right([plan.device_bytes for plan in self.plans], budget_bytes) - 1]
+
+    def link_bytes(self, plan: Plan) -> int:
+        return link_bytes(plan, self.schedules)
+
+    def check(self, budget_bytes: int, spacing: Spacing) -> None:
+        more_bytes = max(COPY_OVERHEAD_BYTES, spacing.part_of_weights * self.weight_bytes, self.page_bytes)
+        stored, own = (self.link_bytes(plan) for plan in (self.taken(budget_bytes), self.planner.plan(budget_bytes)))
+        assert stored <= max(spacing.times * own, own + more_bytes) * NOISE, budget_bytes
+
+
+@pytest.mark.parametrize("spacing", [USUAL, RARE])
+@pytest.mark.parametrize("methods", [1, 3])
+def test_every_budget_streams_little_more_than_its_own_plan(spacing: Spacing, methods: int) -> None:
+    page_bytes = 2 * MIB
+    table = Table(*uneven(methods), page_bytes, spacing)
+    for budget_bytes in range(table.planner.floor_bytes, table.planner.full_bytes + page_bytes, page_bytes):
+        table.check(budget_bytes, spacing)
+        # One byte less than the next page is the same budget.
+        assert table.taken(budget_bytes + page_bytes - 1) is table.taken(budget_bytes)
+
+
+def test_a_decoder_has_few_plans_and_all_that_it_needs() -> None:
+    page_bytes = 2 * MIB
+    table = Table(*decoder(4, 2048), page_bytes, USUAL)
+    floor_bytes, full_bytes = table.planner.floor_bytes, table.planner.full_bytes
+    assert {floor_bytes, full_bytes} <= set(table.made) and len(table.made) == len(set(table.made))
+    for percent in (10, 25, 50, 75, 90):
+        budget_bytes = max(floor_bytes, table.weight_bytes * percent // 100)
+        assert table.link_bytes(table.taken(budget_bytes)) == table.link_bytes(table.planner.plan(budget_bytes))
+    # Where everything but the table that is gathered from is resident nothing streams: one plan serves all.
+    idle = [plan for plan in table.plans if not table.link_bytes(plan)]
+    assert len(idle) == 2 and idle[-1].device_bytes == full_bytes
+    budgets = [plan.device_bytes for plan in table.plans if plan not in idle]
+    assert budgets[-1] - budgets[-2] == page_bytes < (budgets[1] - budgets[0]) / 2
+    assert len(table.plans) <= 80
+
+
+def test_a_tiny_program_has_its_ends_and_round_parts() -> None:
+    weights = sized({f"w{index}": 13_000 for index in range(30)})
+    table = Table([chain("forward", list(weights))], weights, 4096, USUAL)
+    assert len(table.made) <= len(ROUND_PERCENTS) + 2
+    assert (table.plans[0].device_bytes, table.plans[-1].device_bytes) == (
+        table.planner.floor_bytes,
+        table.planner.full_bytes,
+    )
+
+
+def test_marks_and_amounts_are_each_others_inverse() -> None:
+    spacing, weight_bytes = Spacing(times=1.04, part_of_weights=1 / 2000), 3 << 30
+    for nbytes in (0, 1000, 5 * MIB, 100 * MIB, 2 << 30):
+        assert spacing.amount(spacing.mark(nbytes, weight_bytes), weight_bytes) == pytest.approx(nbytes)
+    marks = [spacing.mark(nbytes, weight_bytes) for nbytes in (weight_bytes, weight_bytes / 1.04)]
+    assert marks[0] - marks[1] == pytest.approx(1)
+    assert spacing.mark(weight_bytes // 2000, weight_bytes) == pytest.approx(1)
