@@ -38,7 +38,7 @@ ELSEWHERE = {
     "reclaim_sessions",
     "take_shared_session_ref",
 }
-SKIPPED = {*ELSEWHERE, "find_session", "current_device_index", "current_stream", "wait_for"}
+SKIPPED = {*ELSEWHERE, "find_session", "find_sessions", "current_device_index", "current_stream", "wait_for"}
 CALLS = re.compile(
     r"(?<![\w.>:~])(?:check_build|check_delegate|check_gpu|check_input|log_line|compute|(?:bytes|processed)->Free"
     r"|delegate\.code->\w+|code\.forget|state->\w+|require_valid|reset|wait_for|fill|invalid_\.clear|taken\(\)\.\w+|"
@@ -47,6 +47,8 @@ CALLS = re.compile(
 )
 RULES = Rules(CALLS, refusals=True, parts=True)
 NEEDS_GPU = "it needs a torch that has a GPU"
+NEEDS_THREAD = "it needs another thread in the same moment"
+OTHER_BLAS = "it needs a process in C++ with another BLAS: tests/executorch/test_example.py"
 NEEDS_SIGNAL = "it needs a signal inside of a write"
 TICKET = (
     "delegate_ref.number < 0 || (size_t)delegate_ref.number >= payload.methods.size() || "
@@ -66,6 +68,28 @@ EQUIVALENT: dict[str, str] = {
     "code.cpp PackageFile: written < 0 taken for true": "it needs a file system that writes nothing, and does not fail",
     'code.cpp CompiledCode: if (device == "cuda") taken for false': NEEDS_GPU,
     f"code.cpp take_inputs: !parts_->device.is_cpu() left out of {STRIDES}": NEEDS_GPU,
+    'delegate.cpp check_build: if (payload.device == "cpu") taken for true': OTHER_BLAS,
+    'delegate.cpp check_build: if (payload.device == "cpu") taken for false': OTHER_BLAS,
+    'state_table.cpp device_of: device == "cuda" taken for false': NEEDS_GPU,
+    "state_table.cpp guarded: device.is_cpu() taken for true": NEEDS_GPU,
+    "state_table.cpp guarded: device.is_cpu() taken for false": NEEDS_GPU,
+    "state_table.cpp take_state_ref: it->second.expired() taken for false": "what is gone is found to be gone later",
+    "state_table.cpp take_state_ref: if (table->taken().insert(method).second) taken for false": (
+        "it needs two methods with state: tests/executorch/test_behaviours.py, from C++"
+    ),
+    **{
+        f"state_table.cpp {function}: std::lock_guard<std::mutex> {lock}; left out": NEEDS_THREAD
+        for function, lock in (
+            *((name, "alone(running_)") for name in ("read", "write", "reset")),
+            *((name, "hold(registry().lock)") for name in ("~StateRef", "lend_states", "reclaim_states")),
+            ("take_lent_state_ref", "hold(registry().lock)"),
+            *((name, "hold(all.lock)") for name in ("take_state_ref", "find_states")),
+        )
+    },
+    **{
+        f"state_table.cpp {place}: wait_for(tensors_->device) left out{number}": NEEDS_GPU
+        for place, number in (("read", ""), ("write", ""), ("write", " (2)"), ("reset", ""), ("reset", " (2)"))
+    },
 }
 if torch.backends.cuda.is_built():
     EQUIVALENT["delegate.cpp device_index_of: request.device_index taken for true"] = "torch may name the same GPU"

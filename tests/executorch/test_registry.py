@@ -16,7 +16,6 @@ from tests.runtime.mutants import Mutated
 # Conditions and calls of the registry that may be wrong; loading itself is for tests/executorch/test_module.py.
 SKIPPED = {"poison_asked", "chunk_ends", "staging_of", "ProgramSession", "~ProgramSession"}
 EQUIVALENT = {
-    "program_session.cpp find_sessions: if (std::get<3>(key) == group) taken for true": "the plays know of one group",
     "program_session.cpp ~SessionRef: if (key_) taken for true": "a session that was lent has no key to look up",
     "program_session.cpp ~SessionRef: if (key_) taken for false": "it needs a third one who joins between two others",
     "program_session.cpp ~SessionRef: all.changed.wait(hold, [&] { return !all.busy.count(*key_); }) left out": (

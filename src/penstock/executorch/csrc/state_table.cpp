@@ -125,7 +125,7 @@ void StateTable::read(const std::string& name, void* to, int64_t bytes) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(guarded(tensors_->device));
   wait_for(tensors_->device);
-  if (bytes) at::from_blob(to, {bytes}, at::kByte).copy_(bytes_of(tensors_->each[number], states_[number].dim_order));
+  at::from_blob(to, {bytes}, at::kByte).copy_(bytes_of(tensors_->each[number], states_[number].dim_order));
 }
 
 void StateTable::write(const std::string& name, const void* from, int64_t bytes) {
@@ -136,9 +136,8 @@ void StateTable::write(const std::string& name, const void* from, int64_t bytes)
   c10::OptionalDeviceGuard on(guarded(tensors_->device));
   wait_for(tensors_->device);
   invalid_ = "a write into '" + name + "' did not finish";
-  if (bytes)
-    bytes_of(tensors_->each[number], states_[number].dim_order)
-        .copy_(at::from_blob(const_cast<void*>(from), {bytes}, at::kByte));
+  bytes_of(tensors_->each[number], states_[number].dim_order)
+      .copy_(at::from_blob(const_cast<void*>(from), {bytes}, at::kByte));
   wait_for(tensors_->device);
   invalid_.clear();
 }
@@ -150,7 +149,7 @@ void StateTable::reset() {
   wait_for(tensors_->device);
   invalid_ = "a reset did not finish";
   for (size_t i = 0; i < states_.size(); ++i)
-    if (states_[i].bytes) fill(bytes_of(tensors_->each[i], states_[i].dim_order), first_[i]);
+    fill(bytes_of(tensors_->each[i], states_[i].dim_order), first_[i]);
   wait_for(tensors_->device);
   invalid_.clear();
 }
