@@ -37,7 +37,7 @@ ELSEWHERE = {
     "reclaim_sessions",
     "take_shared_session_ref",
 }
-SKIPPED = {*ELSEWHERE, "find_session", "current_device_index", "current_stream", "wait_for"}
+SKIPPED = {*ELSEWHERE, "find_session", "find_sessions", "current_device_index", "current_stream", "wait_for"}
 CALLS = re.compile(
     r"(?<![\w.>:~])(?:check_build|check_delegate|check_gpu|check_input|log_line|compute|(?:bytes|processed)->Free"
     r"|delegate\.code->\w+|code\.forget|state->\w+|require_valid|reset|wait_for|fill|invalid_\.clear|taken\(\)\.\w+|"
