@@ -18,6 +18,7 @@ import torch
 
 from penstock.executorch import build as building
 from penstock.executorch.library import LIBRARY
+from penstock.native import library_path
 from tests.executorch.test_gpu_checks import driver
 from tests.executorch.test_registry import SKIPPED as NOT_OF_THE_REGISTRY
 from tests.runtime.builds import WORKERS, play
@@ -130,10 +131,8 @@ def test_every_fault_is_missed(
             "OMP_NUM_THREADS": "1",
             **driver,
         }
-        core = Path(building.package_folder()).parent / "libpenstock.so"
-        played = play(
-            core, "tests.executorch.delegate_plays", str(program), *names, environment=environment, timeout_s=3600
-        )
+        module = "tests.executorch.delegate_plays"
+        played = play(library_path(), module, str(program), *names, environment=environment, timeout_s=3600)
         assert played.returncode == 0, played.stderr
         return {int(number): name for number, name in map(str.split, played.stdout.splitlines())}
 
