@@ -27,7 +27,7 @@ class BuildCore(build_ext):
         compiler = os.environ.get("CXX", "g++")
         # A new file each time: overwriting a library that a process has mapped would crash that process.
         partial = target.with_suffix(".partial")
-        command = [compiler, *FLAGS, "-Icsrc", *ext.sources, "-o", str(partial), "-ldl"]
+        command = [compiler, *FLAGS, "-Icsrc", "-Isrc/penstock/include", *ext.sources, "-o", str(partial), "-ldl"]
         self.announce(" ".join(command), level=2)
         subprocess.run(command, cwd=ROOT, check=True)
         partial.replace(target)

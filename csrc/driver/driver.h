@@ -25,6 +25,9 @@ enum class Failure : int32_t {
   torch = 8,              // torch refused to make a tensor
   usage = 9,              // the caller broke the order of calls
   kernel = 10,            // no kernel could be prepared
+  budget = 11,            // none was given, and there is no automatic one
+  below_floor = 12,       // a budget is less than the program needs
+  host_memory = 13,       // less is left than is needed, or than a cap allows
 };
 
 class CoreError : public std::runtime_error {

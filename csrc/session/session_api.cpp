@@ -9,6 +9,11 @@
 #include "abi/torch_abi.h"
 #include "cuda/cuda_driver.h"
 #include "driver/cleanup.h"
+#include "open/budget_choice.h"
+#include "open/chunks.h"
+#include "open/host_limit.h"
+#include "penstock_core.h"
+#include "open/staging_sizes.h"
 #include "packed/packed_source.h"
 #include "session/lru_session.h"
 #include "session/planned_session.h"
@@ -18,6 +23,7 @@ namespace {
 
 thread_local Failure last_failure = Failure::none;
 thread_local std::string last_text;
+thread_local std::string limit_text;
 
 template <typename Action>
 int32_t guarded(Action&& action) noexcept {
@@ -42,18 +48,58 @@ int32_t guarded(Action&& action) noexcept {
 // A session with what it stands on: members are destroyed last to first.
 struct Engine {
   Driver* driver;
+  // Known to be pinned for as long as it may be.
+  std::unique_ptr<PinnedFile> pinned;
   std::unique_ptr<HostFile> file;
   std::unique_ptr<Source> source;
   std::unique_ptr<PlannedSession> planned;
   std::unique_ptr<LruSession> lru;
   std::vector<SpanRecord> spans;  // of the trace that was stopped last
   std::thread::id run_thread;     // that is between begin and end, if any is
+  int64_t host_bytes = 0;
 
   StreamingSession& session() {
     if (planned) return *planned;
     return *lru;
   }
+
+  void stage(const StagingSizes& sizes) {
+    source = std::make_unique<StagedSource>(*driver, *file, (size_t)sizes.buffer_bytes, sizes.buffers, sizes.threads);
+  }
+
+  void register_chunks(const std::vector<size_t>& ends) {
+    source = std::make_unique<RegisteredSource>(*driver, *file, ends);
+  }
+
+  // Once there is a source.
+  void begin(const std::vector<int64_t>& packed, bool is_lru, int32_t device_index, bool poison) {
+    if (!packed.empty()) {
+      if (is_lru)
+        throw CoreError(Failure::usage, "packed weights are decoded as a plan says, and the policy lru has none");
+      source = std::make_unique<PackedSource>(*driver, *file, std::move(source),
+                                              read_packed(packed.data(), packed.size(), *file), poison);
+    }
+    if (is_lru) lru = std::make_unique<LruSession>(*driver, *source, device_index, poison);
+    else planned = std::make_unique<PlannedSession>(*driver, *source, device_index, poison);
+  }
 };
+
+// Amounts that are not negative; no sum of them overflows.
+int64_t sum_of(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
+}
+
+// In slices, between which whoever waits is told.
+void bring_in(const HostFile& file, int32_t (*on_bytes)(int64_t)) {
+  constexpr size_t kSliceBytes = size_t{256} << 20;
+  const int threads = (int)std::min(16u, std::max(1u, std::thread::hardware_concurrency()));
+  for (size_t offset = 0; offset < file.bytes(); offset += kSliceBytes) {
+    std::atomic<int64_t> done{0};
+    file.prefault(offset, std::min(kSliceBytes, file.bytes() - offset), threads, done);
+    if (on_bytes && on_bytes(done)) throw CoreError(Failure::usage, "given up while " + file.path() + " was read");
+  }
+}
 
 Engine* engine(void* handle) { return static_cast<Engine*>(handle); }
 Driver* driver(void* handle) { return static_cast<Driver*>(handle); }
@@ -155,29 +201,73 @@ void* penstock_session_create(void* driver_handle, const char* path, int32_t lru
                               int64_t packed_count) {
   void* out = nullptr;
   guarded([&] {
-    Driver& over = *driver(driver_handle);
-    Entered entered(over);
+    Entered entered(*driver(driver_handle));
     auto made = std::make_unique<Engine>();
-    made->driver = &over;
+    made->driver = driver(driver_handle);
     made->file = std::make_unique<HostFile>(path);
-    if (staging_buffers > 0) {
-      made->source = std::make_unique<StagedSource>(over, *made->file, (size_t)staging_buffer_bytes, staging_buffers,
-                                                    staging_threads);
-    } else {
-      std::vector<size_t> ends(chunk_ends, chunk_ends + chunk_count);
-      made->source = std::make_unique<RegisteredSource>(over, *made->file, ends);
-    }
-    if (packed_count) {
-      if (lru) throw CoreError(Failure::usage, "packed weights are decoded as a plan says, and the policy lru has none");
-      made->source = std::make_unique<PackedSource>(over, *made->file, std::move(made->source),
-                                                    read_packed(packed, (size_t)packed_count, *made->file), poison != 0);
-    }
-    if (lru) made->lru = std::make_unique<LruSession>(over, *made->source, device_index, poison != 0);
-    else made->planned = std::make_unique<PlannedSession>(over, *made->source, device_index, poison != 0);
+    if (staging_buffers > 0)
+      made->stage({staging_buffer_bytes, staging_buffers, staging_threads});
+    else
+      made->register_chunks({chunk_ends, chunk_ends + chunk_count});
+    made->begin({packed, packed + packed_count}, lru != 0, device_index, poison != 0);
     out = made.release();
   });
   return out;
 }
+
+// All that is decided about host memory is decided here, and refused before anything is pinned.
+void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
+  void* out = nullptr;
+  guarded([&] {
+    Entered entered(*driver(driver_handle));
+    auto made = std::make_unique<Engine>();
+    made->driver = driver(driver_handle);
+    const std::string path = asked->path;
+    if (asked->host_cap_bytes >= 0) {
+      const StagingSizes sizes = staging_sizes(asked->host_cap_bytes, std::thread::hardware_concurrency());
+      made->host_bytes = sizes.buffers * sizes.buffer_bytes;
+      check_host_memory(sum_of(made->host_bytes, asked->extra_host_bytes), "the staging buffers", asked->root);
+      made->file = std::make_unique<HostFile>(path);
+      made->stage(sizes);
+    } else {
+      check_host_memory(sum_of(bytes_to_pin(path, asked->root), asked->extra_host_bytes),
+                        path + ", all of which is held in memory", asked->root);
+      made->file = std::make_unique<HostFile>(path);
+      made->host_bytes = (int64_t)made->file->bytes();
+      bring_in(*made->file, asked->on_bytes);
+      const auto* extents = reinterpret_cast<const FileExtent*>(asked->extents);
+      made->pinned = std::make_unique<PinnedFile>(path);
+      made->register_chunks(chunk_ends({extents, extents + asked->extent_count}, made->host_bytes,
+                                       kRegistrationLimitBytes, (int64_t)host_page_bytes()));
+    }
+    made->begin({asked->packed, asked->packed + asked->packed_count}, asked->lru != 0, asked->device_index,
+                asked->poison != 0);
+    out = made.release();
+  });
+  return out;
+}
+
+// How much more host memory can be pinned; penstock_host_limit_text tells by what.
+int32_t penstock_host_limit(const char* root, int64_t pinned, int64_t* available_bytes) {
+  return guarded([&] {
+    const HostLimit found = host_limit(root, pinned);
+    *available_bytes = found.available_bytes;
+    limit_text = found.source;
+  });
+}
+const char* penstock_host_limit_text() { return limit_text.c_str(); }
+int64_t penstock_pinned_bytes() { return pinned_bytes(); }
+
+int64_t penstock_budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes) {
+  return budget_origin(given_bytes, origin, baked_bytes);
+}
+int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
+int32_t penstock_choose_budget(PenstockBudget* budget) {
+  return guarded([&] { choose_budget(*budget); });
+}
+
+// That the session holds: of the file, or of staging buffers. 0 where it was not opened here.
+int64_t penstock_session_host_bytes(void* handle) { return engine(handle)->host_bytes; }
 
 void penstock_session_destroy(void* handle) {
   Engine* over = engine(handle);

@@ -19,6 +19,7 @@ _i64 = ctypes.c_int64
 
 # int32_t prepare(const LinearCase*, LinearRecipe*): 0 when the recipe was made
 PREPARE_LINEAR = ctypes.CFUNCTYPE(_i32, _pointer, _pointer)
+ON_BYTES = ctypes.CFUNCTYPE(_i32, _i64)
 
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_poison_create": (_pointer, [_i64, _pointer, _pointer, _pointer, _pointer, _i64, _i32]),
@@ -43,6 +44,14 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
         _pointer,
         [_pointer, _text, _i32, _pointer, _i64, _i64, _i32, _i32, _i32, _i32, _pointer, _i64],
     ),
+    "penstock_budget_origin": (_i64, [_i64, _i64, _i64]),
+    "penstock_reserve_bytes": (_i64, [_i64, _i32]),
+    "penstock_choose_budget": (_i32, [_pointer]),
+    "penstock_open": (_pointer, [_pointer, _pointer]),
+    "penstock_session_host_bytes": (_i64, [_pointer]),
+    "penstock_host_limit": (_i32, [_text, _i64, _pointer]),
+    "penstock_host_limit_text": (_text, []),
+    "penstock_pinned_bytes": (_i64, []),
     "penstock_session_destroy": (None, [_pointer]),
     "penstock_session_install": (_i32, [_pointer, _pointer, _i64]),
     "penstock_session_offer_linear": (_i32, [_pointer, PREPARE_LINEAR]),

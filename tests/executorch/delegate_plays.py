@@ -208,7 +208,7 @@ def everything_is_given_back(program: Program) -> None:
         low = {**at_floor(program, "back"), BUDGET_OPTION: str(program.whole["floor_bytes"] - 1)}
         refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR)
         # Made, and given back: each of the core's steps fails.
-        for step in ("driver_granularity", "load_torch", "session_create", "session_install", "other pages"):
+        for step in ("driver_granularity", "load_torch", "open", "session_install", "other pages"):
             library().probe_refuse(step.encode())
             refused(
                 lambda: Delegate(program, "wide", at_floor(program, "back")), BUILD if step == "other pages" else CORE
@@ -306,20 +306,18 @@ def poison(program: Program) -> None:
 @play
 def staging(program: Program) -> None:
     with loaded(program, at_floor(program, "staged", **{CAP_OPTION: str(10 * PAGE)}), "wide", "narrow") as both:
-        found = made()
-        assert (found.staging_buffer_bytes, found.staging_buffers, found.chunk_count) == (2 * PAGE, 5, 0)
-        assert 1 <= found.staging_threads <= 5
+        assert (made().host_cap_bytes, made().extra_host_bytes) == (10 * PAGE, program.whole["floor_bytes"])
         for seed in range(3):
             for delegate in both:
                 check_run(delegate, seed)
     with loaded(program, at_floor(program, "held"), "wide"):
-        assert (made().staging_buffer_bytes, made().staging_buffers, made().staging_threads) == (0, 0, 0)
+        assert made().host_cap_bytes == -1
     loud = at_floor(program, "staged", **{CAP_OPTION: str(4 * PAGE), "weight_offload_quiet": False})
     with logged() as log, loaded(program, loud, "wide"):
-        assert (made().staging_buffer_bytes, made().staging_buffers) == (PAGE, 4)
+        assert made().host_cap_bytes == 4 * PAGE
     assert log[0].count(f", weights from {program.data_path}, staged\n") == 1
     short = at_floor(program, "staged", **{CAP_OPTION: str(4 * PAGE - 1)})
-    refused(lambda: Delegate(program, "wide", short), BUDGET, said=f"at least {4 * PAGE}")
+    refused(lambda: Delegate(program, "wide", short), CORE, said=f"at least {4 * PAGE}")
 
 
 def packed(program: Program, path: Path) -> list[Place]:
@@ -341,39 +339,21 @@ def packed(program: Program, path: Path) -> list[Place]:
     return places
 
 
-def expected_chunks(places: Sequence[Place], file_bytes: int, chunk_bytes: int) -> list[int]:
-    """Each chunk as long as it may be; cut where a page begins that no weight before it reaches into."""
-    pages = sorted((p.offset_bytes // PAGE, -(-(p.offset_bytes + p.nbytes) // PAGE)) for p in places)
-    ends, start = [], 0
-    for number, (begin, end) in enumerate(pages):
-        free = begin > start and all(before <= begin for _, before in pages[:number])
-        if free and (end - start) * PAGE > chunk_bytes:
-            ends.append(begin * PAGE)
-            start = begin
-    return [*ends, -(-file_bytes // PAGE) * PAGE]
-
-
 @play
-def weights_are_registered_in_chunks(program: Program) -> None:
+def the_core_is_told_where_weights_lie(program: Program) -> None:
+    """It cuts the file for registration: no weight may lie on both sides of a cut."""
     path = Path(os.environ["TMPDIR"]) / "packed"
-    limit = ctypes.c_int64.in_dll(library(), "probe_chunk_bytes")
-    before = limit.value
+    places = {place.name: place for place in packed(program, path)}
     try:
-        places = packed(program, path)
-        several = []
-        for chunk_bytes in (2 * PAGE, 5 * PAGE, 6 * PAGE, 1 << 30):
-            limit.value = chunk_bytes
-            options = at_floor(program, "chunks")
-            with loaded(program, options, "wide", "narrow", file=(path, places)) as both:
-                ends = list(made().chunk_ends[: made().chunk_count])
-                for delegate in both:
-                    check_run(delegate, 1)
-            assert ends == expected_chunks(places[:-1], path.stat().st_size, chunk_bytes), (chunk_bytes, ends)
-            several.append(len(ends))
-        assert several[-1] == 1 and len(set(several)) > 2, several
+        with loaded(program, at_floor(program, "extents"), "wide", "narrow", file=(path, [*places.values()])) as both:
+            numbers = made().extents[: 2 * made().extent_count]
+            for delegate in both:
+                check_run(delegate, 1)
+        expected = [places[row["names"][0]] for row in program.description["weights"] if row["nbytes"]]
+        found = [extent for extent in zip(numbers[::2], numbers[1::2], strict=True) if extent[1]]
+        assert found == [(place.offset_bytes, place.nbytes) for place in expected]
     finally:
         path.unlink()
-        limit.value = before
 
 
 @play

@@ -89,10 +89,10 @@ class Data final : public executorch::runtime::NamedDataMap {
 struct Made {
   int64_t drivers, sessions;  // alive
   int64_t page_bytes, driver_poison, session_poison;
-  int64_t staging_buffer_bytes, staging_buffers, staging_threads;
+  int64_t host_cap_bytes, extra_host_bytes;
   int64_t device_index;
-  int64_t chunk_count;
-  int64_t chunk_ends[16];
+  int64_t extent_count;
+  int64_t extents[2 * 16];
   void* driver;
   void* session;
 };
@@ -150,19 +150,14 @@ void stand_between() {
     return status;
   };
   core.load_torch = [] { return refuses("load_torch") ? 1 : real.load_torch(); };
-  core.session_create = [](void* driver, const char* path, int32_t lru, const int64_t* ends, int64_t count,
-                           int64_t buffer_bytes, int32_t buffers, int32_t threads, int32_t index, int32_t poison,
-                           const int64_t* packed, int64_t packed_count) {
-    made.staging_buffer_bytes = buffer_bytes;
-    made.staging_buffers = buffers;
-    made.staging_threads = threads;
-    made.device_index = index;
-    made.session_poison = poison;
-    made.chunk_count = std::min<int64_t>(count, 16);
-    for (int64_t i = 0; i < made.chunk_count; ++i) made.chunk_ends[i] = ends[i];
-    void* session = refuses("session_create") ? nullptr
-                                              : real.session_create(driver, path, lru, ends, count, buffer_bytes,
-                                                                    buffers, threads, index, poison, packed, packed_count);
+  core.open = [](void* driver, const PenstockOpenRequest* asked) {
+    made.host_cap_bytes = asked->host_cap_bytes;
+    made.extra_host_bytes = asked->extra_host_bytes;
+    made.device_index = asked->device_index;
+    made.session_poison = asked->poison;
+    made.extent_count = std::min<int64_t>(asked->extent_count, 16);
+    std::copy_n(asked->extents, 2 * made.extent_count, made.extents);
+    void* session = refuses("open") ? nullptr : real.open(driver, asked);
     if (session) sessions.insert(session);
     made.session = session;
     made.sessions = (int64_t)sessions.size();
@@ -236,8 +231,6 @@ int32_t execute(void* handle, Value* values, int64_t count) {
 
 extern "C" {
 
-// In the place of a constant of program_session.cpp's that is larger than any file here.
-int64_t probe_chunk_bytes = int64_t{64} << 30;
 
 // Python has the same: 0: int, 1: bool, 2: text.
 struct ProbeOption {

@@ -35,9 +35,8 @@ class Made(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("drivers", "sessions", "page_bytes", "driver_poison", "session_poison")),
-        *((name, c_int64) for name in ("staging_buffer_bytes", "staging_buffers", "staging_threads")),
-        *((name, c_int64) for name in ("device_index", "chunk_count")),
-        ("chunk_ends", c_int64 * 16),
+        *((name, c_int64) for name in ("host_cap_bytes", "extra_host_bytes", "device_index", "extent_count")),
+        ("extents", c_int64 * 32),
         ("driver", c_void_p),
         ("session", c_void_p),
     ]

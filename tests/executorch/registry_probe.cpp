@@ -55,7 +55,7 @@ struct Sessions {
 
 struct Session {
   std::string path;
-  std::vector<int64_t> chunk_ends;
+  std::vector<int64_t> extents;
   int32_t poison;
 };
 
@@ -67,7 +67,7 @@ void expect(bool right, const char* what) {
 
 Core fake() {
   Core core{};
-  core.failure = [] { return 1; };
+  core.failure = [] { return sessions.is_below_floor.exchange(false) ? 12 : 1; };
   core.failure_text = [] { return "a test asked for this failure"; };
   core.load_torch = [] { return 0; };
   core.soft_create = [](size_t, size_t, int32_t) { return (void*)new int; };
@@ -77,9 +77,18 @@ Core fake() {
     *bytes = 4096;
     return 0;
   };
-  core.session_create = [](void*, const char* path, int32_t, const int64_t* ends, int64_t count, int64_t, int32_t, int32_t,
-                           int32_t, int32_t poison, const int64_t*, int64_t) -> void* {
-    std::string name = path;
+  core.budget_origin = [](int64_t given_bytes, int64_t, int64_t) {
+    return int64_t{given_bytes >= 0 ? PENSTOCK_BUDGET_LOAD : PENSTOCK_BUDGET_BAKED};
+  };
+  // As the core has it: what is more than all weights take is not used.
+  core.choose_budget = [](PenstockBudget* budget) {
+    budget->asked_bytes = budget->given_bytes >= 0 ? budget->given_bytes : budget->baked_bytes;
+    budget->budget_bytes = std::min(budget->asked_bytes, budget->full_bytes);
+    sessions.is_below_floor = budget->asked_bytes < budget->floor_bytes;
+    return sessions.is_below_floor ? 1 : 0;
+  };
+  core.open = [](void*, const PenstockOpenRequest* asked) -> void* {
+    std::string name = asked->path;
     if (name == "bad") return nullptr;
     {
       std::lock_guard<std::mutex> hold(sessions.lock);
@@ -87,7 +96,7 @@ Core fake() {
       sessions.most = std::max(sessions.most, ++sessions.open);
     }
     sessions.pass(name.rfind("held", 0) == 0);
-    return new Session{name, {ends, ends + count}, poison};
+    return new Session{name, {asked->extents, asked->extents + 2 * asked->extent_count}, asked->poison};
   };
   core.session_install = [](void* session, const int64_t*, int64_t) {
     sessions.installs++;

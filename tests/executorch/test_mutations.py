@@ -59,10 +59,6 @@ INTERRUPTED = "written < 0 && errno == EINTR"
 EQUIVALENT: dict[str, str] = {
     f"delegate.cpp load: delegate_ref.number < 0 left out of {TICKET}": "as a size it is above every other",
     "delegate.cpp load: bytes->Free() left out": "the buffer does it itself when it goes, in the same moment",
-    "program_session.cpp chunk_ends: if (payload.weights[i].bytes) taken for true": "nothing at byte 0 ends no chunk",
-    "program_session.cpp chunk_ends: if (start < whole) taken for true": (
-        "a chunk begins where a weight does, so before the end of the file"
-    ),
     f"code.cpp PackageFile: if ({INTERRUPTED}) taken for false": NEEDS_SIGNAL,
     f"code.cpp PackageFile: written < 0 left out of {INTERRUPTED}": NEEDS_SIGNAL,
     "code.cpp PackageFile: written < 0 taken for true": "it needs a file system that writes nothing, and does not fail",
@@ -97,10 +93,7 @@ if torch.backends.cuda.is_built():
 
 def mutated() -> Mutated:
     made = Mutated(SOURCES, FILES, SKIPPED, RULES)
-    # No file here has so many bytes, and no machine is every machine: plays say what these are.
-    _replace(made, "program_session.cpp", "constexpr int64_t kChunkBytes = int64_t{64} << 30;\n", "")
-    chunk = 'extern "C" __INT64_TYPE__ probe_chunk_bytes;\n#define kChunkBytes probe_chunk_bytes\n'
-    made.texts["program_session.cpp"] = chunk + made.texts["program_session.cpp"]
+    # No machine is every machine: plays say what it is.
     told = 'std::getenv("PROBE_CPU") ? std::getenv("PROBE_CPU") : at::get_cpu_capability()'
     _replace(made, "code.cpp", "return at::get_cpu_capability()", f"return {told}")
     made.texts["code.cpp"] = '#include "tensor_count.h"\n' + made.texts["code.cpp"]

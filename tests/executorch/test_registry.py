@@ -14,7 +14,7 @@ from tests.runtime.builds import COMPILER, WORKERS
 from tests.runtime.mutants import Mutated
 
 # Conditions and calls of the registry that may be wrong; loading itself is for tests/executorch/test_module.py.
-SKIPPED = {"poison_asked", "chunk_ends", "staging_of", "ProgramSession", "~ProgramSession"}
+SKIPPED = {"poison_asked", "extents_of", "ProgramSession", "~ProgramSession"}
 EQUIVALENT = {
     "program_session.cpp ~SessionRef: if (key_) taken for true": "a session that was lent has no key to look up",
     "program_session.cpp ~SessionRef: if (key_) taken for false": "it needs a third one who joins between two others",
@@ -32,7 +32,7 @@ def built(folder: Path, replaced: dict[str, str] | None = None) -> Path:
     names = ["budget.cpp", "load_error.cpp", "session_budget.cpp", *([] if replaced else ["program_session.cpp"])]
     sources += [sources_folder() / name for name in names]
     program = folder / "registry_probe"
-    includes = [f"-I{folder}", f"-I{sources_folder()}", *(["-DWITH_MUTANTS"] if replaced else [])]
+    includes = [f"-I{folder}", f"-I{sources_folder()}", f"-I{headers_folder()}", *(["-DWITH_MUTANTS"] if replaced else [])]
     probe = Path(__file__).with_name("registry_probe.cpp")
     # To look into an optional without a value ends the program, whatever lies there.
     includes.append("-D_GLIBCXX_ASSERTIONS")

@@ -26,6 +26,9 @@ class Failure(enum.IntEnum):
     TORCH = 8
     USAGE = 9
     KERNEL = 10
+    BUDGET = 11
+    BELOW_FLOOR = 12
+    HOST_MEMORY = 13
 
 
 class DriverFailure(Exception):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CORE_SOURCES = ROOT / "csrc"
+HEADERS = ROOT / "src" / "penstock" / "include"
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cpp")))
 COMPILER = os.environ.get("CXX", "g++")
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror=return-type", "-pthread"]
@@ -39,7 +40,7 @@ def _built() -> Path:
         partial = target.with_suffix(f".{os.getpid()}.partial")
         folder = core_path().resolve().parent
         link = [f"-L{folder}", f"-l:{core_path().name}", f"-Wl,-rpath,{folder}"]
-        command = [COMPILER, *FLAGS, f"-I{CORE_SOURCES}", *map(str, SOURCES), "-o", str(partial), *link]
+        command = [COMPILER, *FLAGS, f"-I{CORE_SOURCES}", f"-I{HEADERS}", *map(str, SOURCES), "-o", str(partial), *link]
         subprocess.run(command, check=True)
         partial.replace(target)
     return target
@@ -48,6 +49,10 @@ def _built() -> Path:
 def _key() -> str:
     """Of all that goes into it: classes of the core are laid out by its headers."""
     made = hashlib.sha256(f"{COMPILER} {FLAGS} {core_path().resolve()}".encode())
-    for source in (*sorted(Path(__file__).parent.glob("*.[ch]*")), *sorted(CORE_SOURCES.glob("*/*.h"))):
+    for source in (
+        *sorted(Path(__file__).parent.glob("*.[ch]*")),
+        *sorted(CORE_SOURCES.glob("*/*.h")),
+        *sorted(HEADERS.iterdir()),
+    ):
         made.update(f" {source.name} ".encode() + source.read_bytes())
     return made.hexdigest()[:16]

@@ -30,13 +30,13 @@ def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] |
 
     def compiled(name: str) -> str:
         source = folder / name if name in (replaced or {}) else SOURCES / name
-        _run([COMPILER, *flags, f"-I{folder}", f"-I{SOURCES}", "-c", str(source), "-o", str(folder / f"{name}.o")])
+        _run([COMPILER, *flags, f"-I{folder}", f"-I{SOURCES}", f"-I{HEADERS}", "-c", str(source), "-o", str(folder / f"{name}.o")])
         return str(folder / f"{name}.o")
 
     with ThreadPoolExecutor(WORKERS) as workers:
         objects = list(workers.map(compiled, sorted(names)))
     path = folder / "core.so"
-    _run([COMPILER, "-shared", *flags, f"-I{SOURCES}", *testing, *objects, "-o", str(path), "-ldl"])
+    _run([COMPILER, "-shared", *flags, f"-I{SOURCES}", f"-I{HEADERS}", *testing, *objects, "-o", str(path), "-ldl"])
     return path
 
 

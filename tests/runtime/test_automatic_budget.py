@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, BudgetError
 from penstock.program import ConstantSpec, TensorSpec
-from penstock.runtime.automatic_budget import AutomaticTerms, automatic_budget, automatic_terms, reserve_bytes
+from penstock.runtime.automatic_budget import AutomaticTerms, automatic_terms, reserve_bytes
+from penstock.runtime.budget_choice import choose_new_budget
 from penstock.runtime.driver import Memory
 from penstock.weight import State
 from tests.runtime.programs import CPU, a_method, a_program
@@ -19,9 +22,14 @@ GPU = torch.device("cuda", 1)
 MIB = 2**20
 
 
+def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
+    choice = choose_new_budget("auto", automatic=lambda: terms, floor_bytes=floor_bytes, full_bytes=2**50)
+    assert choice.source == "automatic" and choice.asked_bytes == choice.budget_bytes
+    return choice.budget_bytes
+
+
 def test_the_budget_is_the_sum_of_its_terms() -> None:
-    assert TERMS.budget_bytes == 1000 + 200 - 31 - 42 - 53
-    assert automatic_budget(TERMS, 1074) == 1074
+    assert automatic_budget(TERMS, 0) == automatic_budget(TERMS, 1074) == 1000 + 200 - 31 - 42 - 53 == 1074
 
 
 def test_below_the_floor_every_term_is_named() -> None:
@@ -37,7 +45,6 @@ def test_below_the_floor_every_term_is_named() -> None:
 def test_a_budget_is_never_negative(floor_bytes: int) -> None:
     """A device that lacks memory for the rest has none for weights; what must be freed counts both."""
     terms = AutomaticTerms(free_bytes=10, held_bytes=0, activation_bytes=60, state_bytes=0, reserve_bytes=40)
-    assert terms.budget_bytes == 0
     with pytest.raises(BelowFloorError) as caught:
         automatic_budget(terms, floor_bytes)
     assert (caught.value.budget_bytes, caught.value.floor_bytes) == (0, floor_bytes)
@@ -52,13 +59,16 @@ def test_a_budget_is_never_negative(floor_bytes: int) -> None:
 def test_what_it_says_must_be_freed_is_enough_and_no_more(amounts: list[int]) -> None:
     *parts, floor_bytes = amounts
     terms = AutomaticTerms(*parts)
-    lacking = terms.lacking_bytes(floor_bytes)
-    if lacking:
+    room = terms.free_bytes + terms.held_bytes - terms.activation_bytes - terms.state_bytes - terms.reserve_bytes
+    lacking = floor_bytes - room
+    if lacking > 0:
+        with pytest.raises(BelowFloorError, match=re.escape(f"so {format_bytes(lacking)} more must be free")):
+            automatic_budget(terms, floor_bytes)
         with pytest.raises(BelowFloorError):
             automatic_budget(replace(terms, free_bytes=terms.free_bytes + lacking - 1), floor_bytes)
         assert automatic_budget(replace(terms, free_bytes=terms.free_bytes + lacking), floor_bytes) == floor_bytes
     else:
-        assert automatic_budget(terms, floor_bytes) == terms.budget_bytes >= floor_bytes
+        assert automatic_budget(terms, floor_bytes) == room >= floor_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from penstock.errors import BelowFloorError, BudgetError
+from penstock.runtime.automatic_budget import AutomaticTerms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 
 FLOOR = 3 * 2**20 + 1
 FULL = 10 * 2**20
 
 
-def never() -> int:
+def never() -> AutomaticTerms:
     raise AssertionError("the automatic budget was computed")
+
+
+def found(nbytes: int) -> Callable[[], AutomaticTerms]:
+    """Terms of which so much is left for weights."""
+    return lambda: AutomaticTerms(nbytes + 6, 0, 1, 2, 3)
 
 
 def choose(**given: Any) -> BudgetChoice:
@@ -27,8 +34,8 @@ def choose(**given: Any) -> BudgetChoice:
         (dict(budget="5MiB", baked_bytes=6 * 2**20), 5 * 2**20, "load"),
         (dict(weight_offload_budget_mb=4, baked_bytes=6 * 2**20), 4 * 2**20, "load"),
         (dict(baked_bytes=6 * 2**20), 6 * 2**20, "baked"),
-        (dict(automatic=lambda: 7 * 2**20), 7 * 2**20, "automatic"),
-        (dict(budget="auto", automatic=lambda: 7 * 2**20, baked_bytes=6 * 2**20), 7 * 2**20, "automatic"),
+        (dict(automatic=found(7 * 2**20)), 7 * 2**20, "automatic"),
+        (dict(budget="auto", automatic=found(7 * 2**20), baked_bytes=6 * 2**20), 7 * 2**20, "automatic"),
         (dict(budget=FLOOR), FLOOR, "load"),
         (dict(budget=FULL), FULL, "load"),
     ],
@@ -48,7 +55,6 @@ def test_load_comes_before_baked_before_automatic(given: dict[str, Any], asked_b
         (dict(weight_offload_budget_mb=0), "given at load"),
         (dict(weight_offload_budget_mb=3), "given at load"),
         (dict(baked_bytes=FLOOR - 1), "baked at export"),
-        (dict(automatic=lambda: FLOOR - 1), "automatic"),
     ],
 )
 def test_one_byte_below_the_floor_is_refused_with_the_exact_minimum(given: dict[str, Any], origin: str) -> None:
@@ -59,7 +65,7 @@ def test_one_byte_below_the_floor_is_refused_with_the_exact_minimum(given: dict[
 
 
 def test_the_remedies_it_names_are_accepted() -> None:
-    with pytest.raises(BelowFloorError, match=f"budget={FLOOR} .*weight_offload_budget_mb=4"):
+    with pytest.raises(BelowFloorError, match=f"give {FLOOR}, or weight_offload_budget_mb=4, or more"):
         choose(budget=1)
     assert choose(weight_offload_budget_mb=4).budget_bytes == 4 * 2**20
     assert choose(budget=FLOOR).budget_bytes == FLOOR
@@ -95,7 +101,7 @@ def test_junk_is_refused_by_name(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("budget", [2**30, "auto", 0])
 def test_two_budgets_are_refused(budget: int | str) -> None:
     with pytest.raises(BudgetError, match="weight_offload_budget_mb"):
-        choose(budget=budget, weight_offload_budget_mb=0, automatic=lambda: FULL)
+        choose(budget=budget, weight_offload_budget_mb=0, automatic=found(FULL))
 
 
 def change(budget: Any, automatic: Any = never) -> BudgetChoice:
@@ -106,7 +112,7 @@ def test_a_loaded_module_takes_what_it_is_given() -> None:
     assert change(FLOOR) == BudgetChoice(FLOOR, FLOOR, "change")
     assert change("5MiB") == BudgetChoice(5 * 2**20, 5 * 2**20, "change")
     assert change("1TiB").budget_bytes == FULL and change("1TiB").clamped
-    assert change("auto", lambda: 7 * 2**20) == BudgetChoice(7 * 2**20, 7 * 2**20, "automatic")
+    assert change("auto", found(7 * 2**20)) == BudgetChoice(7 * 2**20, 7 * 2**20, "automatic")
 
 
 def test_none_is_no_budget_for_a_loaded_module() -> None:

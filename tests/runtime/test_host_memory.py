@@ -11,17 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import HostMemoryError, RegistrationError, WeightsFileError
-from penstock.runtime import host_memory, registration_probe
-from penstock.runtime.host_memory import (
-    PinnedFile,
-    bytes_to_pin,
-    check_host_memory,
-    chunk_ends,
-    memory_limit_bytes,
-    prefault_with_progress,
-)
+from penstock.budget import format_bytes
+from penstock.errors import HostMemoryError, RegistrationError
+from penstock.runtime import registration_probe
+from penstock.runtime.host_memory import memory_limit_bytes
 from penstock.runtime.registration_probe import RegistrationProbe, probe_registration
+from tests.native import opening
+from tests.native.driver import DriverFailure, Failure
+from tests.native.opening import bytes_to_pin, check_host_memory, chunk_ends, pinned, staging_sizes
+from tests.runtime.fake_machine import machine, v2
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -29,23 +27,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_pinned", host_memory._Pinned())
     monkeypatch.setattr(registration_probe, "_answers", {})
-
-
-def machine(root: Path, available_bytes: int, cgroup: str = "0::/\n") -> Path:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 999999999 kB\nMemAvailable: {available_bytes // 1024} kB\n")
-    (root / "proc/self/cgroup").write_text(cgroup)
-    return root
-
-
-def v2(folder: Path, limit: str, current: int, inactive: int = 0, active: int = 0, high: str = "max") -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.high").write_text(f"{high}\n")
-    (folder / "memory.current").write_text(f"{current}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file {active}\nshmem 3\n")
 
 
 def test_the_machine_limits_where_no_cgroup_does(tmp_path: Path) -> None:
@@ -128,14 +110,15 @@ def test_one_byte_too_many_is_refused(tmp_path: Path) -> None:
     root = machine(tmp_path, 100 * GIB)
     v2(root / "sys/fs/cgroup", str(4 * GIB), 1 * GIB)
     check_host_memory(3 * GIB, "weights file a.ptd", root)
-    with pytest.raises(HostMemoryError) as caught:
+    with pytest.raises(DriverFailure) as caught:
         check_host_memory(3 * GIB + 1, "weights file a.ptd", root)
+    assert caught.value.failure == Failure.HOST_MEMORY
     for words in (
         str(3 * GIB + 1),
         f"and {3 * GIB} are",
         "for weights file a.ptd",
         "memory.max",
-        "give host_memory= a cap",
+        "give a cap of host memory of at most",
     ):
         assert words in str(caught.value)
 
@@ -145,24 +128,23 @@ def test_a_file_is_pinned_once(tmp_path: Path) -> None:
     path.write_bytes(bytes(5000))
     on_disk = machine(tmp_path / "root", GIB)
     assert bytes_to_pin(path, on_disk) == 5000
-    first, second = PinnedFile(path), PinnedFile(path)
-    assert bytes_to_pin(path, on_disk) == 0
-    first.release()
-    first.release()
-    assert bytes_to_pin(path, on_disk) == 0
-    second.release()
+    with pinned(path):
+        with pinned(path):
+            assert bytes_to_pin(path, on_disk) == 0
+        assert bytes_to_pin(path, on_disk) == 0
     assert bytes_to_pin(path, on_disk) == 5000
 
 
-def test_what_is_pinned_lowers_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_is_memory_file", lambda device, root: False)
+def test_what_is_pinned_lowers_the_limit(tmp_path: Path) -> None:
+    """Unless it lies where files are memory: then it was never counted as available."""
     path = tmp_path / "a.ptd"
     path.write_bytes(bytes(5000))
     root = machine(tmp_path / "root", GIB)
-    pinned = PinnedFile(path)
-    assert memory_limit_bytes(root).available_bytes == GIB - 5000
-    pinned.release()
-    assert memory_limit_bytes(root).available_bytes == GIB
+    before = memory_limit_bytes(root).available_bytes
+    is_memory = bytes_to_pin(path, Path("/")) == 0
+    with pinned(path):
+        assert before - memory_limit_bytes(root).available_bytes == (0 if is_memory else 5000)
+    assert memory_limit_bytes(root).available_bytes == before
 
 
 def test_a_file_that_is_memory_already_takes_none(tmp_path: Path) -> None:
@@ -194,10 +176,36 @@ def test_chunks_end_between_weights() -> None:
     assert chunk_ends([(p, 2 * p + 5), (3 * p + 64, 2 * p)], 6 * p, 3 * p) == (p, 6 * p)
     # What is no weight may be cut anywhere.
     assert chunk_ends([], 5 * p, 2 * p) == (2 * p, 4 * p, 5 * p)
-    with pytest.raises(ValueError, match="do not lie in a file of 10 bytes"):
-        chunk_ends([(5, 6)], 10)
-    with pytest.raises(ValueError, match="smaller than a page"):
+    for extent in ((5, 6), (-1, 2), (5, -1), (11, 0), (5, 2**63 - 1)):
+        with pytest.raises(DriverFailure, match="do not lie in a file of 10 bytes"):
+            chunk_ends([extent], 10)
+    with pytest.raises(DriverFailure, match="smaller than a page"):
         chunk_ends([], 10, PAGE - 1)
+
+
+def test_chunks_are_of_the_systems_pages() -> None:
+    """Of 64 KiB, on some."""
+    large = 1 << 16
+    assert chunk_ends([(4096, 8192), (large + 5, 10)], 2 * large, large, large) == (large, 2 * large)
+
+
+def test_staging_sizes() -> None:
+    assert staging_sizes(1 << 30, 64) == (16 << 20, 64, 8)
+    assert staging_sizes(64 << 20, 2) == (16 << 20, 4, 1)
+    assert staging_sizes(16384, 16) == (4096, 4, 4)
+    assert staging_sizes(16384 + 5000, 16) == (4096, 5, 5)
+    with pytest.raises(DriverFailure, match="staging needs at least 16384") as refused:
+        staging_sizes(16383, 16)
+    assert refused.value.failure == Failure.HOST_MEMORY
+
+
+@given(
+    st.one_of(
+        st.integers(0, 2**63 - 1), st.builds(lambda n, b: (n << b) % 2**63, st.integers(1, 2000), st.integers(0, 50))
+    )
+)
+def test_amounts_are_told_as_python_tells_them(nbytes: int) -> None:
+    assert opening.format_bytes(nbytes) == format_bytes(nbytes)
 
 
 @given(
@@ -226,21 +234,6 @@ def test_chunks_of_any_file(lengths: list[tuple[int, int]], aligned: bool, limit
             for cut in range(start + PAGE, end, PAGE):
                 pages = [(o // PAGE * PAGE, -(-(o + n) // PAGE) * PAGE) for o, n in inside]
                 assert any(first < cut < last for first, last in pages)
-
-
-def test_prefault_brings_in_every_byte(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.ptd"
-    with path.open("wb") as handle:
-        handle.truncate((300 << 20) + 1)
-    assert prefault_with_progress(path, threads=2) == (300 << 20) + 1
-    assert capfd.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert prefault_with_progress(path) == (300 << 20) + 1
-    assert "reading a.ptd" in capfd.readouterr().err
-    with pytest.raises(WeightsFileError, match="absent.ptd cannot be opened"):
-        prefault_with_progress(tmp_path / "absent.ptd")
 
 
 def child(tmp_path: Path, body: str) -> list[str]:

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import penstock
-import penstock.runtime.host_memory as host_memory_file
+import penstock.runtime.session as session_file
 from penstock import errors
 from penstock.program import read_program
-from penstock.runtime.host_memory import Limit
 from penstock.torch_private.loader import LOADS_FOLDERS
 from tests.runtime.footprint import Footprint, footprint
+from tests.runtime.fake_machine import limited
 from tests.runtime.modules import EVERYTHING, SCRIPTS, SETUPS, KeptDrivers, floor_of, play, rewrite_weights
 from tests.soak.interrupts import Handler, Interrupter, Line
 
@@ -171,9 +171,12 @@ def test_loads_that_are_refused(
 
 
 def test_too_little_host_memory(
-    chain: Path, monkeypatch: pytest.MonkeyPatch, as_before: Callable[[Callable[[], Any], int], Footprint]
+    chain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_before: Callable[[Callable[[], Any], int], Footprint],
 ) -> None:
-    monkeypatch.setattr(host_memory_file, "memory_limit_bytes", lambda root: Limit(1000, "a test's limit"))
+    monkeypatch.setattr(session_file, "HOST_ROOT", limited(tmp_path, 1000))
 
     def load() -> None:
         with pytest.raises(errors.HostMemoryError):

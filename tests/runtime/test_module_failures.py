@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import penstock
-import penstock.runtime.host_memory as host_memory_file
+import penstock.runtime.session as session_file
 import penstock.runtime.method_runner
 import penstock.runtime.module as module_file
 from penstock import errors
 from penstock.program import Method, Program, read_program
-from penstock.runtime.host_memory import Limit
 from penstock.runtime.module import POISON_VARIABLE
+from tests.runtime.fake_machine import limited
 from tests.runtime.modules import (
     CHAIN_WIDTH,
     EVERYTHING,
@@ -129,25 +129,23 @@ def test_staging_buffers_cannot_be_pinned(chain: Path, works: Callable[[], None]
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_the_host_has_too_little_memory(
-    setup: str, chain: Path, works: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    setup: str, chain: Path, works: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(host_memory_file, "memory_limit_bytes", lambda root: Limit(1000, "a test's limit"))
-        with pytest.raises(errors.HostMemoryError, match=r"\d+ bytes .* 1000 are available by a test's limit"):
+        patch.setattr(session_file, "HOST_ROOT", limited(tmp_path, 1000))
+        with pytest.raises(errors.HostMemoryError, match=r"\d+ bytes .* 1000 are available by .*memory\.max"):
             penstock.Module(chain, EVERYTHING, **SETUPS[setup])
     works()
 
 
-def test_the_soft_device_counts_as_host_memory(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_soft_device_counts_as_host_memory(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages are the host's: file and budget must fit together."""
     budget = floor_of(chain)
     needed = chain.with_suffix(".ptd").stat().st_size + budget
-    limit = [needed - 1]
-    monkeypatch.setattr(host_memory_file, "memory_limit_bytes", lambda root: Limit(limit[0], "a test's limit"))
-    monkeypatch.setattr(host_memory_file, "_is_memory_file", lambda device, root: False)
+    monkeypatch.setattr(session_file, "HOST_ROOT", limited(tmp_path, needed - 1))
     with pytest.raises(errors.HostMemoryError, match=f"{needed} bytes"):
         penstock.Module(chain, budget)
-    limit[0] = needed
+    limited(tmp_path, needed)
     with penstock.Module(chain, budget) as module:
         Watched(module)("forward", X)
 

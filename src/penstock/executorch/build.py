@@ -43,6 +43,10 @@ def sources_folder() -> Path:
     return folder
 
 
+def headers_folder() -> Path:
+    return Path(__file__).resolve().parents[1] / "include"
+
+
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -78,7 +82,7 @@ def _key() -> str:
     for name in ("executorch", "torch"):
         made.update(f"{name} {importlib.metadata.version(name)} ".encode())
     made.update(f"{executorch_folder()} {_torch_folder()} {core_path()} {_FLAGS} {_DEFINITIONS} ".encode())
-    for source in sorted(sources_folder().iterdir()):
+    for source in (*sorted(sources_folder().iterdir()), *sorted(headers_folder().iterdir())):
         made.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
     return made.hexdigest()[:16]
 
@@ -94,9 +98,18 @@ def _build(target: Path) -> None:
             f"the ExecuTorch delegate must be built, and there is no C++ compiler {compiler!r}: install g++, or name "
             f"one with $CXX, or a library that was built elsewhere with ${ENVIRONMENT}"
         )
-    torch_includes = ["-isystem", str(torch / "include"), "-isystem", str(torch / "include/torch/csrc/api/include")]
+    # Of the core's C interface, which both kinds of sources know.
+    own = f"-I{headers_folder()}"
+    torch_includes = [
+        own,
+        "-isystem",
+        str(torch / "include"),
+        "-isystem",
+        str(torch / "include/torch/csrc/api/include"),
+    ]
     portable = executorch / "include/executorch/runtime/core/portable_type/c10"
     other_includes = [
+        own,
         *_DEFINITIONS,
         f'-DPENSTOCK_CORE_PATH="{core_path()}"',
         "-isystem",

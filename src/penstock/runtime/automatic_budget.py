@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.budget import format_bytes
-from penstock.errors import BelowFloorError, BudgetError
+from penstock.errors import BudgetError
+from penstock.native import core
 from penstock.program import Method, Program
 from penstock.runtime.driver import Memory
-
-_LEAST_RESERVE_BYTES = 256 * 2**20
-# On a GPU the reserve is for what appears after the load: libraries' workspaces, kernels loaded at their first launch,
-# the allocator's rounding. Main memory is shared with every other process, so more of it is left alone.
-_RESERVE_PARTS = {"cuda": 50, "cpu": 20}
 
 
 @dataclass(frozen=True)
@@ -29,41 +24,6 @@ class AutomaticTerms:
     # That is still to be allocated: 0 for a module that plans again.
     state_bytes: int
     reserve_bytes: int
-
-    @property
-    def budget_bytes(self) -> int:
-        """Never negative: a device that lacks memory for the rest has none for weights."""
-        return max(0, self.free_bytes + self.held_bytes - self._other_bytes)
-
-    def lacking_bytes(self, floor_bytes: int) -> int:
-        """How many more must be free before the budget reaches the floor; 0: it does."""
-        return max(0, floor_bytes + self._other_bytes - self.free_bytes - self.held_bytes)
-
-    @property
-    def _other_bytes(self) -> int:
-        return self.activation_bytes + self.state_bytes + self.reserve_bytes
-
-    def __str__(self) -> str:
-        held = f" + held for weights {format_bytes(self.held_bytes)}" if self.held_bytes else ""
-        return (
-            f"free {format_bytes(self.free_bytes)}{held}"
-            f" - activations {format_bytes(self.activation_bytes)}"
-            f" - state {format_bytes(self.state_bytes)}"
-            f" - reserve {format_bytes(self.reserve_bytes)}"
-        )
-
-
-def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
-    lacking_bytes = terms.lacking_bytes(floor_bytes)
-    if lacking_bytes:
-        raise BelowFloorError(
-            f"the automatic budget is {format_bytes(terms.budget_bytes)} ({terms}), below the floor of this program: "
-            f"it needs at least {floor_bytes} bytes for weights, so {format_bytes(lacking_bytes)} more must be free; "
-            "free device memory, or pass a budget to leave less in reserve",
-            budget_bytes=terms.budget_bytes,
-            floor_bytes=floor_bytes,
-        )
-    return terms.budget_bytes
 
 
 def automatic_terms(
@@ -102,7 +62,7 @@ def device_state_bytes(program: Program, device: torch.device) -> int:
 
 def reserve_bytes(device: torch.device, total_bytes: int) -> int:
     """What is left alone: 2% of a GPU's memory, 5% of main memory, and never less than 256 MiB."""
-    return max(_LEAST_RESERVE_BYTES, total_bytes // _RESERVE_PARTS[device.type])
+    return int(core().penstock_reserve_bytes(total_bytes, int(device.type == "cuda")))
 
 
 def activation_bound_bytes(program: Program) -> int:

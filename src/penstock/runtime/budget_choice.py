@@ -3,17 +3,25 @@ one. Later: what is given to set_budget."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.budget import format_bytes, mb_to_bytes, parse_bytes
 from penstock.errors import BelowFloorError, BudgetError
+from penstock.native import core
+from penstock.runtime.automatic_budget import AutomaticTerms
+from penstock.runtime.failures import BELOW_FLOOR, last_exception
 
+# In the order of PENSTOCK_BUDGET_... in include/penstock_core.h.
 Source = Literal["load", "total", "change", "baked", "automatic"]
+_SOURCES: tuple[Source, ...] = get_args(Source)
 
 AUTOMATIC = "auto"
-_MIB = 2**20
+# As in include/penstock_core.h.
+_NONE, _AUTOMATIC = -1, -2
+_MOST_BYTES = 2**63 - 1
 _ORIGINS: dict[Source, str] = {
     "load": "given at load",
     "total": "what device_memory leaves",
@@ -49,6 +57,28 @@ class BudgetChoice:
         )
 
 
+class _Budget(ctypes.Structure):
+    """As in include/penstock_core.h."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "floor_bytes",
+            "full_bytes",
+            "given_bytes",
+            "origin",
+            "baked_bytes",
+            "free_bytes",
+            "held_bytes",
+            "activation_bytes",
+            "state_bytes",
+            "reserve_bytes",
+            "budget_bytes",
+            "asked_bytes",
+        )
+    ]
+
+
 def choose_budget(
     *,
     budget: int | str | None,
@@ -56,14 +86,14 @@ def choose_budget(
     device_memory: int | str | None = None,
     granted: Callable[[], int] | None = None,
     baked_bytes: int | None,
-    automatic: Callable[[], int],
+    automatic: Callable[[], AutomaticTerms],
     floor_bytes: int,
     full_bytes: int,
 ) -> BudgetChoice:
     """At load. `full_bytes` is what all weights take when every one is resident.
 
-    `granted` is what `device_memory` leaves. It and `automatic` are called only when their answer is needed; they raise
-    their own errors below the floor, with their terms.
+    `granted` is what `device_memory` leaves; it raises its own error below the floor, with its terms. It and
+    `automatic` are called only when their answer is needed.
     """
     given = [
         f"{name}={value!r}"
@@ -78,13 +108,13 @@ def choose_budget(
         raise BudgetError(f"{given[0]} and {given[1]} were both given; pass one")
     if device_memory is not None:
         assert granted is not None
-        return _within(granted(), "total", floor_bytes, full_bytes)
-    asked_bytes, source = _asked(budget, weight_offload_budget_mb, baked_bytes, automatic)
-    return _within(asked_bytes, source, floor_bytes, full_bytes)
+        return _chosen(granted(), "total", None, automatic, floor_bytes, full_bytes)
+    asked = mb_to_bytes(weight_offload_budget_mb) if weight_offload_budget_mb is not None else _amount(budget)
+    return _chosen(asked, "load", baked_bytes, automatic, floor_bytes, full_bytes)
 
 
 def choose_new_budget(
-    budget: int | str, *, automatic: Callable[[], int], floor_bytes: int, full_bytes: int
+    budget: int | str, *, automatic: Callable[[], AutomaticTerms], floor_bytes: int, full_bytes: int
 ) -> BudgetChoice:
     """For set_budget, where there is no default: None would mean one budget at load and another here."""
     if budget is None:
@@ -92,38 +122,40 @@ def choose_new_budget(
             f'set_budget(None) names no budget; pass a number of bytes, an amount such as "8GiB", or "{AUTOMATIC}" for '
             "what the device has free"
         )
-    if budget == AUTOMATIC:
-        return _within(automatic(), "automatic", floor_bytes, full_bytes)
-    return _within(parse_bytes(budget), "change", floor_bytes, full_bytes)
+    return _chosen(_amount(budget), "change", None, automatic, floor_bytes, full_bytes)
 
 
-def _within(asked_bytes: int, source: Source, floor_bytes: int, full_bytes: int) -> BudgetChoice:
-    if asked_bytes < floor_bytes:
-        raise BelowFloorError(
-            f"the budget of {format_bytes(asked_bytes)} ({_ORIGINS[source]}) is below the floor of this program: it "
-            f"needs at least {floor_bytes} bytes; {_remedy(source, floor_bytes)}",
-            budget_bytes=asked_bytes,
-            floor_bytes=floor_bytes,
-        )
-    # Pages are whole: the floor of a small program may exceed the bytes of its weights.
-    return BudgetChoice(min(asked_bytes, max(full_bytes, floor_bytes)), asked_bytes, source)
+def _amount(budget: int | str | None) -> int:
+    if budget is None:
+        return _NONE
+    return _AUTOMATIC if budget == AUTOMATIC else parse_bytes(budget)
 
 
-def _asked(
-    budget: int | str | None, mb: int | None, baked_bytes: int | None, automatic: Callable[[], int]
-) -> tuple[int, Source]:
-    if mb is not None:
-        return mb_to_bytes(mb), "load"
-    if budget is not None and budget != AUTOMATIC:
-        return parse_bytes(budget), "load"
-    if budget is None and baked_bytes is not None:
-        return baked_bytes, "baked"
-    return automatic(), "automatic"
-
-
-def _remedy(source: Source, floor_bytes: int) -> str:
-    if source == "automatic":
-        return "free device memory"
-    if source == "change":
-        return f"pass {floor_bytes}, or more"
-    return f"pass budget={floor_bytes} or weight_offload_budget_mb={-(-floor_bytes // _MIB)}, or more"
+def _chosen(
+    given_bytes: int,
+    source: Source,
+    baked_bytes: int | None,
+    automatic: Callable[[], AutomaticTerms],
+    floor_bytes: int,
+    full_bytes: int,
+) -> BudgetChoice:
+    """By the core, which chooses for every kind of program."""
+    asked = _Budget(
+        floor_bytes=floor_bytes,
+        full_bytes=full_bytes,
+        given_bytes=min(given_bytes, _MOST_BYTES),
+        origin=_SOURCES.index(source),
+        baked_bytes=_NONE if baked_bytes is None else baked_bytes,
+    )
+    origin = core().penstock_budget_origin(asked.given_bytes, asked.origin, asked.baked_bytes)
+    if _SOURCES[origin] == "automatic":
+        terms = automatic()
+        asked.free_bytes, asked.held_bytes = terms.free_bytes, terms.held_bytes
+        asked.activation_bytes, asked.state_bytes = terms.activation_bytes, terms.state_bytes
+        asked.reserve_bytes = terms.reserve_bytes
+    if core().penstock_choose_budget(ctypes.byref(asked)):
+        if core().penstock_failure() != BELOW_FLOOR:
+            raise last_exception()
+        text = core().penstock_failure_text().decode()
+        raise BelowFloorError(text, budget_bytes=asked.asked_bytes, floor_bytes=floor_bytes)
+    return BudgetChoice(asked.budget_bytes, asked.asked_bytes, _SOURCES[asked.origin])

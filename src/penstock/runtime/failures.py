@@ -17,7 +17,12 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     8: errors.DriverCallError,
     9: errors.PenstockError,
     10: errors.RuntimeFailure,
+    11: errors.BudgetError,
+    13: errors.HostMemoryError,
 }
+
+# Told with numbers, by whoever asked for a budget.
+BELOW_FLOOR = 12
 
 _STICKY = "; the device context is lost, and only a new process can use the device again"
 

@@ -31,7 +31,7 @@ from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
 from penstock.renamed import refuse_attribute, refuse_options
-from penstock.runtime.automatic_budget import automatic_budget, automatic_terms
+from penstock.runtime.automatic_budget import AutomaticTerms, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
@@ -52,7 +52,7 @@ from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
-from penstock.runtime.weights_source import begin_probe, prepare_source, read_weights_index, stored_bytes
+from penstock.runtime.weights_source import begin_probe, file_source, read_weights_index, stored_bytes
 from penstock.weights import WeightsIndex, verify_checksums
 
 LOGGER = logging.getLogger("penstock")
@@ -153,16 +153,9 @@ class Module:
             with self._policy.naming_lower_placements():
                 self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             installed = self._policy.arrange(self._choice.budget_bytes, known)
-            prepared = prepare_source(
-                index,
-                probe,
-                cap_bytes=options.host_memory_cap_bytes,
-                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes,
-            )
-            if prepared.pinned is not None:
-                stack.callback(prepared.pinned.release)
+            if probe is not None:
+                probe.require()
             deliver_interrupt()
-            self.host_bytes = prepared.host_bytes
             if core().penstock_load_torch():
                 raise last_exception()
             self._split_limits = SplitLimits(None)
@@ -171,16 +164,21 @@ class Module:
             recipes = Recipes(self.device, self._split_limits.limits) if options.offers_kernel else None
             if recipes is not None:
                 stack.callback(recipes.close)
-            self._session = Session(
+            source = file_source(
+                index,
+                cap_bytes=options.host_memory_cap_bytes,
+                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes,
+            )
+            self._session = Session.opened(
                 driver,
-                Path(index.path),
-                prepared.source,
+                source,
                 lru=options.is_lru,
                 device_index=self.device.index or 0,
                 poison=poison,
                 packed=packed.numbers,
             )
             stack.callback(self._session.close)
+            self.host_bytes = self._session.host_bytes
             if options.linear.uses_kernel:
                 self._session.offer_linear(None if recipes is None else recipes.prepare)
             self._graphs = Graphs(self.device) if asked.cuda_graph else None
@@ -332,7 +330,7 @@ class Module:
             with self._policy.naming_lower_placements():
                 choice = choose_new_budget(
                     budget,
-                    automatic=self._automatic_budget,
+                    automatic=self._automatic_terms,
                     floor_bytes=self._policy.floor_for(self._times),
                     full_bytes=self._policy.full_bytes,
                 )
@@ -537,7 +535,7 @@ class Module:
             device_memory=self._options.asked.device_memory,
             granted=self._granted_budget,
             baked_bytes=baked_bytes,
-            automatic=self._automatic_budget,
+            automatic=self._automatic_terms,
             floor_bytes=self._policy.floor_for(self._times),
             full_bytes=self._policy.full_bytes,
         )
@@ -551,15 +549,14 @@ class Module:
         self._split = split_states(self.program, granted.device_positions(division))
         return division.weights_bytes
 
-    def _automatic_budget(self) -> int:
-        terms = automatic_terms(
+    def _automatic_terms(self) -> AutomaticTerms:
+        return automatic_terms(
             self.program,
             self.device,
             self._driver.memory,
             held_bytes=self._session.memory()[0] if self._open else None,
             cuda_graph=self._options.asked.cuda_graph,
         )
-        return automatic_budget(terms, self._policy.floor_for(self._times))
 
     @property
     def summary(self) -> str:

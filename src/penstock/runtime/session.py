@@ -11,10 +11,11 @@ from pathlib import Path
 
 from penstock.budget import format_bytes
 from penstock.errors import PenstockError
-from penstock.native import PREPARE_LINEAR, core
+from penstock.native import ON_BYTES, PREPARE_LINEAR, core
 from penstock.runtime.driver import Driver
 from penstock.runtime.failures import exception, last_exception
 from penstock.runtime.interrupts import HeldInterrupts
+from penstock.runtime.progress import Progress
 from penstock.runtime.records import Numbers
 
 
@@ -80,6 +81,42 @@ class HostSource:
     staging_buffer_bytes: int = 0
     staging_buffers: int = 0
     staging_threads: int = 0
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """The weights file as it is given to the core, which decides how its bytes reach the device, and checks memory."""
+
+    path: Path
+    # Offset and bytes of everything in it that is copied at once.
+    extents: tuple[tuple[int, int], ...]
+    # Of the pinned buffers that weights pass through; None: the file is registered as it is mapped.
+    cap_bytes: int | None
+    # What else is held there: of the soft driver, whose device memory is host memory too, and state.
+    extra_bytes: int
+
+
+# Holds proc/ and sys/, where limits of memory are.
+HOST_ROOT = Path("/")
+
+
+class _OpenRequest(ctypes.Structure):
+    """As in include/penstock_core.h."""
+
+    _fields_ = [
+        ("path", ctypes.c_char_p),
+        ("extents", ctypes.c_void_p),
+        ("extent_count", ctypes.c_int64),
+        ("host_cap_bytes", ctypes.c_int64),
+        ("extra_host_bytes", ctypes.c_int64),
+        ("packed", ctypes.c_void_p),
+        ("packed_count", ctypes.c_int64),
+        ("root", ctypes.c_char_p),
+        ("on_bytes", ON_BYTES),
+        ("lru", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("poison", ctypes.c_int32),
+    ]
 
 
 def link_text(samples: Sequence[LinkSample]) -> str:
@@ -158,6 +195,48 @@ class Session:
         if not self._handle:
             raise last_exception()
         self._preparation = _Preparation(None)
+
+    @classmethod
+    def opened(
+        cls,
+        driver: Driver,
+        source: FileSource,
+        *,
+        lru: bool,
+        device_index: int,
+        poison: bool,
+        packed: Numbers | None = None,
+    ) -> Session:
+        """Over a file that is brought into memory first, if it is to be registered. An interrupt gives that up."""
+        progress = Progress(source.path)
+        numbers = [number for extent in source.extents for number in extent]
+        request = _OpenRequest(
+            path=os.fsencode(source.path),
+            extents=ctypes.cast((ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_void_p),
+            extent_count=len(source.extents),
+            host_cap_bytes=-1 if source.cap_bytes is None else source.cap_bytes,
+            extra_host_bytes=source.extra_bytes,
+            packed=None if packed is None else ctypes.cast(packed, ctypes.c_void_p),
+            packed_count=0 if packed is None else len(packed),
+            root=os.fsencode(HOST_ROOT),
+            on_bytes=progress.on_bytes,
+            lru=int(lru),
+            device_index=device_index,
+            poison=int(poison),
+        )
+        made = cls.__new__(cls)
+        made._core, made._pid, made._driver = core(), os.getpid(), driver
+        made._preparation = _Preparation(None)
+        with progress:
+            made._handle = made._core.penstock_open(driver.handle, ctypes.byref(request)) or None
+        if made._handle is None:
+            raise last_exception()
+        return made
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the file, or of staging buffers."""
+        return int(self._core.penstock_session_host_bytes(self.handle))
 
     @property
     def handle(self) -> int:

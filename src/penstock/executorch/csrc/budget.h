@@ -7,17 +7,11 @@
 #include <vector>
 
 #include "payload.h"
+#include "penstock_core.h"
 
 namespace penstock_executorch {
 
-enum class BudgetSource : int64_t { load = 0, baked = 1, automatic = 2 };
-
 constexpr const char* kBudgetOption = "weight_offload_budget";
-
-struct Budget {
-  int64_t asked_bytes;
-  BudgetSource source;
-};
 
 // A decimal number of bytes, without sign, unit or blanks; throws LoadError(budget).
 // `what` is the option's name, for the message.
@@ -31,11 +25,11 @@ struct BudgetRequest {
   bool is_given() const { return bytes || automatic; }
 };
 
-// `driver` tells how much is free. Throws LoadError(budget) or LoadError(below_floor), which names the exact minimum.
-Budget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver);
-
-// LoadError(below_floor), which names the exact minimum; `origin` is where the budget comes from, for the message.
-void require_floor(int64_t budget_bytes, int64_t floor_bytes, const std::string& origin);
+// By the core, as for every kind of program; `driver` tells how much is free. Throws LoadError(budget) or
+// LoadError(below_floor), which names the exact minimum.
+PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver);
+// Of a program that is loaded.
+PenstockBudget choose_new_budget(int64_t bytes, int64_t floor_bytes, int64_t full_bytes);
 
 // The largest plan that the budget allows.
 size_t choose_plan(const std::vector<ReadyPlan>& plans, int64_t floor_bytes, int64_t budget_bytes);

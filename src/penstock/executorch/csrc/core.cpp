@@ -25,7 +25,7 @@ std::string library_path() {
 
 void* open_core() {
   // Global: compiled programs find the fetch function in the global scope.
-  if (dlsym(RTLD_DEFAULT, "penstock_session_create")) return RTLD_DEFAULT;
+  if (dlsym(RTLD_DEFAULT, "penstock_open")) return RTLD_DEFAULT;
   std::string path = library_path();
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (!library) {
@@ -54,7 +54,10 @@ Core load() {
   find(library, "penstock_driver_destroy", core.driver_destroy);
   find(library, "penstock_driver_granularity", core.driver_granularity);
   find(library, "penstock_driver_memory", core.driver_memory);
-  find(library, "penstock_session_create", core.session_create);
+  find(library, "penstock_budget_origin", core.budget_origin);
+  find(library, "penstock_reserve_bytes", core.reserve_bytes);
+  find(library, "penstock_choose_budget", core.choose_budget);
+  find(library, "penstock_open", core.open);
   find(library, "penstock_session_destroy", core.session_destroy);
   find(library, "penstock_session_install", core.session_install);
   find(library, "penstock_session_begin", core.session_begin);

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "penstock_core.h"
+
 namespace penstock_executorch {
 
 struct Core {
@@ -17,9 +19,10 @@ struct Core {
   void (*driver_destroy)(void*);
   int32_t (*driver_granularity)(void*, int64_t*);
   int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
-  void* (*session_create)(void* driver, const char* path, int32_t lru, const int64_t* chunk_ends, int64_t chunk_count,
-                          int64_t staging_buffer_bytes, int32_t staging_buffers, int32_t staging_threads,
-                          int32_t device_index, int32_t poison, const int64_t* packed, int64_t packed_count);
+  int64_t (*budget_origin)(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
+  int64_t (*reserve_bytes)(int64_t total_bytes, int32_t on_gpu);
+  int32_t (*choose_budget)(PenstockBudget*);
+  void* (*open)(void* driver, const PenstockOpenRequest*);
   void (*session_destroy)(void*);
   int32_t (*session_install)(void*, const int64_t* numbers, int64_t count);
   int32_t (*session_begin)(void*, int64_t method, void* stream);

@@ -4,17 +4,12 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <numeric>
-#include <thread>
 
 #include "core.h"
 #include "load_error.h"
 
 namespace penstock_executorch {
 namespace {
-
-constexpr int64_t kPageBytes = 4096;
-// The most that is registered in one call.
-constexpr int64_t kChunkBytes = int64_t{64} << 30;
 
 bool poison_asked() {
   const char* value = std::getenv("PENSTOCK_POISON");
@@ -23,48 +18,14 @@ bool poison_asked() {
   return text == "1";
 }
 
-// In whole pages, and never inside a weight: a copy that spans two registrations fails.
-std::vector<int64_t> chunk_ends(const Payload& payload, const WeightsPlace& weights) {
-  int64_t whole = (weights.file_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-  std::vector<std::pair<int64_t, int64_t>> spans;
-  for (size_t i = 0; i < weights.spans.size(); ++i)
-    if (payload.weights[i].bytes)
-      spans.emplace_back(weights.spans[i].begin_bytes / kPageBytes * kPageBytes,
-                         (weights.spans[i].begin_bytes + weights.spans[i].bytes + kPageBytes - 1) / kPageBytes * kPageBytes);
-  std::sort(spans.begin(), spans.end());
-  std::vector<int64_t> ends;
-  int64_t start = 0, reached = 0;
-  for (auto [begin, end] : spans) {
-    // A chunk may end where no weight that began before it is still going on.
-    if (begin >= reached && end - start > kChunkBytes && begin > start) {
-      ends.push_back(begin);
-      start = begin;
-    }
-    reached = std::max(reached, end);
+// Everything of the file that is copied from, for the core.
+std::vector<int64_t> extents_of(const WeightsPlace& weights) {
+  std::vector<int64_t> numbers;
+  for (const WeightsPlace::Span& span : weights.spans) {
+    numbers.push_back(span.begin_bytes);
+    numbers.push_back(span.bytes);
   }
-  if (start < whole) ends.push_back(whole);
-  return ends;
-}
-
-// As penstock.runtime.weights_source has it.
-struct Staging {
-  int64_t buffer_bytes = 0;
-  int32_t buffers = 0;
-  int32_t threads = 0;
-};
-
-Staging staging_of(int64_t cap_bytes) {
-  constexpr int64_t kBufferBytes = int64_t{16} << 20, kLeastBuffers = 4, kReaders = 8;
-  if (!cap_bytes) return {};
-  Staging staging;
-  staging.buffer_bytes = std::min(kBufferBytes, cap_bytes / kLeastBuffers / kPageBytes * kPageBytes);
-  if (!staging.buffer_bytes)
-    throw LoadError(Kind::budget, "weight_offload_host_memory_cap is " + std::to_string(cap_bytes) +
-                                    " bytes; staging needs at least " + std::to_string(kLeastBuffers * kPageBytes));
-  staging.buffers = (int32_t)(cap_bytes / staging.buffer_bytes);
-  int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / 2);
-  staging.threads = (int32_t)std::min({kReaders, (int64_t)staging.buffers, cores});
-  return staging;
+  return numbers;
 }
 
 struct SharedSession {
@@ -112,7 +73,6 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
                                const WeightsPlace& weights, const SessionRequest& request, int32_t device_index)
     : device_index_(device_index) {
   bool poison = poison_asked();
-  Staging staging = staging_of(request.host_cap_bytes);
   if (payload.device == "cuda") {
     driver_ = core().cuda_create(device_index);
     if (!driver_) throw_core_failure();
@@ -126,37 +86,46 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     if (granularity != payload.page_bytes)
       throw LoadError(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
-    Budget budget = choose_budget(asked, payload, table, driver_);
-    int64_t used_bytes = std::min(budget.asked_bytes, std::max(table.full_bytes, table.floor_bytes));
+    const PenstockBudget budget = choose_budget(asked, payload, table, driver_);
     for (const StoredPlan& stored : table.plans)
       plans_.push_back({stored.device_bytes, rebased(stored, weights.offsets, payload.weights)});
-    size_t plan = choose_plan(plans_, table.floor_bytes, used_bytes);
+    size_t plan = choose_plan(plans_, table.floor_bytes, budget.budget_bytes);
     const std::vector<int64_t>& numbers = plans_[plan].numbers;
     if (core().load_torch()) throw_core_failure();
-    std::vector<int64_t> ends = staging.buffers ? std::vector<int64_t>{} : chunk_ends(payload, weights);
-    session_ = core().session_create(driver_, weights.path.c_str(), 0, ends.data(), (int64_t)ends.size(),
-                                     staging.buffer_bytes, staging.buffers, staging.threads, device_index, poison,
-                                     weights.packed.numbers.data(), (int64_t)weights.packed.numbers.size());
+    const std::vector<int64_t> extents = extents_of(weights);
+    const bool is_staged = request.host_cap_bytes > 0;
+    PenstockOpenRequest opened{};
+    opened.path = weights.path.c_str();
+    opened.extents = extents.data();
+    opened.extent_count = (int64_t)weights.spans.size();
+    opened.host_cap_bytes = is_staged ? request.host_cap_bytes : -1;
+    // The soft driver's device memory is host memory, too.
+    opened.extra_host_bytes = payload.device == "cpu" ? budget.budget_bytes : 0;
+    opened.packed = weights.packed.numbers.data();
+    opened.packed_count = (int64_t)weights.packed.numbers.size();
+    opened.root = "/";
+    opened.device_index = device_index;
+    opened.poison = poison;
+    session_ = core().open(driver_, &opened);
     if (!session_) throw_core_failure();
     if (core().session_install(session_, numbers.data(), (int64_t)numbers.size())) throw_core_failure();
     facts_.floor_bytes = table.floor_bytes;
     facts_.full_bytes = table.full_bytes;
-    facts_.budget_bytes = used_bytes;
+    facts_.budget_bytes = budget.budget_bytes;
     facts_.asked_bytes = budget.asked_bytes;
-    facts_.source = (int64_t)budget.source;
+    facts_.source = budget.origin;
     facts_.plan = (int64_t)plan;
     facts_.plan_count = (int64_t)table.plans.size();
     facts_.plan_bytes = table.plans[plan].device_bytes;
-    const char* origins[] = {"given at load", "baked at export", "automatic"};
+    const char* origins[] = {"given at load", "", "", "baked at export", "automatic"};
     std::string place = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
     summary_ = payload.program + " on " + place + ": floor " + format_bytes(table.floor_bytes) +
-               ", budget " + format_bytes(used_bytes) + " (" + origins[(int)budget.source] + "), plan " +
+               ", budget " + format_bytes(budget.budget_bytes) + " (" + origins[budget.origin] + "), plan " +
                std::to_string(plan + 1) + " of " + std::to_string(table.plans.size()) + " takes " +
                format_bytes(table.plans[plan].device_bytes) + " of " + format_bytes(table.full_bytes) +
-               ", weights from " + weights.path + (staging.buffers ? ", staged" : ", held in memory");
-    // penstock.Module tries registration in a process of its own first, and counts host memory; here nobody has.
-    if (payload.device == "cuda" && !staging.buffers)
-      summary_ += " (neither its size nor its registration was tried out before)";
+               ", weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
+    // penstock.Module tries registration in a process of its own first; here nobody has.
+    if (payload.device == "cuda" && !is_staged) summary_ += " (its registration was not tried out before)";
   } catch (...) {
     if (session_) core().session_destroy(session_);
     core().driver_destroy(driver_);

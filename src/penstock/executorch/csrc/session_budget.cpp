@@ -18,15 +18,15 @@ void ProgramSession::set_budget(int64_t asked_bytes) {
   if (!idle)
     throw LoadError(Kind::busy, "a run is under way: the budget of " + format_bytes(made.budget_bytes) +
                                   " stays; set another one between runs");
-  require_floor(asked_bytes, made.floor_bytes, "set after load; the present one stays");
+  const PenstockBudget budget = choose_new_budget(asked_bytes, made.floor_bytes, made.full_bytes);
   const auto installs = [&](size_t plan) {
     const std::vector<int64_t>& numbers = plans_[plan].numbers;
     return core().session_install(session_, numbers.data(), (int64_t)numbers.size()) == 0;
   };
   const size_t before = (size_t)made.plan;
-  made.asked_bytes = asked_bytes;
-  made.budget_bytes = std::min(asked_bytes, std::max(made.full_bytes, made.floor_bytes));
-  made.source = (int64_t)BudgetSource::load;
+  made.asked_bytes = budget.asked_bytes;
+  made.budget_bytes = budget.budget_bytes;
+  made.source = budget.origin;
   made.plan = (int64_t)choose_plan(plans_, made.floor_bytes, made.budget_bytes);
   made.plan_bytes = plans_[(size_t)made.plan].device_bytes;
   if ((!has_plan_ || (size_t)made.plan != before) && !installs((size_t)made.plan)) {

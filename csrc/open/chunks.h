@@ -1,0 +1,25 @@
+// Where a mapped file is cut for registration. Pure.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace penstock {
+
+// Bytes of a file that a copy may read at once.
+struct FileExtent {
+  int64_t offset_bytes;
+  int64_t bytes;
+};
+
+// One registration of 512 GiB or more has been reported to fail; far below that, the number of calls costs nothing.
+constexpr int64_t kRegistrationLimitBytes = int64_t{64} << 30;
+
+// Where each chunk ends, in whole pages of the system. No extent lies in two chunks, since a copy that spans two
+// registrations fails. A chunk exceeds the limit only where an extent (or several that share pages) does, and then holds
+// nothing else. Throws CoreError(usage) where an extent lies outside of the file.
+std::vector<size_t> chunk_ends(const std::vector<FileExtent>& extents, int64_t file_bytes, int64_t limit_bytes,
+                               int64_t page_bytes);
+
+}  // namespace penstock

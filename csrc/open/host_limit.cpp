@@ -1,0 +1,226 @@
+#include "open/host_limit.h"
+
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+#include "driver/driver.h"
+
+namespace penstock {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What the two versions of cgroups call the same things.
+struct CgroupFiles {
+  // More than one may limit: above memory.high nothing is killed, but with pinned pages everything crawls.
+  std::vector<const char*> limits;
+  const char* usage;
+  std::vector<std::string> cache_fields;
+};
+
+const CgroupFiles kVersion2{{"memory.max", "memory.high"}, "memory.current", {"inactive_file", "active_file"}};
+const CgroupFiles kVersion1{{"memory.limit_in_bytes"}, "memory.usage_in_bytes", {"total_inactive_file", "total_active_file"}};
+
+[[noreturn]] void cannot_tell(const std::string& why) {
+  throw CoreError(Failure::host_memory, "how much host memory is available cannot be told: " + why);
+}
+
+// Empty when there is no such file: the root cgroup of a machine has no limits.
+std::string content_of(const fs::path& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  std::string found = text.str();
+  while (!found.empty() && (found.back() == '\n' || found.back() == ' ')) found.pop_back();
+  return found;
+}
+
+int64_t number_of(const std::string& text, const fs::path& path) {
+  size_t end = 0;
+  try {
+    const unsigned long long value = std::stoull(text, &end);
+    if (end == text.size()) return (int64_t)std::min<unsigned long long>(value, INT64_MAX);
+  } catch (const std::exception&) {
+    // Told below, as any other text that is no number.
+  }
+  cannot_tell(path.string() + " says '" + text + "', which is no number");
+}
+
+HostLimit machine_limit(const fs::path& root, int64_t pinned) {
+  const fs::path path = root / "proc/meminfo";
+  std::ifstream file(path);
+  if (!file) cannot_tell(path.string() + ": " + std::strerror(errno));
+  for (std::string name, value, unit; file >> name >> value;) {
+    std::getline(file, unit);
+    if (name != "MemAvailable:") continue;
+    const int64_t available = number_of(value, path) * 1024;
+    return {std::max<int64_t>(0, available - pinned),
+            "MemAvailable in " + path.string() + " (" + std::to_string(available) + " bytes)"};
+  }
+  cannot_tell(path.string() + " has no line MemAvailable");
+}
+
+struct Cgroup {
+  fs::path folder;
+  const CgroupFiles* files;
+};
+
+bool has_memory(const std::string& controllers) {
+  std::istringstream each(controllers);
+  for (std::string name; std::getline(each, name, ',');)
+    if (name == "memory") return true;
+  return false;
+}
+
+// Every cgroup folder above this process, its own first; a limit anywhere on the way holds.
+std::vector<Cgroup> cgroups(const fs::path& root) {
+  std::vector<Cgroup> found;
+  std::ifstream table(root / "proc/self/cgroup");
+  for (std::string line; std::getline(table, line);) {
+    const size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string number = line.substr(0, first), controllers = line.substr(first + 1, second - first - 1);
+    const bool is_version_2 = number == "0" && controllers.empty();
+    if (!is_version_2 && !has_memory(controllers)) continue;
+    const fs::path mount = root / "sys/fs/cgroup";
+    const fs::path base = is_version_2 ? mount : mount / "memory";
+    // In a container the path may be the host's, of which only the mount point itself is visible.
+    for (fs::path step = fs::path("/" + line.substr(second + 1)).lexically_normal().relative_path();;
+         step = step.parent_path()) {
+      const fs::path folder = step.empty() ? base : base / step;
+      if (fs::is_directory(folder)) found.push_back({folder, is_version_2 ? &kVersion2 : &kVersion1});
+      if (step.empty()) break;
+    }
+  }
+  return found;
+}
+
+std::optional<HostLimit> cgroup_limit(const Cgroup& group, int64_t pinned) {
+  int64_t limit = INT64_MAX;
+  fs::path from;
+  for (const char* name : group.files->limits) {
+    const fs::path path = group.folder / name;
+    const std::string text = content_of(path);
+    if (text.empty() || text == "max") continue;
+    const int64_t value = number_of(text, path);
+    if (from.empty() || value < limit) limit = value, from = path;
+  }
+  const std::string usage = content_of(group.folder / group.files->usage);
+  if (from.empty() || usage.empty()) return std::nullopt;
+  int64_t cache = 0;
+  std::istringstream fields(content_of(group.folder / "memory.stat"));
+  for (std::string name, value; fields >> name >> value;)
+    if (std::count(group.files->cache_fields.begin(), group.files->cache_fields.end(), name))
+      cache += number_of(value, group.folder / "memory.stat");
+  const int64_t used = number_of(usage, group.folder / group.files->usage);
+  const int64_t kept = std::max<int64_t>(0, used - std::max<int64_t>(0, cache - pinned));
+  return HostLimit{std::max<int64_t>(0, limit - kept),
+                   from.string() + " (" + std::to_string(limit) + " bytes, of which " + std::to_string(kept) +
+                       " are in use and cannot be reclaimed)"};
+}
+
+// File systems whose files are memory: nothing is brought in when their pages are pinned.
+bool is_memory_file(dev_t device, const fs::path& root) {
+  std::ifstream table(root / "proc/self/mountinfo");
+  const std::string name = std::to_string(major(device)) + ":" + std::to_string(minor(device));
+  for (std::string line; std::getline(table, line);) {
+    std::istringstream fields(line);
+    std::string id, parent, numbers, field, kind;
+    fields >> id >> parent >> numbers;
+    if (numbers != name) continue;
+    while (fields >> field && field != "-") {
+    }
+    fields >> kind;
+    return kind == "tmpfs" || kind == "ramfs" || kind == "hugetlbfs";
+  }
+  return false;
+}
+
+struct stat status_of(const std::string& path) {
+  struct stat status;
+  if (stat(path.c_str(), &status))
+    throw CoreError(Failure::host_read, "the weights file " + path + " cannot be read: " + std::strerror(errno));
+  return status;
+}
+
+struct PinnedFiles {
+  struct Entry {
+    int64_t count = 0;
+    int64_t bytes = 0;
+  };
+  std::mutex lock;
+  std::map<std::pair<dev_t, ino_t>, Entry> files;
+};
+
+// Never destroyed: sessions may go after static objects do.
+PinnedFiles& pinned_files() {
+  static PinnedFiles* made = new PinnedFiles;
+  return *made;
+}
+
+}  // namespace
+
+HostLimit host_limit(const std::string& root, int64_t pinned) {
+  HostLimit least = machine_limit(root, pinned);
+  for (const Cgroup& group : cgroups(root))
+    if (auto limit = cgroup_limit(group, pinned); limit && limit->available_bytes < least.available_bytes)
+      least = *limit;
+  return least;
+}
+
+void check_host_memory(int64_t needed_bytes, const std::string& purpose, const std::string& root) {
+  const HostLimit limit = host_limit(root, pinned_bytes());
+  if (needed_bytes <= limit.available_bytes) return;
+  const std::string available = std::to_string(limit.available_bytes);
+  throw CoreError(Failure::host_memory, std::to_string(needed_bytes) + " bytes of host memory are needed for " + purpose +
+                                          ", and " + available + " are available by " + limit.source +
+                                          "; give a cap of host memory of at most " + available +
+                                          " bytes, or raise the limit");
+}
+
+PinnedFile::PinnedFile(const std::string& path) {
+  const struct stat status = status_of(path);
+  key_ = {status.st_dev, status.st_ino};
+  // What lies on a memory file system is no file cache, and was never counted as available.
+  const int64_t bytes = is_memory_file(status.st_dev, "/") ? 0 : (int64_t)status.st_size;
+  std::lock_guard<std::mutex> hold(pinned_files().lock);
+  PinnedFiles::Entry& entry = pinned_files().files[key_];
+  entry.count += 1;
+  entry.bytes = std::max(entry.bytes, bytes);
+}
+
+PinnedFile::~PinnedFile() {
+  std::lock_guard<std::mutex> hold(pinned_files().lock);
+  auto found = pinned_files().files.find(key_);
+  if (--found->second.count == 0) pinned_files().files.erase(found);
+}
+
+int64_t pinned_bytes() {
+  std::lock_guard<std::mutex> hold(pinned_files().lock);
+  int64_t total = 0;
+  for (const auto& [key, entry] : pinned_files().files) total += entry.bytes;
+  return total;
+}
+
+int64_t bytes_to_pin(const std::string& path, const std::string& root) {
+  const struct stat status = status_of(path);
+  {
+    std::lock_guard<std::mutex> hold(pinned_files().lock);
+    if (pinned_files().files.count({status.st_dev, status.st_ino})) return 0;
+  }
+  if (is_memory_file(status.st_dev, root)) return std::max<int64_t>(0, (int64_t)status.st_size - status.st_blocks * 512);
+  return (int64_t)status.st_size;
+}
+
+}  // namespace penstock
