@@ -22,6 +22,7 @@ DELEGATE_HEADERS = (
     "ATen/core/Tensor.h",
     "ATen/core/grad_mode.h",
     "ATen/detail/CUDAHooksInterface.h",
+    "ATen/ops/empty.h",
     "ATen/ops/empty_strided.h",
     "ATen/ops/from_blob.h",
     "c10/core/DeviceGuard.h",
@@ -37,7 +38,7 @@ DELEGATE_NAMES = {
         "device_index",
         "stream_handle",
     ),
-    "ATen/detail/CUDAHooksInterface.h": ("getCUDAHooks", "AcceleratorHooksInterface"),
+    "ATen/detail/CUDAHooksInterface.h": ("getCUDAHooks", "AcceleratorHooksInterface", "deviceSynchronize"),
     "ATen/detail/AcceleratorHooksInterface.h": ("getCurrentDevice",),
     "ATen/Version.h": ("get_cpu_capability",),
 }
