@@ -29,6 +29,7 @@ struct Sessions {
   bool let_go = true;
   // Of the next calls of install, how many are refused, and how many there were.
   std::atomic<int> refused_installs{0}, installs{0};
+  std::atomic<bool> is_below_floor{false};
 
   void pass(bool held) {
     std::unique_lock<std::mutex> hold(lock);

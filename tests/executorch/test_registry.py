@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.executorch.build import sources_folder
+from penstock.executorch.build import headers_folder, sources_folder
 from tests.runtime.builds import COMPILER, WORKERS
 from tests.runtime.mutants import Mutated
 
@@ -32,7 +32,8 @@ def built(folder: Path, replaced: dict[str, str] | None = None) -> Path:
     names = ["budget.cpp", "load_error.cpp", "session_budget.cpp", *([] if replaced else ["program_session.cpp"])]
     sources += [sources_folder() / name for name in names]
     program = folder / "registry_probe"
-    includes = [f"-I{folder}", f"-I{sources_folder()}", f"-I{headers_folder()}", *(["-DWITH_MUTANTS"] if replaced else [])]
+    folders = (folder, sources_folder(), headers_folder())
+    includes = [*(f"-I{each}" for each in folders), *(["-DWITH_MUTANTS"] if replaced else [])]
     probe = Path(__file__).with_name("registry_probe.cpp")
     # To look into an optional without a value ends the program, whatever lies there.
     includes.append("-D_GLIBCXX_ASSERTIONS")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "csrc"
+HEADERS = ROOT / "src" / "penstock" / "include"
 # What tests need besides is inside of these builds: a sanitizer sees it, too.
 TESTING = ROOT / "tests" / "native"
 COMPILER = os.environ.get("CXX", "g++")
@@ -30,7 +31,19 @@ def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] |
 
     def compiled(name: str) -> str:
         source = folder / name if name in (replaced or {}) else SOURCES / name
-        _run([COMPILER, *flags, f"-I{folder}", f"-I{SOURCES}", f"-I{HEADERS}", "-c", str(source), "-o", str(folder / f"{name}.o")])
+        _run(
+            [
+                COMPILER,
+                *flags,
+                f"-I{folder}",
+                f"-I{SOURCES}",
+                f"-I{HEADERS}",
+                "-c",
+                str(source),
+                "-o",
+                str(folder / f"{name}.o"),
+            ]
+        )
         return str(folder / f"{name}.o")
 
     with ThreadPoolExecutor(WORKERS) as workers:

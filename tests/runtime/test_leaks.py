@@ -21,8 +21,8 @@ import penstock.runtime.session as session_file
 from penstock import errors
 from penstock.program import read_program
 from penstock.torch_private.loader import LOADS_FOLDERS
-from tests.runtime.footprint import Footprint, footprint
 from tests.runtime.fake_machine import limited
+from tests.runtime.footprint import Footprint, footprint
 from tests.runtime.modules import EVERYTHING, SCRIPTS, SETUPS, KeptDrivers, floor_of, play, rewrite_weights
 from tests.soak.interrupts import Handler, Interrupter, Line
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import penstock
-import penstock.runtime.session as session_file
 import penstock.runtime.method_runner
 import penstock.runtime.module as module_file
+import penstock.runtime.session as session_file
 from penstock import errors
 from penstock.program import Method, Program, read_program
 from penstock.runtime.module import POISON_VARIABLE

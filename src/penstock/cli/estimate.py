@@ -249,17 +249,24 @@ def _gpu(memory_bytes: int, cache_bytes: int, activation_bytes: int, floor_bytes
     """As an automatic budget is worked out at load, on a GPU with nothing else on it."""
     import torch
 
+    from penstock.errors import BelowFloorError
     from penstock.runtime.automatic_budget import AutomaticTerms, reserve_bytes
+    from penstock.runtime.budget_choice import automatic_budget
 
     reserve = reserve_bytes(torch.device("cuda"), memory_bytes)
     terms = AutomaticTerms(memory_bytes, 0, activation_bytes, cache_bytes, reserve)
+    fits = True
+    try:
+        left_bytes = automatic_budget(terms, floor_bytes)
+    except BelowFloorError as error:
+        left_bytes, fits = error.budget_bytes, False
     return GpuRow(
         memory_bytes=memory_bytes,
         cache_bytes=cache_bytes,
         activation_bytes=activation_bytes,
         reserve_bytes=reserve,
-        left_bytes=terms.budget_bytes,
-        fits=terms.lacking_bytes(floor_bytes) == 0,
+        left_bytes=left_bytes,
+        fits=fits,
     )
 
 

@@ -195,12 +195,9 @@ def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | No
     import torch
 
     from penstock.cli.plan_report import GpuRow
-    from penstock.runtime.automatic_budget import (
-        AutomaticTerms,
-        activation_bound_bytes,
-        automatic_budget,
-        reserve_bytes,
-    )
+    from penstock.errors import BelowFloorError
+    from penstock.runtime.automatic_budget import AutomaticTerms, activation_bound_bytes, reserve_bytes
+    from penstock.runtime.budget_choice import automatic_budget
 
     bounded = all(method.activation_bound_bytes is not None for method in program.methods)
     if budget is not None and not bounded:
@@ -214,7 +211,12 @@ def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | No
         state_bytes=program.state_bytes - program.host_state_bytes,
         reserve_bytes=reserve_bytes(torch.device("cuda"), memory_bytes),
     )
-    left_bytes = terms.budget_bytes if budget is not None else automatic_budget(terms, floor_bytes)
+    try:
+        left_bytes = automatic_budget(terms, floor_bytes)
+    except BelowFloorError as error:
+        if budget is None:
+            raise
+        left_bytes = error.budget_bytes
     row = GpuRow(
         memory_bytes=memory_bytes,
         activation_bytes=activation_bytes,

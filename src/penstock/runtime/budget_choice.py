@@ -125,6 +125,11 @@ def choose_new_budget(
     return _chosen(_amount(budget), "change", None, automatic, floor_bytes, full_bytes)
 
 
+def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
+    """What is left for weights; refused below the floor."""
+    return _chosen(_AUTOMATIC, "load", None, lambda: terms, floor_bytes, _MOST_BYTES).asked_bytes
+
+
 def _amount(budget: int | str | None) -> int:
     if budget is None:
         return _NONE
