@@ -636,7 +636,7 @@ def a_program_for_a_gpu(program: Program) -> None:
     made but the code, which is none for a GPU."""
     changes = for_gpu(program)
     loud = at_floor(program, "gpu", **{DEVICE_OPTION: 1, "weight_offload_quiet": False})
-    untried = "(neither its size nor its registration was tried out before)"
+    untried = "(its registration was not tried out before)"
 
     def log_at_load(options: Mapping[str, Option]) -> str:
         with logged() as log:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.executorch.cpp_program import build_program
 
-INVALID_ARGUMENT, INVALID_EXTERNAL_DATA = 0x12, 0x24
+INVALID_ARGUMENT, MEMORY_ALLOCATION_FAILED, INVALID_EXTERNAL_DATA = 0x12, 0x21, 0x24
 Probe = Callable[..., tuple[int, str]]
 
 
@@ -89,13 +89,17 @@ def test_options_that_there_are(probe: Probe) -> None:
         ([("text", "weight_offload_budget:backward", "1")], "names no delegate; the program has forward"),
         ([("int", "weight_offload_device", "-1")], "weight_offload_device is no int of 0 or more"),
         ([("int", "weight_offload_device", "1")], "compiled for cpu, which has no number"),
-        ([("text", "weight_offload_host_memory_cap", "100")], "staging needs at least 16384"),
     ],
 )
 def test_options_that_are_refused(probe: Probe, options: list[tuple[str, str, str]], said: str) -> None:
     status, log = probe(*options)
     assert status == INVALID_ARGUMENT
     assert said in log
+
+
+def test_a_cap_too_small_to_stage_through(probe: Probe) -> None:
+    status, log = probe(("text", "weight_offload_host_memory_cap", "100"))
+    assert status == MEMORY_ALLOCATION_FAILED and "staging needs at least 16384" in log
 
 
 def test_a_delegate_with_a_budget_of_its_own(probe: Probe, lowered: Callable[[str], Path]) -> None:

@@ -305,7 +305,11 @@ def test_another_device(chain: Path, kept: KeptDrivers, works: Callable[[], None
     [
         ({"placement": "fifo"}, errors.PenstockError, "placement is 'fifo'; it must be one of 'auto', .* 'lru'"),
         ({"host_memory": "mapped"}, errors.HostMemoryError, "host_memory is 'mapped'; .*\"registered\", or a cap"),
-        ({"host_memory": 100}, errors.HostMemoryError, "host_memory is 100 bytes; staging needs at least"),
+        (
+            {"host_memory": 100},
+            errors.HostMemoryError,
+            "a cap of 100 bytes of host memory is too small: staging needs at least",
+        ),
         ({"host_memory": "-1"}, errors.HostMemoryError, "host_memory is '-1'; .* is not"),
     ],
 )

@@ -111,7 +111,9 @@ def test_the_floor_is_exact(name: str, setup: str, program_path: ProgramPath, ke
     assert zero.value.budget_bytes == 0
     if not SETUPS[setup]:
         assert penstock.read_program(path).floor_bytes == floor, "export and load name the same"
-    with pytest.raises(BelowFloorError, match=rf"at least {floor} bytes; pass budget={floor} ") as below:
+    with pytest.raises(
+        BelowFloorError, match=rf"at least {floor} bytes; give {floor}, or weight_offload_budget_mb="
+    ) as below:
         penstock.Module(path, floor - 1, **SETUPS[setup])
     assert (below.value.budget_bytes, below.value.floor_bytes) == (floor - 1, floor)
     with penstock.Module(path, floor, **SETUPS[setup]) as module:

@@ -79,7 +79,8 @@ Error to_status(Action&& action) noexcept {
     return Error::Ok;
   } catch (const LoadError& refusal) {
     // Two are failures of memory rather than of a call: enum class Failure of the core.
-    bool memory = refusal.kind == Kind::core && refusal.detail == 2;
+    // Of the device, and of the host, as the core counts its failures.
+    bool memory = refusal.kind == Kind::core && (refusal.detail == 2 || refusal.detail == 13);
     last = {refusal.kind, refusal.detail, refusal.what()};
     log_line(kError, last.text);
     return memory ? Error::MemoryAllocationFailed : code_of(refusal.kind);
