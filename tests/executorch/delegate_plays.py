@@ -284,7 +284,7 @@ def budgets(program: Program) -> None:
         assert log.count(f", weights from {data}, held in memory\n") == 2
     found, _ = told(str(full_bytes + PAGE))
     assert found[2:4] == [full_bytes, full_bytes + PAGE] and found[5] == count - 1
-    assert told("auto")[0][4] == 2
+    assert told("auto")[0][4] == 4
     for below in (floor_bytes - 1, 0):
         low = {**at_floor(program, "budgets"), BUDGET_OPTION: str(below)}
         error = refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR, INVALID_ARGUMENT)  # noqa: B023
