@@ -8,6 +8,7 @@
 #include "host/host_file.h"
 #include "host/registration.h"
 #include "host/staging.h"
+#include "host/weight_places.h"
 #include "plan/plan_records.h"
 
 namespace penstock {
@@ -45,7 +46,7 @@ class Source {
   virtual CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) = 0;
 
   // Where kernels read these bytes without a copy, as long as the source lives. Throws where there is no such place.
-  virtual Address direct(int64_t offset_bytes, int64_t bytes) = 0;
+  virtual Address direct(int64_t weight, int64_t offset_bytes, int64_t bytes) = 0;
 
   // Whether a copy can be made again and again without the host: from an address that stays, whatever came before.
   virtual bool is_fixed() const = 0;
@@ -68,33 +69,37 @@ class Source {
 // Copies straight out of the mapping; any order will do.
 class RegisteredSource final : public Source {
  public:
-  RegisteredSource(Driver& driver, const HostFile& file, const std::vector<size_t>& chunk_ends);
+  RegisteredSource(Driver& driver, const HostFile& file, const WeightPlaces& places,
+                   const std::vector<size_t>& chunk_ends);
 
   void load(const PieceRecord& piece, Address to, Stream stream) override { copy(piece, to, stream); }
   void follow(const std::vector<PieceRecord>&, const std::vector<PieceRecord>&) override {}
   CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
-  Address direct(int64_t offset_bytes, int64_t bytes) override;
+  Address direct(int64_t weight, int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return true; }
 
  private:
   Driver& driver_;
   const HostFile& file_;
+  const WeightPlaces& places_;
   Registration registration_;
 };
 
 class StagedSource final : public Source {
  public:
-  StagedSource(Driver& driver, const HostFile& file, size_t buffer_bytes, int buffers, int threads);
+  StagedSource(Driver& driver, const HostFile& file, const WeightPlaces& places, size_t buffer_bytes, int buffers,
+               int threads);
 
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
   CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
-  Address direct(int64_t offset_bytes, int64_t bytes) override;
+  Address direct(int64_t weight, int64_t offset_bytes, int64_t bytes) override;
   bool is_fixed() const override { return false; }
 
  private:
   std::vector<Extent> extents(const std::vector<PieceRecord>& pieces) const;
 
+  const WeightPlaces& places_;
   int64_t buffer_bytes_;
   Staging staging_;
 };

@@ -5,13 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace penstock {
+#include "host/weight_places.h"
 
-// Bytes of a file that a copy may read at once.
-struct FileExtent {
-  int64_t offset_bytes;
-  int64_t bytes;
-};
+namespace penstock {
 
 // One registration of 512 GiB or more has been reported to fail; far below that, the number of calls costs nothing.
 constexpr int64_t kRegistrationLimitBytes = int64_t{64} << 30;

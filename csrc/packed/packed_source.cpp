@@ -22,53 +22,14 @@ std::string text(int64_t value) { return std::to_string(value); }
 
 }  // namespace
 
-std::vector<PackedWeight> read_packed(const int64_t* numbers, size_t count, const HostFile& file) {
-  size_t at = 0;
-  auto next = [&] {
-    if (at >= count) refuse("their records end after " + text((int64_t)count) + " numbers");
-    return numbers[at++];
-  };
-  std::vector<PackedWeight> weights;
-  const int64_t file_bytes = (int64_t)file.bytes();
-  int64_t free_bytes = file_bytes;
-  while (at < count) {
-    PackedWeight weight{};
-    weight.offset_bytes = next();
-    weight.raw_bytes = next();
-    int64_t kind = next();
-    weight.data_offset_bytes = next();
-    if (kind < 0 || kind > INT32_MAX || !is_packed_kind((int32_t)kind)) refuse(text(kind) + " is no kind of values");
-    weight.kind = (PackedKind)kind;
-    if (weight.offset_bytes < free_bytes || weight.raw_bytes < 1 || weight.raw_bytes > INT64_MAX - weight.offset_bytes ||
-        weight.raw_bytes % item_bytes(weight.kind))
-      refuse(text(weight.raw_bytes) + " bytes at " + text(weight.offset_bytes) + " are none of their own");
-    free_bytes = weight.offset_bytes + weight.raw_bytes;
-    const int64_t blocks = (weight.raw_bytes - 1) / kBlockRawBytes + 1;
-    for (int64_t block = 0; block <= blocks; ++block) {
-      weight.begins_bytes.push_back(next());
-      const int64_t end = weight.begins_bytes.back();
-      if (block == 0) {
-        if (end != 0) refuse("the first block begins at " + text(end));
-        continue;
-      }
-      const int64_t raw = std::min(kBlockRawBytes, weight.raw_bytes - (block - 1) * kBlockRawBytes);
-      // No difference of two such numbers overflows.
-      if (end < 0) refuse("block " + text(block - 1) + " ends at " + text(end));
-      const int64_t bytes = end - weight.begins_bytes[(size_t)block - 1];
-      if (bytes % kPackedUnitBytes || bytes < least_block_bytes(weight.kind, raw) ||
-          bytes > most_block_bytes(weight.kind, raw))
-        refuse("block " + text(block - 1) + " has " + text(bytes) + " bytes, which no " + text(raw) + " bytes take");
-    }
-    if (weight.data_offset_bytes < 0 || weight.begins_bytes.back() > file_bytes - weight.data_offset_bytes)
-      refuse("blocks end beyond the " + text(file_bytes) + " bytes of " + file.path());
-    weights.push_back(std::move(weight));
-  }
-  return weights;
-}
-
-PackedSource::PackedSource(Driver& driver, const HostFile& file, std::unique_ptr<Source> beneath,
-                           std::vector<PackedWeight> weights, bool poison)
-    : driver_(driver), file_(file), beneath_(std::move(beneath)), weights_(std::move(weights)), poison_(poison) {
+PackedSource::PackedSource(Driver& driver, const HostFile& file, const WeightPlaces& places,
+                           std::unique_ptr<Source> beneath, std::vector<PackedWeight> weights, bool poison)
+    : driver_(driver),
+      file_(file),
+      places_(places),
+      beneath_(std::move(beneath)),
+      weights_(std::move(weights)),
+      poison_(poison) {
   driver_.prepare_decoding();
   link_ = driver_.create_stream();
   Undo undo([&] { driver_.destroy_stream(link_); });
@@ -83,20 +44,16 @@ PackedSource::~PackedSource() {
   quietly([&] { driver_.destroy_stream(link_); });
 }
 
-const PackedWeight* PackedSource::weight_of(const PieceRecord& piece) const {
-  auto after = std::upper_bound(weights_.begin(), weights_.end(), piece.source_offset_bytes,
-                                [](int64_t offset, const PackedWeight& weight) { return offset < weight.offset_bytes; });
-  if (after == weights_.begin()) return nullptr;
-  const PackedWeight& weight = *(after - 1);
-  if (piece.bytes > weight.raw_bytes - (piece.source_offset_bytes - weight.offset_bytes))
-    refuse(text(piece.bytes) + " bytes at " + text(piece.source_offset_bytes) + " are not all of one weight");
-  return &weight;
+const PackedWeight* PackedSource::find(int64_t weight) const {
+  auto found = std::lower_bound(weights_.begin(), weights_.end(), weight,
+                                [](const PackedWeight& each, int64_t wanted) { return each.weight < wanted; });
+  return found != weights_.end() && found->weight == weight ? &*found : nullptr;
 }
 
 std::vector<PackedSource::Part> PackedSource::parts(const PackedWeight& weight, const PieceRecord& piece,
                                                     int64_t most_packed_bytes) const {
   if (!most_packed_bytes) refuse("a weight is copied, and the plan has no slots for it to pass through");
-  const int64_t begin = piece.source_offset_bytes - weight.offset_bytes, end = begin + piece.bytes;
+  const int64_t begin = piece.weight_offset_bytes, end = begin + piece.bytes;
   const size_t first = (size_t)(begin / kBlockRawBytes), last = (size_t)((end - 1) / kBlockRawBytes) + 1;
   // As many as need be and all much alike: a small copy behind a large one would keep the link less busy.
   const int64_t total = weight.begins_bytes[last] - weight.begins_bytes[first];
@@ -119,13 +76,14 @@ std::vector<PackedSource::Part> PackedSource::parts(const PackedWeight& weight, 
 }
 
 PieceRecord PackedSource::in_file(const Part& part) const {
-  return {part.weight->data_offset_bytes + part.weight->begins_bytes[part.first_block], part.packed_bytes(), 0, 0};
+  return {part.weight->weight, part.weight->data_offset_bytes + part.weight->begins_bytes[part.first_block],
+          part.packed_bytes(), 0, 0};
 }
 
 std::vector<PieceRecord> PackedSource::in_file(const std::vector<PieceRecord>& pieces) const {
   std::vector<PieceRecord> found;
   for (const PieceRecord& piece : pieces) {
-    const PackedWeight* weight = weight_of(piece);
+    const PackedWeight* weight = find(piece.weight);
     if (!weight) found.push_back(piece);
     else if (!stored(*weight, piece))
       for (const Part& part : parts(*weight, piece, slot_bytes_)) found.push_back(in_file(part));
@@ -138,7 +96,7 @@ void PackedSource::follow(const std::vector<PieceRecord>& once, const std::vecto
 }
 
 const PackedSource::Stored* PackedSource::stored(const PackedWeight& weight, const PieceRecord& piece) const {
-  const int64_t begin = piece.source_offset_bytes - weight.offset_bytes, end = begin + piece.bytes;
+  const int64_t begin = piece.weight_offset_bytes, end = begin + piece.bytes;
   for (auto one = std::lower_bound(stored_.begin(), stored_.end(), &weight,
                                    [](const Stored& each, const PackedWeight* wanted) { return each.weight < wanted; });
        one != stored_.end() && one->weight == &weight; ++one) {
@@ -167,7 +125,7 @@ void PackedSource::decode(const Part& part, Address packed, Address to, bool wid
 
 void PackedSource::decode_stored(const Stored& from, const PackedWeight& weight, const PieceRecord& piece, Address to,
                                  Stream stream) {
-  const int64_t begin = piece.source_offset_bytes - weight.offset_bytes;
+  const int64_t begin = piece.weight_offset_bytes;
   const int64_t base = weight.begins_bytes[(size_t)(from.begin_bytes / kBlockRawBytes)];
   for (const Part& part : parts(weight, piece, INT64_MAX))
     decode(part, from.address + (Address)(weight.begins_bytes[part.first_block] - base),
@@ -175,13 +133,13 @@ void PackedSource::decode_stored(const Stored& from, const PackedWeight& weight,
 }
 
 CopiedBytes PackedSource::copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace) {
-  const PackedWeight* weight = weight_of(piece);
+  const PackedWeight* weight = find(piece.weight);
   if (!weight) return beneath_->copy(piece, to, stream);
   if (const Stored* from = stored(*weight, piece)) {
     decode_stored(*from, *weight, piece, to, stream);
     return {0, piece.bytes};
   }
-  const int64_t begin = piece.source_offset_bytes - weight->offset_bytes;
+  const int64_t begin = piece.weight_offset_bytes;
   CopiedBytes copied{0, piece.bytes};
   for (const Part& part : parts(*weight, piece, slot_bytes_)) {
     Slot& slot = slots_[next_slot_];
@@ -227,7 +185,7 @@ void PackedSource::begin_capture(const std::vector<PieceRecord>& pieces, Stream 
   }
   captured_left_ = 0;
   for (const PieceRecord& piece : pieces) {
-    const PackedWeight* weight = weight_of(piece);
+    const PackedWeight* weight = find(piece.weight);
     if (weight && !stored(*weight, piece)) captured_left_ += parts(*weight, piece, slot_bytes_).size();
   }
   capturing_ = true;
@@ -239,7 +197,7 @@ void PackedSource::begin_capture(const std::vector<PieceRecord>& pieces, Stream 
 void PackedSource::end_capture() noexcept { capturing_ = false; }
 
 void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
-  const PackedWeight* weight = weight_of(piece);
+  const PackedWeight* weight = find(piece.weight);
   if (!weight) {
     beneath_->load(piece, to, stream);
     return;
@@ -248,7 +206,7 @@ void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
     decode_on_host(*weight, piece, to, stream);
     return;
   }
-  const int64_t begin = piece.source_offset_bytes - weight->offset_bytes;
+  const int64_t begin = piece.weight_offset_bytes;
   for (const Part& part : parts(*weight, piece, slot_bytes_)) {
     Slot& slot = slots_[next_slot_];
     next_slot_ = (next_slot_ + 1) % slots_.size();
@@ -263,10 +221,11 @@ void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
 }
 
 void PackedSource::decode_on_host(const PackedWeight& weight, const PieceRecord& piece, Address to, Stream stream) {
-  const int64_t begin = piece.source_offset_bytes - weight.offset_bytes, end = begin + piece.bytes;
+  const int64_t begin = piece.weight_offset_bytes, end = begin + piece.bytes;
   // Not pinned: that memory has a cap, which is for what weights pass through in every run.
   std::vector<unsigned char> decoded((size_t)std::min(kHostPartBytes, piece.bytes));
   unsigned char* const room = decoded.data();
+  const unsigned char* const blocks = file_.data() + places_[(size_t)weight.weight].offset_bytes + weight.data_offset_bytes;
   // A wait that failed has not waited: the device may still read there.
   Undo undo([&] { sync_with_retry([&] { driver_.synchronize_stream(stream); }); });
   for (int64_t low = begin; low < end; low += kHostPartBytes) {
@@ -279,7 +238,7 @@ void PackedSource::decode_on_host(const PackedWeight& weight, const PieceRecord&
       const int64_t packed_begin = weight.begins_bytes[(size_t)block];
       const int64_t packed_bytes = weight.begins_bytes[(size_t)block + 1] - packed_begin;
       unsigned char packed[2 * kBlockRawBytes];
-      if (!guarded_copy(packed, file_.data() + weight.data_offset_bytes + packed_begin, (size_t)packed_bytes)) {
+      if (!guarded_copy(packed, blocks + packed_begin, (size_t)packed_bytes)) {
         is_read = false;
         return;
       }
@@ -293,7 +252,7 @@ void PackedSource::decode_on_host(const PackedWeight& weight, const PieceRecord&
 }
 
 int64_t PackedSource::link_bytes(const PieceRecord& piece) const {
-  const PackedWeight* weight = weight_of(piece);
+  const PackedWeight* weight = find(piece.weight);
   if (!weight) return piece.bytes;
   if (stored(*weight, piece)) return 0;
   int64_t bytes = 0;
@@ -301,9 +260,9 @@ int64_t PackedSource::link_bytes(const PieceRecord& piece) const {
   return bytes;
 }
 
-Address PackedSource::direct(int64_t offset_bytes, int64_t bytes) {
-  if (weight_of({offset_bytes, bytes, 0, 0})) refuse("the plan reads one where it lies, which only unpacked ones can be");
-  return beneath_->direct(offset_bytes, bytes);
+Address PackedSource::direct(int64_t weight, int64_t offset_bytes, int64_t bytes) {
+  if (find(weight)) refuse("the plan reads one where it lies, which only unpacked ones can be");
+  return beneath_->direct(weight, offset_bytes, bytes);
 }
 
 void PackedSource::take_memory(const PackedMemory& memory) {
@@ -320,15 +279,16 @@ void PackedSource::take_memory(const PackedMemory& memory) {
   slot_bytes_ = memory.slot_bytes;
   next_slot_ = 0;
   for (const PackedMemory::Store& store : memory.stores) {
-    const PackedWeight* weight = weight_of(store.piece);
+    const PackedWeight* weight = find(store.piece.weight);
     if (!weight) refuse("a weight that is not packed was to stay so");
-    const int64_t begin = store.piece.source_offset_bytes - weight->offset_bytes;
+    const int64_t begin = store.piece.weight_offset_bytes;
     const std::vector<Part> all = parts(*weight, store.piece, INT64_MAX);
     const int64_t first = weight->begins_bytes[all.front().first_block];
     if (weight->begins_bytes[all.back().end_block] - first > store.room_bytes)
       refuse("bytes " + text(begin) + " to " + text(begin + store.piece.bytes) + " of a weight do not fit where they are "
              "to stay");
-    beneath_->load({weight->data_offset_bytes + first, weight->begins_bytes[all.back().end_block] - first, 0, 0},
+    beneath_->load({weight->weight, weight->data_offset_bytes + first,
+                    weight->begins_bytes[all.back().end_block] - first, 0, 0},
                    store.address, link_);
     stored_.push_back({weight, begin, begin + store.piece.bytes, store.address});
   }

@@ -1,8 +1,8 @@
 // Weights that are packed in the file: their bytes go to the device as they are, and are decoded there. All others come
 // from the source beneath.
 //
-// A plan knows the bytes of weights, not those of the file: packed weights have offsets of their own behind the file's end,
-// as if they lay there unpacked.
+// A plan knows the bytes of weights, not those of the file. Here (weight, offset) of bytes unpacked becomes (weight, offset)
+// of packed ones, which the source beneath finds in the file.
 #pragma once
 
 #include <memory>
@@ -10,30 +10,20 @@
 
 #include "host/source.h"
 #include "packed/decode_call.h"
+#include "packed/packed_records.h"
 
 namespace penstock {
 
-struct PackedWeight {
-  int64_t offset_bytes;  // behind the end of the file
-  int64_t raw_bytes;
-  PackedKind kind;
-  int64_t data_offset_bytes;          // of the first block in the file
-  std::vector<int64_t> begins_bytes;  // of the blocks, from there; and the end of the last
-};
-
-// Numbers as src/penstock/runtime/records.py writes them. Throws CoreError(usage) where they cannot be packed weights.
-std::vector<PackedWeight> read_packed(const int64_t* numbers, size_t count, const HostFile& file);
-
 class PackedSource final : public Source {
  public:
-  PackedSource(Driver& driver, const HostFile& file, std::unique_ptr<Source> beneath, std::vector<PackedWeight> weights,
-               bool poison);
+  PackedSource(Driver& driver, const HostFile& file, const WeightPlaces& places, std::unique_ptr<Source> beneath,
+               std::vector<PackedWeight> weights, bool poison);
   ~PackedSource() override;
 
   void load(const PieceRecord& piece, Address to, Stream stream) override;
   void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) override;
   CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) override;
-  Address direct(int64_t offset_bytes, int64_t bytes) override;
+  Address direct(int64_t weight, int64_t offset_bytes, int64_t bytes) override;
   int64_t link_bytes(const PieceRecord& piece) const override;
   bool is_fixed() const override { return beneath_->is_fixed(); }
   void take_memory(const PackedMemory& memory) override;
@@ -70,7 +60,8 @@ class PackedSource final : public Source {
     Address address;  // of its first block
   };
 
-  const PackedWeight* weight_of(const PieceRecord& piece) const;
+  // Null where it is not packed.
+  const PackedWeight* find(int64_t weight) const;
   const Stored* stored(const PackedWeight& weight, const PieceRecord& piece) const;
   // In the order of their bytes; none has more packed bytes than a slot.
   std::vector<Part> parts(const PackedWeight& weight, const PieceRecord& piece, int64_t most_packed_bytes) const;
@@ -86,8 +77,9 @@ class PackedSource final : public Source {
 
   Driver& driver_;
   const HostFile& file_;
+  const WeightPlaces& places_;
   const std::unique_ptr<Source> beneath_;
-  const std::vector<PackedWeight> weights_;  // by their offsets
+  const std::vector<PackedWeight> weights_;  // by their numbers
   const bool poison_;
   Stream link_ = nullptr;
   Event join_ = nullptr;  // brings the stream of the link into a capture

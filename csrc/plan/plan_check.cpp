@@ -22,7 +22,8 @@ struct Span {
   int64_t block;
   int64_t offset;
   int64_t bytes;
-  int64_t source_offset_bytes;
+  int64_t weight;
+  int64_t weight_offset_bytes;
 };
 
 class Memory {
@@ -57,8 +58,8 @@ class Memory {
     for (at -= 1; low < end; ++at) {
       int64_t block = range.blocks[at];
       int64_t high = std::min(end, begins[at] + plan_.block_bytes[(size_t)block]);
-      found.push_back({block, low - begins[at], high - low,
-                       piece.source_offset_bytes + low - piece.range_offset_bytes});
+      found.push_back({block, low - begins[at], high - low, piece.weight,
+                       piece.weight_offset_bytes + low - piece.range_offset_bytes});
       low = high;
     }
     return found;
@@ -66,18 +67,18 @@ class Memory {
 
   bool streams(int64_t block) const { return streams_[(size_t)block]; }
 
-  // Whether these bytes are filled, and by these of the file.
+  // Whether these bytes are filled, and by these of the weight.
   bool holds(const Span& span) const {
     for (const Span& filled : filled_[(size_t)span.block])
       if (filled.offset <= span.offset && span.offset + span.bytes <= filled.offset + filled.bytes)
-        return filled.source_offset_bytes - filled.offset == span.source_offset_bytes - span.offset;
+        return filled.weight == span.weight &&
+               filled.weight_offset_bytes - filled.offset == span.weight_offset_bytes - span.offset;
     return false;
   }
 
-  // `weight_end`: where the piece's weight ends in the file.
-  void check_ring(const PieceRecord& piece, int64_t weight_end, const std::string& what) const {
+  void check_ring(const PieceRecord& piece, int64_t weight_bytes, const std::string& what) const {
     int64_t end = piece.range_offset_bytes + piece.bytes;
-    bool is_last = piece.source_offset_bytes + piece.bytes == weight_end;
+    bool is_last = piece.weight_offset_bytes + piece.bytes == weight_bytes;
     if (piece.range_offset_bytes % page_bytes_ || (end % page_bytes_ && !is_last))
       refuse(what + " takes bytes " + text(piece.range_offset_bytes) + " to " + text(end) +
              " of its range; it must begin with a page of " + text(page_bytes_) +
@@ -172,9 +173,6 @@ class Method {
   std::string what(const AccessRecord& access) const { return what_ + "access " + text(access.number); }
 
   void check_access(const AccessRecord& access) {
-    if (access.range == kDirect && access.range_offset_bytes != access.source_offset_bytes)
-      refuse(what(access) + " is read at byte " + text(access.range_offset_bytes) +
-             " of the file, its weight begins at " + text(access.source_offset_bytes));
     if (!access.bytes && access.stay >= 0) refuse(what(access) + " has no bytes, but a stay");
     if (access.range == kDirect || !access.bytes) return;
     if (access.range < 0) refuse(what(access) + " has " + text(access.bytes) + " bytes, but no range");
@@ -184,7 +182,7 @@ class Method {
     if (access.stay >= 0) check_pieces(access);
     int64_t streamed = access.stay >= 0 ? method_.stays[(size_t)access.stay].bytes : 0;
     int64_t bytes = access.is_split() ? access.prefix_bytes : access.bytes;
-    PieceRecord read{access.source_offset_bytes, bytes, access.range, access.range_offset_bytes};
+    PieceRecord read{access.weight, 0, bytes, access.range, access.range_offset_bytes};
     for (const Span& span : memory_.spans(read)) {
       if (memory_.streams(span.block)) streamed -= span.bytes;
       else if (!memory_.holds(span))
@@ -203,11 +201,11 @@ class Method {
     for (size_t c : stay.copies) {
       const PieceRecord& piece = method_.copies[c].piece;
       std::string which = what_ + "copy " + text((int64_t)c);
-      int64_t ahead = piece.source_offset_bytes - access.source_offset_bytes;
-      if (piece.range != access.range || ahead < 0 || ahead > access.bytes - piece.bytes ||
+      int64_t ahead = piece.weight_offset_bytes;
+      if (piece.weight != access.weight || piece.range != access.range ||
           piece.range_offset_bytes - access.range_offset_bytes != ahead)
         refuse(which + " does not go where access " + text(access.number) + " reads it");
-      memory_.check_ring(piece, access.source_offset_bytes + access.bytes, which);
+      memory_.check_ring(piece, access.bytes, which);
       parts.emplace_back(ahead, ahead + piece.bytes);
     }
     std::sort(parts.begin(), parts.end());

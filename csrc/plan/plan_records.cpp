@@ -3,81 +3,57 @@
 
 #include <string>
 
-#include "driver/driver.h"
+#include "penstock_records.h"
 
 namespace penstock {
 namespace {
 
-class Reader {
- public:
-  Reader(const int64_t* numbers, size_t count) : numbers_(numbers), count_(count) {}
+// A session has something for each step, and no number of the plan stands for one. As many as a description may have.
+constexpr int64_t kMostSteps = (int64_t{1} << 22) + 1;
 
-  int64_t next() {
-    if (at_ >= count_) throw CoreError(Failure::usage, "the plan's records end after " + std::to_string(count_));
-    return numbers_[at_++];
-  }
+// Two or three are as good as any number.
+constexpr int64_t kMostSlots = (1 << 10) + 1;
+// A weight's bytes are rounded up to a multiple of it.
+constexpr int64_t kMostUnitBytes = (int64_t{1} << 40) + 1;
 
-  // A number that must lie in [low, high).
-  int64_t next(int64_t low, int64_t high) {
-    next();
-    return last(1, low, high);
-  }
+// Of each kind of record, as it stands in a plan.
+constexpr size_t kPieceNumbers = 5, kAccessNumbers = 7, kStayNumbers = 2, kCopyNumbers = 3 + kPieceNumbers;
 
-  // The same of one that was read before: the `back`-th last.
-  int64_t last(size_t back, int64_t low, int64_t high) const {
-    int64_t value = numbers_[at_ - back];
-    if (value < low || value >= high)
-      throw CoreError(Failure::usage, "number " + std::to_string(at_ - back) + " of the plan's records is " +
-                                          std::to_string(value) + ", needs to be in [" + std::to_string(low) + ", " +
-                                          std::to_string(high) + ")");
-    return value;
-  }
-
-  // So many bytes more, of a sum that must stay a number.
-  int64_t next_of(int64_t& sum) {
-    int64_t value = next(1, INT64_MAX - sum);
-    sum += value;
-    return value;
-  }
-
-  size_t length() { return (size_t)next(0, (int64_t)count_ + 1); }
-
-  void finish() const {
-    if (at_ != count_)
-      throw CoreError(Failure::usage, "the plan has " + std::to_string(count_) + " numbers, its records need " +
-                                          std::to_string(at_));
-  }
-
- private:
-  const int64_t* numbers_;
-  size_t count_;
-  size_t at_ = 0;
-};
-
-PieceRecord read_piece(Reader& in, const PlanRecord& plan) {
+// Every sum that is made of these lies in the weight, and in the range.
+PieceRecord read_bytes(RecordReader& in, const std::vector<int64_t>& weight_bytes) {
   PieceRecord piece{};
-  piece.source_offset_bytes = in.next(0, INT64_MAX);
-  piece.bytes = in.next(1, INT64_MAX - piece.source_offset_bytes);
-  piece.range = in.next(0, (int64_t)plan.ranges.size());
-  piece.range_offset_bytes = in.next(0, plan.ranges[piece.range].bytes - piece.bytes + 1);
+  piece.weight = in.next(0, (int64_t)weight_bytes.size());
+  const int64_t all = weight_bytes[(size_t)piece.weight];
+  piece.weight_offset_bytes = in.next(0, all + 1);
+  piece.bytes = in.next(1, all - piece.weight_offset_bytes + 1);
   return piece;
 }
 
-StoreRecord read_store(Reader& in, const PlanRecord& plan) {
+PieceRecord read_piece(RecordReader& in, const PlanRecord& plan, const std::vector<int64_t>& weight_bytes) {
+  PieceRecord piece = read_bytes(in, weight_bytes);
+  piece.range = in.next(0, (int64_t)plan.ranges.size());
+  piece.range_offset_bytes = in.next(0, plan.ranges[(size_t)piece.range].bytes - piece.bytes + 1);
+  return piece;
+}
+
+StoreRecord read_store(RecordReader& in, const PlanRecord& plan, const std::vector<int64_t>& weight_bytes) {
   StoreRecord store{};
-  store.piece.source_offset_bytes = in.next(0, INT64_MAX);
-  store.piece.bytes = in.next(1, INT64_MAX - store.piece.source_offset_bytes);
+  store.piece = read_bytes(in, weight_bytes);
   store.piece.range = in.next(0, (int64_t)plan.ranges.size());
-  const int64_t range_bytes = plan.ranges[store.piece.range].bytes;
+  const int64_t range_bytes = plan.ranges[(size_t)store.piece.range].bytes;
   store.piece.range_offset_bytes = in.next(0, range_bytes + 1);
   store.room_bytes = in.next(1, range_bytes - store.piece.range_offset_bytes + 1);
   return store;
 }
 
-AccessRecord read_access(Reader& in, const PlanRecord& plan, int64_t stays) {
+AccessRecord read_access(RecordReader& in, const PlanRecord& plan, const std::vector<int64_t>& weight_bytes,
+                         int64_t stays) {
   AccessRecord access{};
   access.number = in.next();
-  access.bytes = in.next(0, INT64_MAX);
+  access.weight = in.next(0, (int64_t)weight_bytes.size());
+  // A plan for weights of other sizes is one for another program.
+  const int64_t all = weight_bytes[(size_t)access.weight];
+  access.bytes = in.next(all, all + 1);
   access.range = in.next(kDirect, (int64_t)plan.ranges.size());
   access.range_offset_bytes = in.next();
   access.stay = in.next(-1, access.range == kDirect ? 0 : stays);
@@ -87,30 +63,28 @@ AccessRecord read_access(Reader& in, const PlanRecord& plan, int64_t stays) {
     in.last(1, 1, access.bytes);
     in.last(2, -1, 0);
   }
-  // Whether it lies in the file, the source knows.
-  access.source_offset_bytes = in.next(0, INT64_MAX - access.bytes);
-  int64_t limit = access.range == kDirect ? INT64_MAX - 1 : access.range < 0 ? 0 : plan.ranges[access.range].bytes;
-  in.last(4, 0, limit - (access.is_split() ? access.prefix_bytes : access.bytes) + 1);
+  const int64_t there = access.is_split() ? access.prefix_bytes : access.range == kDirect ? 0 : access.bytes;
+  in.last(3, 0, (access.range < 0 ? 0 : plan.ranges[(size_t)access.range].bytes) - there + 1);
   return access;
 }
 
-MethodRecord read_method(Reader& in, const PlanRecord& plan) {
+MethodRecord read_method(RecordReader& in, const PlanRecord& plan, const std::vector<int64_t>& weight_bytes) {
   MethodRecord method{};
-  method.step_count = in.next(0, INT64_MAX);
-  method.accesses.resize(in.length());
-  size_t stays = in.length();
-  for (AccessRecord& access : method.accesses) access = read_access(in, plan, (int64_t)stays);
+  method.step_count = in.next(0, kMostSteps);
+  method.accesses.resize(in.length(kAccessNumbers));
+  size_t stays = in.length(kStayNumbers);
+  for (AccessRecord& access : method.accesses) access = read_access(in, plan, weight_bytes, (int64_t)stays);
   method.stays.resize(stays);
   for (StayRecord& stay : method.stays) {
     stay.bytes = in.next(1, INT64_MAX);
     stay.last_step = in.next(0, method.step_count);
   }
-  method.copies.resize(in.length());
+  method.copies.resize(in.length(kCopyNumbers));
   for (CopyRecord& copy : method.copies) {
     copy.stay = in.next(0, (int64_t)stays);
     copy.issue_before = in.next(0, (int64_t)method.accesses.size() + 1);
     copy.wait_step = in.next(-1, method.step_count);
-    copy.piece = read_piece(in, plan);
+    copy.piece = read_piece(in, plan, weight_bytes);
   }
   for (size_t i = in.length(); i > 0; --i) method.prologue.push_back(in.next(0, (int64_t)method.copies.size()));
   return method;
@@ -118,8 +92,8 @@ MethodRecord read_method(Reader& in, const PlanRecord& plan) {
 
 }  // namespace
 
-PlanRecord read_plan(const int64_t* numbers, size_t count) {
-  Reader in(numbers, count);
+PlanRecord read_plan(const int64_t* numbers, size_t count, const std::vector<int64_t>& weight_bytes) {
+  RecordReader in(numbers, count, "the plan");
   PlanRecord plan;
   plan.block_bytes.resize(in.length());
   int64_t all_bytes = 0;
@@ -131,36 +105,51 @@ PlanRecord read_plan(const int64_t* numbers, size_t count) {
       range.blocks.push_back(in.next(0, (int64_t)plan.block_bytes.size()));
       int64_t bytes = plan.block_bytes[range.blocks.back()];
       if (bytes > all_bytes - range.bytes)
-        throw CoreError(Failure::usage, "a range of the plan has more bytes than all blocks: it maps one twice");
+        throw RecordError("a range of the plan has more bytes than all blocks: it maps one twice");
       range.bytes += bytes;
     }
   }
-  for (size_t i = in.length(); i > 0; --i) plan.fills.push_back(read_piece(in, plan));
-  if ((plan.slots = in.next(0, INT32_MAX))) {
+  for (size_t i = in.length(kPieceNumbers); i > 0; --i) plan.fills.push_back(read_piece(in, plan, weight_bytes));
+  if ((plan.slots = in.next(0, kMostSlots))) {
     plan.slot_range = in.next(0, (int64_t)plan.ranges.size());
     plan.slot_bytes = in.next(1, plan.ranges[plan.slot_range].bytes / plan.slots + 1);
   }
-  for (size_t i = in.length(); i > 0; --i) plan.stores.push_back(read_store(in, plan));
-  for (size_t i = in.length(); i > 0; --i) plan.methods.push_back(read_method(in, plan));
+  for (size_t i = in.length(kPieceNumbers); i > 0; --i) plan.stores.push_back(read_store(in, plan, weight_bytes));
+  for (size_t i = in.length(); i > 0; --i) plan.methods.push_back(read_method(in, plan, weight_bytes));
   in.finish();
   return plan;
 }
 
-LruRecord read_lru(const int64_t* numbers, size_t count) {
-  Reader in(numbers, count);
+void add_slots(PlanRecord& plan, int64_t slots, int64_t slot_bytes, int64_t total_bytes) {
+  int64_t all_bytes = 0;
+  for (int64_t bytes : plan.block_bytes) all_bytes += bytes;
+  if (plan.slots || slots < 1 || slots >= kMostSlots || slot_bytes < 1 || total_bytes >= INT64_MAX - all_bytes ||
+      slot_bytes > total_bytes / slots)
+    throw RecordError(std::to_string(slots) + " slots of " + std::to_string(slot_bytes) + " bytes in " +
+                      std::to_string(total_bytes) + " cannot be added to a plan that has " +
+                      std::to_string(plan.slots));
+  plan.slots = slots;
+  plan.slot_bytes = slot_bytes;
+  plan.slot_range = (int64_t)plan.ranges.size();
+  plan.ranges.push_back({total_bytes, {(int64_t)plan.block_bytes.size()}});
+  plan.block_bytes.push_back(total_bytes);
+}
+
+LruRecord read_lru(const int64_t* numbers, size_t count, const std::vector<int64_t>& weight_bytes) {
+  RecordReader in(numbers, count, "the plan");
   LruRecord record{};
   record.budget_bytes = in.next(0, INT64_MAX);
-  record.granularity_bytes = in.next(1, INT64_MAX);
-  record.weights.resize(in.length());
+  record.granularity_bytes = in.next(1, kMostUnitBytes);
+  record.weights.resize(in.length(2));
   for (LruWeightRecord& weight : record.weights) {
-    weight.source_offset_bytes = in.next(0, INT64_MAX);
-    weight.bytes = in.next(0, INT64_MAX);
+    weight.weight = in.next(0, (int64_t)weight_bytes.size());
+    weight.bytes = weight_bytes[(size_t)weight.weight];
     weight.pinned = in.next(0, 2);
   }
   record.methods.resize(in.length());
   for (LruMethodRecord& method : record.methods) {
-    method.step_count = in.next(0, INT64_MAX);
-    method.accesses.resize(in.length());
+    method.step_count = in.next(0, kMostSteps);
+    method.accesses.resize(in.length(3));
     for (LruAccessRecord& access : method.accesses) {
       access.number = in.next();
       access.weight = in.next(0, (int64_t)record.weights.size());

@@ -1,5 +1,8 @@
 // A plan as the core gets it: flat 64-bit numbers, read once into these records. src/penstock/runtime/records.py writes
 // them in the same order. Later placements add kinds of access, not tables.
+//
+// A plan names weights by their numbers in the session, and bytes by their offset in the weight: where a weight lies in
+// its file is the source's business. So one plan is good for every file that has these weights.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +11,10 @@
 
 namespace penstock {
 
-// One copy: bytes of the weights file to an offset in a range.
+// One copy: bytes of a weight to an offset in a range.
 struct PieceRecord {
-  int64_t source_offset_bytes;
+  int64_t weight;
+  int64_t weight_offset_bytes;
   int64_t bytes;
   int64_t range;
   int64_t range_offset_bytes;
@@ -25,12 +29,12 @@ constexpr int64_t kDirect = -2;
 
 struct AccessRecord {
   int64_t number;
-  int64_t bytes;
+  int64_t weight;
+  int64_t bytes;  // of the weight
   int64_t range;  // -1: a weight without bytes; kDirect: read where it lies in host memory
-  int64_t range_offset_bytes;  // of a direct access: where it begins in the weights file
+  int64_t range_offset_bytes;
   int64_t stay;  // -1: resident
   int64_t prefix_bytes;  // -1: not split; else so many are at range_offset_bytes, the rest is read where it lies
-  int64_t source_offset_bytes;  // where the weight begins in the weights file
 
   bool is_split() const { return prefix_bytes >= 0; }
   int64_t in_place_bytes() const { return range == kDirect ? bytes : is_split() ? bytes - prefix_bytes : 0; }
@@ -80,7 +84,7 @@ struct PlanRecord {
 
 // The least-recently-used policy decides while running: it gets sizes and the order, no addresses.
 struct LruWeightRecord {
-  int64_t source_offset_bytes;
+  int64_t weight;
   int64_t bytes;
   int64_t pinned;
 };
@@ -103,8 +107,13 @@ struct LruRecord {
   std::vector<LruMethodRecord> methods;
 };
 
-// Both throw CoreError(usage) when the numbers do not make a plan: too few, too many, or out of range.
-PlanRecord read_plan(const int64_t* numbers, size_t count);
-LruRecord read_lru(const int64_t* numbers, size_t count);
+// `weight_bytes`: of each weight of the session, unpacked. Both throw RecordError when the numbers do not make a plan: too
+// few, too many, out of range, or beyond the end of a weight.
+PlanRecord read_plan(const int64_t* numbers, size_t count, const std::vector<int64_t>& weight_bytes);
+LruRecord read_lru(const int64_t* numbers, size_t count, const std::vector<int64_t>& weight_bytes);
+
+// Where weights are packed, a plan that was made for weights as they are gets slots that their bytes pass through: one
+// block more, which is a range of its own. Throws RecordError where it has some, or these do not fit into `total_bytes`.
+void add_slots(PlanRecord& plan, int64_t slots, int64_t slot_bytes, int64_t total_bytes);
 
 }  // namespace penstock

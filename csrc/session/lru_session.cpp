@@ -85,7 +85,7 @@ void LruSession::warm() {
   }
   for (const LruWeightRecord& weight : record_.weights)
     if (largest && footprint_bytes(&weight - record_.weights.data()) == largest)
-      copies = {{{weight.source_offset_bytes, weight.bytes, 0, 0}, warmed.back()}};
+      copies = {{{weight.weight, 0, weight.bytes, 0, 0}, warmed.back()}};
   measure_link(copies);
   while (!warmed.empty()) {
     driver_.pool_release(pool_, warmed.back(), copy_stream_);
@@ -181,7 +181,7 @@ bool LruSession::place(int64_t weight) {
   if (!held.address) return false;
   held_bytes_ += footprint_bytes(weight);
   if (trace_) trace_->copy_begins(run_number_, method_, weight, record.bytes, copy_stream_);
-  source_.copy({record.source_offset_bytes, record.bytes, 0, 0}, held.address, copy_stream_);
+  source_.copy({record.weight, 0, record.bytes, 0, 0}, held.address, copy_stream_);
   if (trace_) trace_->copy_ends(copy_stream_);
   driver_.record(held.ready, copy_stream_);
   held.unread = true;

@@ -110,9 +110,9 @@ void PlannedSession::find_in_place() {
   for (size_t m = 0; m < methods_.size(); ++m)
     for (const AccessRecord& access : plan_.methods[m].accesses) {
       Address address = 0;
-      if (access.range == kDirect) address = source_.direct(access.range_offset_bytes, access.bytes);
+      if (access.range == kDirect) address = source_.direct(access.weight, 0, access.bytes);
       if (access.is_split())
-        address = source_.direct(access.source_offset_bytes + access.prefix_bytes, access.bytes - access.prefix_bytes);
+        address = source_.direct(access.weight, access.prefix_bytes, access.bytes - access.prefix_bytes);
       methods_[m].in_place.push_back(address);
     }
 }

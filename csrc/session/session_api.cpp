@@ -51,6 +51,9 @@ struct Engine {
   // Known to be pinned for as long as it may be.
   std::unique_ptr<PinnedFile> pinned;
   std::unique_ptr<HostFile> file;
+  // Of each weight, by number: where it lies in the file, and its bytes unpacked.
+  WeightPlaces places;
+  std::vector<int64_t> weight_bytes;
   std::unique_ptr<Source> source;
   std::unique_ptr<PlannedSession> planned;
   std::unique_ptr<LruSession> lru;
@@ -63,12 +66,20 @@ struct Engine {
     return *lru;
   }
 
+  void map(const std::string& path, const int64_t* extents, int64_t extent_count) {
+    file = std::make_unique<HostFile>(path);
+    const auto* begin = reinterpret_cast<const FileExtent*>(extents);
+    places = WeightPlaces({begin, begin + extent_count}, (int64_t)file->bytes());
+    for (size_t weight = 0; weight < places.count(); ++weight) weight_bytes.push_back(places[weight].bytes);
+  }
+
   void stage(const StagingSizes& sizes) {
-    source = std::make_unique<StagedSource>(*driver, *file, (size_t)sizes.buffer_bytes, sizes.buffers, sizes.threads);
+    source = std::make_unique<StagedSource>(*driver, *file, places, (size_t)sizes.buffer_bytes, sizes.buffers,
+                                            sizes.threads);
   }
 
   void register_chunks(const std::vector<size_t>& ends) {
-    source = std::make_unique<RegisteredSource>(*driver, *file, ends);
+    source = std::make_unique<RegisteredSource>(*driver, *file, places, ends);
   }
 
   // Once there is a source.
@@ -76,8 +87,9 @@ struct Engine {
     if (!packed.empty()) {
       if (is_lru)
         throw CoreError(Failure::usage, "packed weights are decoded as a plan says, and the policy lru has none");
-      source = std::make_unique<PackedSource>(*driver, *file, std::move(source),
-                                              read_packed(packed.data(), packed.size(), *file), poison);
+      std::vector<PackedWeight> weights = read_packed(packed.data(), packed.size(), places);
+      for (const PackedWeight& weight : weights) weight_bytes[(size_t)weight.weight] = weight.raw_bytes;
+      source = std::make_unique<PackedSource>(*driver, *file, places, std::move(source), std::move(weights), poison);
     }
     if (is_lru) lru = std::make_unique<LruSession>(*driver, *source, device_index, poison);
     else planned = std::make_unique<PlannedSession>(*driver, *source, device_index, poison);
@@ -193,18 +205,18 @@ int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total
   });
 }
 
-// `lru`: the policy. `staging_buffers` 0: the file is registered in chunks that end at `chunk_ends`. `packed`: the records
-// of weights that are packed in the file; none: there are none.
-void* penstock_session_create(void* driver_handle, const char* path, int32_t lru, const int64_t* chunk_ends,
-                              int64_t chunk_count, int64_t staging_buffer_bytes, int32_t staging_buffers,
-                              int32_t staging_threads, int32_t device_index, int32_t poison, const int64_t* packed,
-                              int64_t packed_count) {
+// `extents`, `packed`: as penstock_open has them. `lru`: the policy. `staging_buffers` 0: the file is registered in chunks
+// that end at `chunk_ends`.
+void* penstock_session_create(void* driver_handle, const char* path, const int64_t* extents, int64_t extent_count,
+                              int32_t lru, const int64_t* chunk_ends, int64_t chunk_count,
+                              int64_t staging_buffer_bytes, int32_t staging_buffers, int32_t staging_threads,
+                              int32_t device_index, int32_t poison, const int64_t* packed, int64_t packed_count) {
   void* out = nullptr;
   guarded([&] {
     Entered entered(*driver(driver_handle));
     auto made = std::make_unique<Engine>();
     made->driver = driver(driver_handle);
-    made->file = std::make_unique<HostFile>(path);
+    made->map(path, extents, extent_count);
     if (staging_buffers > 0)
       made->stage({staging_buffer_bytes, staging_buffers, staging_threads});
     else
@@ -227,12 +239,12 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
       const StagingSizes sizes = staging_sizes(asked->host_cap_bytes, std::thread::hardware_concurrency());
       made->host_bytes = sizes.buffers * sizes.buffer_bytes;
       check_host_memory(sum_of(made->host_bytes, asked->extra_host_bytes), "the staging buffers", asked->root);
-      made->file = std::make_unique<HostFile>(path);
+      made->map(path, asked->extents, asked->extent_count);
       made->stage(sizes);
     } else {
       check_host_memory(sum_of(bytes_to_pin(path, asked->root), asked->extra_host_bytes),
                         path + ", all of which is held in memory", asked->root);
-      made->file = std::make_unique<HostFile>(path);
+      made->map(path, asked->extents, asked->extent_count);
       made->host_bytes = (int64_t)made->file->bytes();
       bring_in(*made->file, asked->on_bytes);
       const auto* extents = reinterpret_cast<const FileExtent*>(asked->extents);
@@ -287,10 +299,26 @@ void penstock_session_destroy(void* handle) {
 
 int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
   return guarded([&] {
-    Entered entered(*engine(handle)->driver);
-    engine(handle)->session().require_idle();
-    if (engine(handle)->planned) engine(handle)->planned->install(read_plan(numbers, (size_t)count));
-    else engine(handle)->lru->install(read_lru(numbers, (size_t)count));
+    Engine& over = *engine(handle);
+    Entered entered(*over.driver);
+    over.session().require_idle();
+    if (over.planned) over.planned->install(read_plan(numbers, (size_t)count, over.weight_bytes));
+    else over.lru->install(read_lru(numbers, (size_t)count, over.weight_bytes));
+  });
+}
+
+// A plan that was made for weights as they are, where some are packed: they pass through so many slots, in memory of
+// `total_bytes` beyond that of the plan.
+int32_t penstock_session_install_with_slots(void* handle, const int64_t* numbers, int64_t count, int64_t slots,
+                                            int64_t slot_bytes, int64_t total_bytes) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    Entered entered(*over.driver);
+    over.session().require_idle();
+    if (!over.planned) throw CoreError(Failure::usage, "slots were given to the policy lru, which decodes nothing");
+    PlanRecord plan = read_plan(numbers, (size_t)count, over.weight_bytes);
+    add_slots(plan, slots, slot_bytes, total_bytes);
+    over.planned->install(std::move(plan));
   });
 }
 

@@ -315,7 +315,7 @@ void StreamingSession::measure_link(const Copies& copies) {
     Copies parts;
     for (int64_t at = 0; at + bytes <= largest.bytes && at < kMeasuredPartsBytes; at += bytes) {
       PieceRecord part = largest;
-      part.source_offset_bytes += at;
+      part.weight_offset_bytes += at;
       part.range_offset_bytes += at;
       part.bytes = bytes;
       parts.emplace_back(part, address + (Address)at);

@@ -129,7 +129,7 @@ def refused(action: Callable[[], object], kind: int, status: int | None = None, 
 
 
 def at_floor(program: Program, group: str, **others: Option) -> dict[str, Option]:
-    budget = str(program.whole["floor_bytes"])
+    budget = str(program.whole.floor_bytes)
     return {BUDGET_OPTION: budget, "weight_offload_group": group, "weight_offload_quiet": True, **others}
 
 
@@ -187,7 +187,7 @@ def runs_at_the_floor(program: Program) -> None:
     """Two methods in turn over one ring, which is too small for the weights of both."""
     with environment(PENSTOCK_POISON="1"), loaded(program, at_floor(program, "floor"), "wide", "narrow") as both:
         assert (made().drivers, made().sessions) == (1, 1)
-        floor_bytes, full_bytes = program.whole["floor_bytes"], program.whole["full_bytes"]
+        floor_bytes, full_bytes = program.whole.floor_bytes, program.whole.full_bytes
         for seed, rows in enumerate((3, 3, 2, TWIN_ROWS, 7)):
             for delegate in both:
                 check_run(delegate, seed, rows)
@@ -205,7 +205,7 @@ def everything_is_given_back(program: Program) -> None:
         with loaded(program, at_floor(program, "back"), "wide", "narrow") as both:
             for delegate in both:
                 check_run(delegate, 1)
-        low = {**at_floor(program, "back"), BUDGET_OPTION: str(program.whole["floor_bytes"] - 1)}
+        low = {**at_floor(program, "back"), BUDGET_OPTION: str(program.whole.floor_bytes - 1)}
         refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR)
         # Made, and given back: each of the core's steps fails.
         for step in ("driver_granularity", "load_torch", "open", "session_install", "other pages"):
@@ -260,8 +260,8 @@ def code_that_cannot_be_stored(program: Program) -> None:
 
 @play
 def budgets(program: Program) -> None:
-    floor_bytes, full_bytes = program.whole["floor_bytes"], program.whole["full_bytes"]
-    count = program.whole["plans"]
+    floor_bytes, full_bytes = program.whole.floor_bytes, program.whole.full_bytes
+    count = len(program.whole.plans)
     steps = [plan.device_bytes for plan in program.plans[:count]]
 
     def told(given: str | None, **changes: Any) -> tuple[list[int], str]:
@@ -278,7 +278,7 @@ def budgets(program: Program) -> None:
         found, log = told(str(steps[number]))
         assert found == [floor_bytes, full_bytes, steps[number], steps[number], 0, number, count, steps[number]]
         assert f"(given at load), plan {number + 1} of {count} takes" in log
-        name, data = program.description["program"], program.data_path
+        name, data = program.description.program, program.data_path
         for method in ("wide", "narrow"):
             assert f"penstock: {method} of {name} on cpu: floor " in log
         assert log.count(f", weights from {data}, held in memory\n") == 2
@@ -306,7 +306,7 @@ def poison(program: Program) -> None:
 @play
 def staging(program: Program) -> None:
     with loaded(program, at_floor(program, "staged", **{CAP_OPTION: str(10 * PAGE)}), "wide", "narrow") as both:
-        assert (made().host_cap_bytes, made().extra_host_bytes) == (10 * PAGE, program.whole["floor_bytes"])
+        assert (made().host_cap_bytes, made().extra_host_bytes) == (10 * PAGE, program.whole.floor_bytes)
         for seed in range(3):
             for delegate in both:
                 check_run(delegate, seed)
@@ -349,7 +349,7 @@ def the_core_is_told_where_weights_lie(program: Program) -> None:
             numbers = made().extents[: 2 * made().extent_count]
             for delegate in both:
                 check_run(delegate, 1)
-        expected = [places[row["names"][0]] for row in program.description["weights"] if row["nbytes"]]
+        expected = [places[row.names[0]] for row in program.description.weights if row.nbytes]
         found = [extent for extent in zip(numbers[::2], numbers[1::2], strict=True) if extent[1]]
         assert found == [(place.offset_bytes, place.nbytes) for place in expected]
     finally:
@@ -481,8 +481,8 @@ def state_belongs_to_a_loading(program: Program) -> None:
 
 
 def with_zeros(program: Program) -> dict[str, Any]:
-    (calls,) = program.description["states"]
-    return {"states": [{**calls, "stored": 0}]}
+    (calls,) = program.description.states
+    return {"states": (replace(calls, stored=0),)}
 
 
 @play
@@ -508,7 +508,7 @@ def one_run_at_a_time(program: Program) -> None:
 
 @play
 def options(program: Program) -> None:
-    narrow_floor = next(row["floor_bytes"] for row in program.description["plan_tables"] if row["methods"] == [1])
+    narrow_floor = next(row.floor_bytes for row in program.description.plan_tables if row.methods == (1,))
     own = at_floor(program, "own", **{f"{BUDGET_OPTION}:narrow": str(narrow_floor)})
     with loaded(program, own, "wide", "narrow") as both:
         assert (made().drivers, made().sessions) == (2, 2)
@@ -559,7 +559,7 @@ def sessions_that_are_lent(program: Program) -> None:
 @play
 def programs_for_something_else(program: Program) -> None:
     """Refused before anything is made; so they need no code."""
-    built = program.description["built_with"]
+    built = program.description.built_with
 
     def tried(changes: Mapping[str, Any], delegate_ref: Mapping[str, Any] | None = None) -> Callable[[], object]:
         options = at_floor(program, "else")
@@ -579,7 +579,7 @@ def programs_for_something_else(program: Program) -> None:
     refused(lambda: Delegate(program, "wide", with_data=False), MISSING_WEIGHT, said="without any data")
     refused(tried({"page_bytes": 1000}), CORE)
     # A floor of as many bytes as the core's number for memory that is not there.
-    low = {"plan_tables": [{**program.whole, "floor_bytes": 2}, *program.description["plan_tables"][1:]]}
+    low = {"plan_tables": (replace(program.whole, floor_bytes=2), *program.description.plan_tables[1:])}
     below = {**at_floor(program, "else"), BUDGET_OPTION: "1"}
     refused(
         lambda: Delegate(program, "wide", below, changes=low, with_code=False),
@@ -591,17 +591,17 @@ def programs_for_something_else(program: Program) -> None:
 
 
 def for_avx2(program: Program) -> dict[str, Any]:
-    return {"built_with": {**program.description["built_with"], "cpu": "AVX2"}}
+    return {"built_with": {**program.description.built_with, "cpu": "AVX2"}}
 
 
 def for_gpu(program: Program) -> dict[str, Any]:
-    built = {**program.description["built_with"], "capability": "8.6", "gpu": "Sample GPU"}
+    built = {**program.description.built_with, "capability": "8.6", "gpu": "Sample GPU"}
     return {"device": "cuda", "built_with": built}
 
 
 def with_outputs(program: Program, count: int) -> dict[str, Any]:
-    wide, narrow = program.description["methods"]
-    return {"methods": [{**wide, "outputs": count}, narrow]}
+    wide, narrow = program.description.methods
+    return {"methods": (replace(wide, outputs=count), narrow)}
 
 
 @play
@@ -625,9 +625,9 @@ def records_that_do_not_fit_the_code(program: Program) -> None:
 
 
 def with_flat_order(program: Program) -> dict[str, Any]:
-    wide, narrow = program.description["methods"]
-    first, second = wide["inputs"]
-    return {"methods": [{**wide, "inputs": [{**first, "dim_order": [0]}, second]}, narrow]}
+    wide, narrow = program.description.methods
+    first, second = wide.inputs
+    return {"methods": (replace(wide, inputs=(replace(first, dim_order=(0,)), second)), narrow)}
 
 
 @play
@@ -663,7 +663,7 @@ def a_program_for_a_gpu(program: Program) -> None:
 @play
 def through_executorch(program: Program) -> None:
     """The .pte itself, in ExecuTorch's runtime."""
-    floor = str(program.whole["floor_bytes"])
+    floor = str(program.whole.floor_bytes)
     native = NativeModule(str(program.path), [str(program.data_path)], floor, "executorch")
     for method in ("wide", "narrow"):
         native.load_method(method)

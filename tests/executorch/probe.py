@@ -5,21 +5,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.executorch.description import PlanTable, Ticket
 from penstock.executorch.native import Value, _fill
 from penstock.executorch.native import library as delegate_library
-from penstock.executorch.payload import PAYLOAD_MAGIC, TICKET_MAGIC, StoredPlan, pack_payload, pack_ticket
+from penstock.executorch.payload import (
+    HEADER_BYTES,
+    PAYLOAD_MAGIC,
+    TICKET_MAGIC,
+    StoredPlan,
+    pack_payload,
+    pack_ticket,
+    payload_bytes,
+    read_payload,
+)
+from penstock.record import from_record
 from penstock.weights import read_index
 from penstock.weights.format import SCALAR_TYPES
 from tests.native.driver import Failure, WrappedDriver
@@ -132,20 +141,20 @@ class Program:
         self.path, self.data_path = path, path.with_suffix(".ptd")
         raw = path.read_bytes()
         start = raw.index(PAYLOAD_MAGIC)
-        text_bytes, table_bytes, code_bytes = struct.unpack_from("<QQQ", raw, start + 24)
-        table = raw[start + 48 + text_bytes :][:table_bytes]
-        self.description: dict[str, Any] = json.loads(raw[start + 48 :][:text_bytes])
-        self.code = raw[start + 48 + text_bytes + table_bytes :][:code_bytes]
+        payload = read_payload(raw[start : start + payload_bytes(raw[start : start + HEADER_BYTES])])
+        self.description = payload.description
+        self.code = payload.code
         self.plans: list[StoredPlan] = []
-        while table:
-            device_bytes, count = struct.unpack_from("<QQ", table)
-            self.plans.append(StoredPlan(device_bytes, table[16 : 16 + 8 * count]))
-            table = table[16 + 8 * count :]
-        self.tickets: dict[str, dict[str, Any]] = {}
+        left = payload.plans
+        for row in (row for table in self.description.plan_tables for row in table.plans):
+            self.plans.append(StoredPlan(row.device_bytes, left[: 8 * row.numbers], bool(row.copies)))
+            left = left[8 * row.numbers :]
+        self.tickets: dict[str, Ticket] = {}
         at = raw.find(TICKET_MAGIC)
         while at >= 0:
-            delegate_ref = json.loads(raw[at + 48 :][: struct.unpack_from("<Q", raw, at + 24)[0]])
-            self.tickets[delegate_ref["method"]] = delegate_ref
+            record = raw[at + HEADER_BYTES : at + payload_bytes(raw[at : at + HEADER_BYTES])]
+            ticket = from_record(Ticket, record)
+            self.tickets[ticket.method] = ticket
             at = raw.find(TICKET_MAGIC, at + 1)
         self.places = [
             Place(e.name, SCALAR_TYPES[e.dtype], tuple(e.shape), tuple(e.dim_order), e.offset_bytes, e.length_bytes)
@@ -155,17 +164,16 @@ class Program:
 
     def payload(self, changes: Mapping[str, Any], with_code: bool = True) -> bytes:
         """Kept, for the hash over the code takes its time. A load that is refused before that needs none."""
-        key = (json.dumps(changes), with_code)
+        key = (repr(changes), with_code)
         if key not in self._payloads:
             code = self.code if with_code else b""
-            self._payloads[key] = pack_payload({**self.description, **changes}, self.plans, code)
+            self._payloads[key] = pack_payload(replace(self.description, **changes), self.plans, code)
         return self._payloads[key]
 
     @property
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> PlanTable:
         """The plans of all delegates together."""
-        table: dict[str, Any] = self.description["plan_tables"][0]
-        return table
+        return self.description.plan_tables[0]
 
 
 class Data:
@@ -180,7 +188,7 @@ class Data:
             library().probe_data_add(
                 self.handle, name, place.scalar_type, rank, shape, order, place.offset_bytes, place.nbytes
             )
-        (key,) = {delegate_ref["payload"] for delegate_ref in program.tickets.values()}
+        (key,) = {ticket.payload for ticket in program.tickets.values()}
         library().probe_data_add_bytes(self.handle, key.encode(), payload, len(payload))
 
     def close(self) -> None:
@@ -207,7 +215,7 @@ class Delegate:
         self.group = str((options or {}).get("weight_offload_group", "")).encode()
         path, places = file or (program.data_path, program.places)
         data = Data(program, program.payload(changes or {}, with_code), path, places) if with_data else None
-        packed = pack_ticket({**program.tickets[method], **(delegate_ref or {})})
+        packed = pack_ticket(replace(program.tickets[method], **(delegate_ref or {})))
         given = (_Option * max(1, len(options or {})))()
         for option, (key, value) in zip(given, (options or {}).items(), strict=False):
             option.key = key.encode()

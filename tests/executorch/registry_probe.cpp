@@ -122,12 +122,12 @@ Payload program(const std::string& name) {
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
   payload.methods = {{"one", {}, {}, 1}, {"two", {}, {}, 1}};
-  payload.plan_tables = {{{0, 1}, false, 4096, 8192, {{4096, nullptr, 0}, {8192, nullptr, 0}}},
-                         {{1}, false, 2048, 8192, {{2048, nullptr, 0}}}};
+  payload.plan_tables = {{{0, 1}, {}, 4096, 8192, {{4096, true, 0, 0}, {8192, true, 0, 0}}},
+                         {{1}, {}, 2048, 8192, {{2048, true, 0, 0}}}};
   return payload;
 }
 
-WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {0, 4096}, {{0, 4096}, {4096, 1904}}, {}}; }
+WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {{0, 4096}, {4096, 1904}}, {}}; }
 
 std::unique_ptr<SessionRef> session_ref(const std::string& path, int64_t method, const SessionRequest& request = {}) {
   return take_session_ref(program("program"), method, at(path), request, 0);
@@ -316,7 +316,7 @@ PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& me
     if (table.methods == methods) return table;
   throw LoadError(Kind::package, "no plan table");
 }
-std::vector<int64_t> rebased(const StoredPlan&, const std::vector<int64_t>&, const std::vector<WeightFacts>&) { return {}; }
+ReadyPlan ready(const StoredPlan& plan) { return {plan.device_bytes, {}, plan.slots}; }
 
 }  // namespace penstock_executorch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.executorch.file_seal import END_MAGIC, append_seal
-from penstock.executorch.payload import fnv64
+from penstock.executorch.payload import checksum
 from penstock.torch_private.loader import LOADS_FOLDERS
 from penstock.weight import Weight
 from penstock.weights import read_index, write_ptd
@@ -67,7 +67,7 @@ def resealed(raw: bytearray) -> bytearray:
     text_bytes, table_bytes, code_bytes = struct.unpack_from("<QQQ", raw, start + 24)
     end = start + 48 + text_bytes + table_bytes + code_bytes
     raw[start + 48 + text_bytes + table_bytes - 8] ^= 1
-    struct.pack_into("<Q", raw, start + 16, fnv64(bytes(raw[start + 24 : end])))
+    struct.pack_into("<Q", raw, start + 16, checksum(bytes(raw[start + 24 : end])))
     file = io.BytesIO(bytes(raw[: raw.rindex(END_MAGIC)]))
     append_seal(file)
     return bytearray(file.getvalue())
@@ -96,11 +96,11 @@ def bad_programs(program: Path, data: Path, folder: Path) -> dict[str, Case]:
         "root": (0, "", None),
         "magic": (4, "", None),
         "header": (10, "", None),
-        "delegate_ref": (delegate_ref + 60, "hash", "refused"),
+        "delegate_ref": (delegate_ref + 60, "checksum", "refused"),
         "delegate_ref-magic": (delegate_ref, "", "refused"),
         "payload-version": (payload + 8, "version", "refused"),
-        "description": (payload + 100, "hash", "refused"),
-        "code": (len(raw) * 2 // 3, "hash", "refused"),
+        "description": (payload + 100, "checksum", "refused"),
+        "code": (len(raw) * 2 // 3, "checksum", "refused"),
     }
     cases = {
         name: Case(damaged(program, folder, name, flipped(at)), data, "PackageError", said, stock)

@@ -7,14 +7,21 @@ description says otherwise.
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from penstock.executorch.payload import fnv64
+from penstock.executorch.payload import (
+    HEADER_BYTES,
+    PAYLOAD_MAGIC,
+    StoredPlan,
+    pack_payload,
+    payload_bytes,
+    read_payload,
+)
 from tests.executorch.test_options import INVALID_ARGUMENT, Probe, probe
 
 __all__ = ["probe"]
@@ -45,18 +52,17 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def for_cuda(lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text of the same length in the place of some that does not matter here, and a new seal."""
+    """Its description changed, and the rest of the file where it was: the code, which is not read here, is shorter by as
+    much as the description is longer."""
     raw = bytearray(lowered("chain").read_bytes())
-    start = raw.index(b"PNSTKPRG")
-    lengths = struct.unpack_from("<QQQ", raw, start + 24)
-    text = bytes(raw[start + 48 : start + 48 + lengths[0]])
-    fields = text[text.index(b'"penstock": ') : text.index(b'"machine": ')]
-    told = b'"torch": ' + text.split(b'"torch": ')[1].split(b",")[0] + b', "capability": "9.0", "gpu": "H", '
-    changed = text.replace(b'"device": "cpu"', b'"device":"cuda"').replace(fields, told.ljust(len(fields)))
-    assert len(changed) == len(text)
-    raw[start + 48 : start + 48 + lengths[0]] = changed
-    body = bytes(raw[start + 24 : start + 48 + sum(lengths)])
-    struct.pack_into("<Q", raw, start + 16, fnv64(body))
+    start = raw.index(PAYLOAD_MAGIC)
+    end = start + payload_bytes(raw[start : start + HEADER_BYTES])
+    payload = read_payload(bytes(raw[start:end]))
+    built = {**payload.description.built_with, "capability": "9.0", "gpu": "H"}
+    plans = [StoredPlan(0, payload.plans)]
+    changed = replace(payload.description, device="cuda", built_with=built)
+    longer = len(pack_payload(changed, plans, payload.code)) - (end - start)
+    raw[start:end] = pack_payload(changed, plans, payload.code[: len(payload.code) - longer])
     path = tmp_path_factory.mktemp("cuda") / "model.pte"
     path.write_bytes(raw)
     return path

@@ -79,8 +79,8 @@ def test_delegates_without_python_take_plans_from_the_file(lowered: Paths, opene
             for name in ("prefill", "decode"):
                 native.load_method(name)
             (payload,) = native.payloads()
-            rows = [(row["methods"], row["reads_in_place"]) for row in payload.description["plan_tables"]]
-            assert rows == [(which, direct) for direct in (1, 0) for which in ([0, 1], [0], [1])]
+            rows = [(row.methods, bool(row.in_place)) for row in payload.description.plan_tables]
+            assert rows == [(which, direct) for direct in (True, False) for which in ((0, 1), (0,), (1,))]
             found = native.session()
             assert found is not None
             assert found[1].floor_bytes == resident.floor_bytes

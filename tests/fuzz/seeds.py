@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import tempfile
 import zipfile
+from array import array
 from pathlib import Path
 
 from penstock.archive import CODE_FOLDER, METADATA_FILE, CodeFile
+from penstock.executorch.description import (
+    DelegateInput,
+    DelegateMethod,
+    Description,
+    PlanTable,
+    SharedState,
+    SharedWeight,
+)
 from penstock.executorch.file_seal import append_seal
 from penstock.executorch.payload import StoredPlan, pack_payload
+from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
+from penstock.plan.planner import Planner
 from penstock.program import ConstantSpec, Program, TensorSpec, program_to_json
-from penstock.runtime.records import plan_numbers
+from penstock.record import to_record
+from penstock.runtime.records import lru_numbers, packed_numbers, plan_numbers
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
 from penstock.weights import layout_identity
-from tests.plan.planning import make_plan
+from penstock.weights.packing import Blocks
 
 CORPUS = Path(__file__).parent / "corpus"
 PAGE = 4096
 SIZES = {"a": 3 * PAGE, "b": 5 * PAGE - 100, "c": 64, "d": 2 * PAGE, "e": 3 * PAGE}
+STREAMED_SIZES = {**{f"w{number}": 3 * PAGE - 100 * number for number in range(7)}, "table": 9 * PAGE}
+BFLOAT16 = 6  # PackedKind::bfloat16_levels in csrc/packed/packed_block.h
 CODE = {"forward": b"code of forward " * 20, "decode": b"code of decode " * 20}
 
 
@@ -77,28 +90,20 @@ def write_program(path: Path, description: bytes) -> Path:
 PLANS = [StoredPlan(9 * PAGE, bytes(80)), StoredPlan(14 * PAGE, bytes(160))]
 
 
-def shared_description() -> dict[str, object]:
-    table = {
-        **{"methods": [0, 1], "reads_in_place": 0, "floor_bytes": 8 * PAGE, "full_bytes": 14 * PAGE},
-        **{"plans": len(PLANS), "seals": [f"{plan.seal:016x}" for plan in PLANS]},
-    }
-    weight = {"scalar_type": 0, "dim_order": [0]}
-    inputs = [{"scalar_type": 6, "shape": [-1, 4], "dim_order": [0, 1]}]
-    return {
-        "program": "p",
-        "device": "cpu",
-        "page_bytes": PAGE,
-        "plan_tables": [table],
-        "budget_bytes": None,
-        "activation_bytes": 100,
-        "built_with": {"torch": "2.13.0"},
-        "weights": [{**weight, "names": [name], "shape": [count], "nbytes": count} for name, count in SIZES.items()],
-        "states": [{"name": "s", "scalar_type": 6, "shape": [2, 3], "dim_order": [1, 0], "nbytes": 24, "stored": 0}],
-        "methods": [
-            {"name": name, "accesses": ["a"], "states": [0], "inputs": inputs, "outputs": 1}
-            for name in ("forward", "decode")
-        ],
-    }
+def shared_description() -> Description:
+    inputs = (DelegateInput(6, (-1, 4), (0, 1)),)
+    return Description(
+        program="p",
+        device="cuda",
+        page_bytes=PAGE,
+        budget_bytes=None,
+        activation_bytes=100,
+        built_with={"torch": "2.13.0", "machine": "m", "cpu": "c", "capability": "9.0", "gpu": "g"},
+        weights=tuple(SharedWeight((name,), 0, (count,), (0,), count) for name, count in SIZES.items()),
+        states=(SharedState("s", 6, (2, 3), (1, 0), 24, 0),),
+        methods=tuple(DelegateMethod(name, (0,), inputs, 1) for name in ("forward", "decode")),
+        plan_tables=(PlanTable((0, 1), (4,), 8 * PAGE, 14 * PAGE, tuple(plan.row() for plan in PLANS)),),
+    )
 
 
 def write_pte(path: Path, payload: bytes) -> Path:
@@ -108,12 +113,35 @@ def write_pte(path: Path, payload: bytes) -> Path:
     return path
 
 
-def plan_corpus() -> list[list[int]]:
-    weights = {name: Weight(name, "uint8", (count,), (0,)) for name, count in SIZES.items()}
-    offsets = {name: PAGE * 8 * number for number, name in enumerate(SIZES)}
-    budgets = (14 * PAGE, 16 * PAGE, 40 * PAGE)
-    plans = [make_plan(schedules(), weights, budget_bytes=budget, page_bytes=PAGE) for budget in budgets]
-    return [list(plan_numbers(plan, offsets)) for plan in plans]
+def streaming_schedules() -> list[Schedule]:
+    """Of which a plan at its floor copies, and reads a table in place: and so has records of every kind."""
+    names = list(STREAMED_SIZES)
+    forward = tuple(Access(number, name, gathered=name == "table") for number, name in enumerate((*names, names[1])))
+    steps = tuple(Step(f"kernel {number}", (number,)) for number in range(len(forward)))
+    back = tuple(Access(number, name) for number, name in enumerate(reversed(names[:-1])))
+    return [
+        Schedule("forward", forward, steps),
+        Schedule("back", back, tuple(Step("mix", (number,)) for number in range(len(back)))),
+    ]
+
+
+def records() -> dict[str, bytes]:
+    """One of each kind that the core and the delegate read, and a plan for each way to place weights."""
+    weights = {name: Weight(name, "uint8", (count,), (0,)) for name, count in STREAMED_SIZES.items()}
+    planner = Planner(streaming_schedules(), weights, page_bytes=PAGE)
+    plans = [planner.plan(planner.floor_bytes + pages * PAGE) for pages in (0, 4)]
+    plans.append(planner.plan(planner.full_bytes))
+    # As if its blocks were whole and as long as packed: what a block may have is not the plan's to know.
+    begins = {name: (0, STREAMED_SIZES[name] // 16 * 16) for name in ("w1", "w2", "w4")}
+    plans.append(with_packed(plans[1], begins, SlotSizes(2, 4 * PAGE, 8 * PAGE), 4 * PAGE))
+    blocks = Blocks(BFLOAT16, 2 * BLOCK_BYTES + 5000, 7 * PAGE, array("q", (0, 46_000, 92_000, 96_000)))
+    lru = lru_numbers(streaming_schedules(), weights, budget_bytes=20 * PAGE, granularity_bytes=PAGE)
+    return {
+        **{f"plan-{number}": bytes(plan_numbers(plan, weights)) for number, plan in enumerate(plans)},
+        "lru": bytes(lru),
+        "packed": bytes(packed_numbers([(1, 6 * PAGE, blocks), (3, 6 * PAGE, blocks)])),
+        "description": to_record(shared_description()),
+    }
 
 
 def write_packed(path: Path) -> None:
@@ -145,7 +173,8 @@ def main() -> None:
     foreign.write(CORPUS / "foreign.ptd")
     write_program(CORPUS / "program.pt2", program_to_json(a_program(), code_files()).encode())
     write_pte(CORPUS / "shared.pte", pack_payload(shared_description(), PLANS, (CORPUS / "program.pt2").read_bytes()))
-    (CORPUS / "plans.json").write_text(json.dumps(plan_corpus()))
+    for name, record in records().items():
+        (CORPUS / f"{name}.record").write_bytes(record)
 
 
 if __name__ == "__main__":

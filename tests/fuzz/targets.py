@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import struct
 import zipfile
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,7 @@ from typing import Any
 
 from penstock.archive import METADATA_FILE
 from penstock.errors import PackageError, PenstockError, WeightsFileError
-from penstock.executorch.payload import StoredPlan, pack_payload
+from penstock.executorch.payload import PAYLOAD_MAGIC, sealed_parts
 from penstock.printable import printable
 from penstock.program import read_program
 from penstock.sealed_text import SEAL_BYTES, sealed
@@ -31,7 +32,7 @@ from penstock.weight import ITEM_BYTES
 from penstock.weights import WeightsIndex, read_index, verify_checksums
 from penstock.weights.format import parse_header
 from tests.fuzz.mutators import damaged_bytes, damaged_json, damaged_numbers
-from tests.fuzz.seeds import CORPUS, PAGE, shared_description, write_program, write_pte
+from tests.fuzz.seeds import CORPUS, write_program, write_pte
 
 Target = Callable[[random.Random, Path], str]
 TARGETS: dict[str, Target] = {}
@@ -253,14 +254,13 @@ def parsed_pte(rng: random.Random, folder: Path) -> str:
     if rng.random() < 0.4:
         path.write_bytes(damaged_bytes(rng, (CORPUS / "shared.pte").read_bytes()))
     else:
-        description = damaged_json(rng, shared_description())
         code = (CORPUS / "program.pt2").read_bytes()
         if rng.random() < 0.3:
             code = damaged_bytes(rng, code)
-        plans = [
-            StoredPlan(rng.choice((0, PAGE, 9 * PAGE, 2**63)), rng.randbytes(8 * rng.randrange(9))) for _ in range(2)
-        ]
-        write_pte(path, pack_payload(description, plans, code))
+        record = (CORPUS / "description.record").read_bytes()
+        by_numbers = rng.random() < 0.5
+        record = _record(damaged_numbers(rng, _numbers(record))) if by_numbers else damaged_bytes(rng, record)
+        write_pte(path, sealed_parts(PAYLOAD_MAGIC, record, rng.randbytes(8 * rng.randrange(9)), code))
     code_of_inspect = _command("inspect", str(path))
     return "refused" if code_of_inspect else "consistent"
 
@@ -304,14 +304,14 @@ def _run_lowered(path: Path, weights: Path) -> list[Any]:
 @target("plan-records")
 def plan_records(rng: random.Random, folder: Path) -> str:
     """A plan's numbers as the core reads them: refused, or installed over the soft driver and taken down again."""
-    from tests.fuzz.seeds import SIZES, schedules
+    from tests.fuzz.seeds import STREAMED_SIZES, streaming_schedules
     from tests.runtime.rig import Rig, write_model
 
-    numbers = rng.choice(json.loads((CORPUS / "plans.json").read_text()))
+    numbers = _numbers(rng.choice(sorted(CORPUS.glob("plan-*.record"))).read_bytes())
     changed = damaged_numbers(rng, numbers)
     # What the soft driver gives is real memory: blocks of gigabytes would be made. What no machine has is refused.
     changed = [number % (1 << 28) if 1 << 28 < number < 1 << 44 else number for number in changed]
-    model = write_model(folder / "weights", schedules(), dict.fromkeys(SIZES, 8 * PAGE))
+    model = write_model(folder / "weights", streaming_schedules(), STREAMED_SIZES)
     with Rig(model) as rig:
         try:
             rig.session.install((_int64() * len(changed))(*changed))
@@ -319,6 +319,14 @@ def plan_records(rng: random.Random, folder: Path) -> str:
             return told(error, PenstockError)
         rig.session.uninstall()
     return "identical" if changed == numbers else "consistent"
+
+
+def _numbers(record: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(record) // 8}q", record))
+
+
+def _record(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 def _int64() -> Any:

@@ -104,7 +104,7 @@ def _divided(
 
 @dataclass(frozen=True)
 class PackedModel(Model):
-    """`offsets` are those that plans know: of packed weights behind the end of the file."""
+    """Weights as they are in the file: packed, but for some."""
 
     blocks: Mapping[str, Blocks]
     raw: Mapping[str, bytes]
@@ -123,7 +123,16 @@ class PackedModel(Model):
 
     @property
     def packed(self) -> Numbers:
-        return packed_numbers((self.offsets[name], one) for name, one in self.blocks.items())
+        return packed_numbers(
+            (number, self.offsets[name], self.blocks[name])
+            for number, name in enumerate(self.weights)
+            if name in self.blocks
+        )
+
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        stored = {name: blocks.begins_bytes[-1] for name, blocks in self.blocks.items()}
+        return [(self.offsets[name], stored.get(name, weight.nbytes)) for name, weight in self.weights.items()]
 
     @cached_property
     def planner(self) -> Planner:
@@ -184,10 +193,6 @@ def write_packed(
             data += packed
         else:
             data += raw[name]
-    end_bytes = len(data)
-    for name in sizes:
-        offsets[name] = -(-end_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        end_bytes = offsets[name] + sizes[name]
     path.write_bytes(data)
     weights = {name: Weight(name, "bfloat16", (len(content) // 2,), (0,)) for name, content in raw.items()}
     return PackedModel(tuple(schedules), weights, offsets, path, blocks, raw)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import PenstockError
-from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
+from penstock.plan.packed import SlotSizes, with_packed
 from penstock.plan.plan import DIRECT, Block, MethodPlan, Piece, Plan, Range, Slots, Store
 from penstock.runtime.driver import Driver
 from penstock.runtime.records import Numbers, packed_numbers, plan_numbers
@@ -29,8 +29,8 @@ def _says(action: Callable[[], object], *words: str) -> None:
 
 def _open(driver: SoftDriver, model: PackedModel, numbers: Numbers, *, lru: bool = False) -> None:
     source = model.registered()
-    made = Session(cast(Driver, driver), model.path, source, lru=lru, device_index=0, poison=True, packed=numbers)
-    made.close()
+    options = {"extents": model.extents, "lru": lru, "device_index": 0, "poison": True, "packed": numbers}
+    Session(cast(Driver, driver), model.path, source, **options).close()  # type: ignore[arg-type]
 
 
 def _numbers(values: Sequence[int]) -> Numbers:
@@ -41,49 +41,49 @@ def _numbers(values: Sequence[int]) -> Numbers:
 def records_of_packed_weights_are_refused(folder: Path) -> None:
     model = packed_chain(folder, count=2)
     sound = list(model.packed)
-    file_bytes = model.file_bytes
     blocks = model.blocks["w0"]
-    # Where a weight's numbers are: offset, bytes, kind, where its blocks lie, where each of them begins, and the end.
-    offset, raw, kind, data, first, second, _, end = range(8)
-    assert sound[end] == blocks.begins_bytes[-1] and sound[end + 1] == model.offsets["w1"]
+    # Behind the version and how many there are, a weight's numbers: its own, bytes, kind, where its blocks lie, where
+    # each of them begins, and the end.
+    version, count, weight, raw, kind, data, first, second, _, end = range(10)
+    assert sound[end] == blocks.begins_bytes[-1] and sound[end + 1] == 1
     damages: list[tuple[Mapping[int, int], str]] = [
+        ({version: 6}, "are of version 6, needs version 7"),
+        ({count: -1}, "is -1, needs to be in [0,"),
+        ({count: 1}, f"have {len(sound)} numbers, and end after {end + 1}"),
+        ({count: 2**62}, "needs to be in [0,"),
         ({kind: 0}, "0 is no kind"),
         ({kind: 7}, "7 is no kind"),
-        ({kind: -1}, "-1 is no kind"),
-        ({kind: 1 + 2**32}, "is no kind"),
-        ({offset: file_bytes - 1}, "are none of their own"),
-        ({offset: 2**63 - 1}, "are none of their own"),
-        ({offset: model.offsets["w1"] - 2}, "are none of their own"),
-        ({raw: 0}, "are none of their own"),
-        ({raw: -2}, "are none of their own"),
-        ({raw: sound[raw] - 1}, "are none of their own"),
-        ({first: 16}, "the first block begins at 16"),
-        ({second: -16}, "block 0 ends at -16"),
-        ({second: -(2**63)}, "block 0 ends at"),
+        ({kind: -1}, "is -1, needs"),
+        ({kind: 1 + 2**32}, "needs to be in [0, 2147483647)"),
+        ({weight: -1}, "is -1, needs to be in [0, 3)"),
+        ({weight: 3}, "is 3, needs to be in [0, 3)"),
+        ({weight: 2**63 - 1}, "needs to be in [0, 3)"),
+        ({end + 1: 0}, "is 0, needs to be in [1, 3)"),
+        ({raw: 0}, "is 0, needs to be in [1,"),
+        ({raw: -2}, "is -2, needs to be in [1,"),
+        ({raw: sound[raw] - 1}, "are no whole values"),
+        ({first: 16}, "is 16, needs to be in [0, 1)"),
+        ({second: -16}, "is -16, needs to be in [0,"),
+        ({second: -(2**63)}, "needs to be in [0,"),
         ({second: sound[second] + 8}, "which no 65536 bytes take"),
         ({second: 16}, "block 0 has 16 bytes"),
-        ({second: 96_000}, "block 0 has 96000 bytes"),
+        ({second: sound[end]}, f"block 0 has {sound[end]} bytes"),
         ({end: sound[end] - 4096}, "which no 5000 bytes take"),
-        ({data: -16}, "blocks end beyond"),
-        ({data: file_bytes - sound[end] + 1}, "blocks end beyond"),
-        ({data: 2**63 - 1}, "blocks end beyond"),
+        ({end: sound[end] + 16}, f"needs to be in [0, {sound[end] + 1})"),
+        ({data: -16}, "is -16, needs to be in [0,"),
+        ({data: 16}, f"is {sound[end]}, needs to be in [0, {sound[end] - 15})"),
+        ({data: 2**63 - 1}, "needs to be in [0,"),
     ]
     with SoftDriver(PAGE, 0, poison=True) as driver:
         for changes, text in damages:
             changed = _numbers([changes.get(index, number) for index, number in enumerate(sound)])
             _says(lambda: _open(driver, model, changed), "packed weights", text)  # noqa: B023
         for length in range(1, len(sound)):
-            # A whole weight is one, and so are both.
-            if length != end + 1:
-                cut = _numbers(sound[:length])
-                _says(lambda: _open(driver, model, cut), f"end after {length} numbers")  # noqa: B023
+            cut = _numbers(sound[:length])
+            _says(lambda: _open(driver, model, cut), "packed weights")  # noqa: B023
         _says(lambda: _open(driver, model, model.packed, lru=True), "the policy lru has none")
         _open(driver, model, model.packed)
-        _open(driver, model, packed_numbers([(model.offsets["w0"], blocks)]))
-        # As near to the end of the file as can be, and to the other weight.
-        _open(driver, model, packed_numbers([(file_bytes, replace(blocks, data_offset_bytes=file_bytes - sound[end]))]))
-        other = (model.offsets["w1"], model.blocks["w1"])
-        _open(driver, model, packed_numbers([(other[0] - blocks.raw_bytes, blocks), other]))
+        _open(driver, model, packed_numbers([(0, model.offsets["w0"], blocks)]))
         assert not driver.counts().alive()
 
 
@@ -130,10 +130,6 @@ def plans_that_packed_weights_cannot_follow_are_refused(folder: Path) -> None:
             assert rig.session.memory()[0] == 0
             rig.install_plan(plan)
             rig.run()
-        # Beyond the end of a weight, where the next does not begin yet; and from one into the next.
-        for shift_bytes in (BLOCK_BYTES, 3 * BLOCK_BYTES - 4096):
-            shifted = {**model.offsets, "w0": model.offsets["w0"] + shift_bytes}
-            _says(lambda: rig.session.install(plan_numbers(unstored, shifted)), "are not all of one weight")  # noqa: B023
         # Where it is decoded from is seen when it is: a plan of the planner's has it at a multiple.
         moved = replace(store, piece=replace(store.piece, range_offset_bytes=store.piece.range_offset_bytes + 8))
         rig.install_plan(replace(plan, stores=(moved,)))
@@ -179,7 +175,7 @@ def memory_for_packed_weights_is_for_nothing_else(folder: Path) -> None:
     with Rig(model) as rig:
         rig.install_plan(plan)
         for changed, text in cases:
-            _says(lambda: rig.session.install(plan_numbers(changed, model.offsets)), text)  # noqa: B023
+            _says(lambda: rig.session.install(plan_numbers(changed, model.weights)), text)  # noqa: B023
         # Refused before anything was touched.
         rig.run()
 

@@ -81,6 +81,11 @@ class Model:
         return self.path.stat().st_size
 
     @property
+    def extents(self) -> list[tuple[int, int]]:
+        """Where each weight lies in the file."""
+        return [(self.offsets[name], weight.nbytes) for name, weight in self.weights.items()]
+
+    @property
     def packed(self) -> Numbers | None:
         """Where weights are packed in the file: tests/runtime/packed_models.py."""
         return None
@@ -180,6 +185,7 @@ class Rig:
             cast(Driver, self.driver),
             model.path,
             model.registered() if source is None else source,
+            extents=model.extents,
             lru=lru,
             device_index=0,
             poison=poison,
@@ -246,7 +252,7 @@ class Rig:
 
     def install_plan(self, plan: Plan) -> Plan:
         self._owner, self.plan = None, None
-        self.session.install(plan_numbers(plan, self.model.offsets))
+        self.session.install(plan_numbers(plan, self.model.weights))
         self.plan = plan
         return plan
 
@@ -255,7 +261,6 @@ class Rig:
             lru_numbers(
                 self.model.schedules,
                 self.model.weights,
-                self.model.offsets,
                 budget_bytes=budget_bytes,
                 granularity_bytes=granularity_bytes,
             )

@@ -15,7 +15,6 @@ import penstock
 from penstock.errors import BelowFloorError, DriverCallError, PenstockError, RuntimeFailure
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
-from penstock.runtime.records import plan_numbers
 from tests.harness import bits, compiled, offloaded
 from tests.runtime.modules import SCRIPTS
 from tests.runtime.rig import MS, PAGE, Model, Rig, chain, staged, write_model
@@ -78,14 +77,6 @@ def test_staged_memory_has_nothing_to_read_in_place(model: Model) -> None:
         assert rig.session.memory()[0] == 0
         rig.install_plan(plan_of(model, placement="stream"))
         rig.run()
-
-
-def test_an_access_beyond_the_file_is_refused_when_the_plan_is_installed(model: Model) -> None:
-    moved = plan_numbers(plan_of(model), {**model.offsets, "table": model.file_bytes - 5 * PAGE})
-    with Rig(model) as rig:
-        with pytest.raises(PenstockError, match=f"a direct access ends at byte {model.file_bytes + 100} of "):
-            rig.session.install(moved)
-        assert rig.session.memory()[0] == 0
 
 
 def test_a_call_that_fails_leaves_nothing(model: Model) -> None:

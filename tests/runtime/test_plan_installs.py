@@ -14,7 +14,7 @@ import pytest
 import penstock
 from penstock.errors import PenstockError
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.plan import Copy, Plan
+from penstock.plan.plan import Block, Copy, Plan, Range
 from penstock.plan.planner import Planner
 from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.records import Numbers, plan_numbers
@@ -119,9 +119,15 @@ def unmapped_twice(plan: Plan) -> Plan:
 
 
 def misplaced(plan: Plan) -> Plan:
+    """In a range that is a page longer."""
     method = plan.methods[0]
-    placed = replace(method.placements[0], range_offset_bytes=8, nbytes=PAGE)
-    return replace(plan, methods=(replace(method, placements=(placed, *method.placements[1:])),))
+    placed = replace(method.placements[0], range_offset_bytes=8)
+    area = plan.ranges[placed.range_index]
+    ranges = list(plan.ranges)
+    ranges[placed.range_index] = Range(area.nbytes + PAGE, (*area.blocks, len(plan.blocks)))
+    blocks = (*plan.blocks, Block(PAGE, ring=False))
+    methods = (replace(method, placements=(placed, *method.placements[1:])),)
+    return replace(plan, blocks=blocks, ranges=tuple(ranges), methods=methods)
 
 
 def unread(plan: Plan) -> Plan:
@@ -160,7 +166,7 @@ def test_the_core_refuses(model: Model, change: Callable[[Plan], Plan], message:
         with pytest.raises(PlanError):
             check_plan(broken, model.schedules, model.weights)
         with pytest.raises(PenstockError, match=message):
-            rig.session.install(plan_numbers(broken, model.offsets))
+            rig.session.install(plan_numbers(broken, model.weights))
         # What was installed still is.
         rig.run()
 
@@ -173,7 +179,7 @@ def changed(numbers: Numbers, change: Callable[[list[int]], None]) -> Numbers:
 
 def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
     plan = model.plan(model.floor_bytes)
-    numbers = plan_numbers(plan, model.offsets)
+    numbers = plan_numbers(plan, model.weights)
     prologue = plan.methods[0].prologue
     assert len(prologue) > 1 and list(numbers)[-len(prologue) :] == list(prologue)
 
@@ -185,15 +191,28 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
         values[-len(prologue)] -= 1
 
     def huge_blocks(values: list[int]) -> None:
-        values[1] = values[2] = 2**62
+        values[2] = values[3] = 2**62
 
     def odd_block(values: list[int]) -> None:
-        values[1] += 1
+        values[2] += 1
+
+    def earlier(values: list[int]) -> None:
+        values[0] = 6
+
+    def beyond(values: list[int]) -> None:
+        """The first copy begins with the last byte of its weight."""
+        copy = plan.methods[0].copies[0]
+        record = [copy.stay, copy.issue_before, -1 if copy.wait_step is None else copy.wait_step]
+        record += [list(model.weights).index(copy.piece.weight), copy.piece.weight_offset_bytes, copy.piece.nbytes]
+        at = next(at for at in range(len(values)) if values[at : at + 6] == record)
+        values[at + 4] = model.weights[copy.piece.weight].nbytes - 1
 
     cases: list[tuple[Callable[[list[int]], None], str]] = [
         (twice, r"copy \d enters twice"),
         (fewer, r"is fetched after 0 of the 1 copies of its stay; the others are issued behind it"),
         (huge_blocks, "needs to be in"),
+        (earlier, "the records of the plan are of version 6, needs version 7"),
+        (beyond, r"needs to be in \[1, 2\)"),
         (odd_block, r"block 0 has 4097 bytes, a page has 4096"),
     ]
     with Rig(model) as rig:
@@ -202,3 +221,21 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
                 rig.session.install(changed(numbers, change))
         rig.install_plan(plan)
         rig.run()
+
+
+def test_weights_that_do_not_lie_in_the_file_are_refused(model: Model) -> None:
+    for extent in ((-1, 1), (0, -1), (model.file_bytes, 1), (1, 2**63 - 1), (2**63 - 1, 2**63 - 1)):
+        broken = replace_first(model, extent)
+        with pytest.raises(
+            PenstockError, match=rf"weight 0 has {extent[1]} bytes from byte {extent[0]} on, the file has"
+        ):
+            Rig(broken)
+
+
+def replace_first(model: Model, extent: tuple[int, int]) -> Model:
+    class Broken(Model):
+        @property
+        def extents(self) -> list[tuple[int, int]]:
+            return [extent, *super().extents[1:]]
+
+    return Broken(model.schedules, model.weights, model.offsets, model.path)

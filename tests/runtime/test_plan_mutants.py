@@ -206,7 +206,7 @@ def run_hostile(model: Model, plan: Plan, seed: int) -> None:
     at. What the plan says of its traffic is not: a mutant may be sound and say something else."""
     choose = random.Random(seed)
     with Rig(model, seed=seed) as rig:
-        rig.session.install(plan_numbers(plan, model.offsets))
+        rig.session.install(plan_numbers(plan, model.weights))
         streams = [rig.stream(), rig.stream()]
         methods = range(len(model.schedules))
         graphs = [rig.capture(method) for method in methods]
@@ -267,7 +267,7 @@ def play_mutants(folder: Path, seed: int, programs: int, mutants: int) -> Counte
 def refuse_or_survive(model: Model, plan: Plan) -> None:
     """What the check refuses never goes this far. If it did, the core would install it, or say what is wrong."""
     try:
-        numbers = plan_numbers(plan, model.offsets)
+        numbers = plan_numbers(plan, model.weights)
     except (KeyError, IndexError, TypeError, ValueError):
         return
     with Rig(model) as rig:

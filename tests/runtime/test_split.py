@@ -308,30 +308,26 @@ def test_staged_memory_has_no_tail_to_read(model: Model) -> None:
         assert rig.session.memory()[0] == 0
 
 
-def test_a_tail_beyond_the_file_is_refused_when_the_plan_is_installed(model: Model) -> None:
-    moved = plan_numbers(split_plan(model, {"a": WHOLE, "b": 16}), {**model.offsets, "b": model.file_bytes - PAGE})
-    with Rig(model) as rig:
-        with pytest.raises(PenstockError, match="ends at byte"):
-            rig.session.install(moved)
-        assert rig.session.memory()[0] == 0
-
-
 def test_records_that_make_no_split(model: Model) -> None:
     plan = split_plan(model, {"a": 48, "b": 16})
-    good = list(plan_numbers(plan, model.offsets))
+    good = list(plan_numbers(plan, model.weights))
     nbytes = model.weights["a"].nbytes
-    # The record of the first access, by its number and size.
-    first = next(at for at in range(len(good)) if good[at : at + 2] == [10, nbytes])
-    assert good[first : first + 7] == [10, nbytes, 0, 0, -1, 48 * DEPTH * 2, model.offsets["a"]]
+    # The record of the first access, by its number, weight and size.
+    weight = list(model.weights).index("a")
+    first = next(at for at in range(len(good)) if good[at : at + 3] == [10, weight, nbytes])
+    assert good[first : first + 7] == [10, weight, nbytes, 0, 0, -1, 48 * DEPTH * 2]
     wrong = [
-        ({5: 0}, "is 0, needs to be in [1,"),
-        ({5: nbytes}, f"is {nbytes}, needs to be in [-1, {nbytes})"),
-        ({5: -2}, "is -2, needs"),
-        ({2: -2, 3: 0}, "needs to be in [-1, 0)"),
-        ({2: -1}, "needs to be in [-1, 0)"),
-        ({3: PAGE - 8}, f"is {PAGE - 8}, needs to be in [0, {PAGE - 48 * DEPTH * 2 + 1})"),
-        ({5: -1}, "is 0, needs to be in [0,"),
-        ({6: -1}, "is -1, needs to be in [0,"),
+        ({6: 0}, "is 0, needs to be in [1,"),
+        ({6: nbytes}, f"is {nbytes}, needs to be in [-1, {nbytes})"),
+        ({6: -2}, "is -2, needs"),
+        ({3: -2, 4: 0}, "needs to be in [-1, 0)"),
+        ({3: -1}, "needs to be in [-1, 0)"),
+        ({4: PAGE - 8}, f"is {PAGE - 8}, needs to be in [0, {PAGE - 48 * DEPTH * 2 + 1})"),
+        ({6: -1}, "is 0, needs to be in [0,"),
+        ({1: -1}, f"is -1, needs to be in [0, {len(model.weights)})"),
+        ({1: len(model.weights)}, f"needs to be in [0, {len(model.weights)})"),
+        ({2: nbytes - 1}, f"is {nbytes - 1}, needs to be in [{nbytes}, {nbytes + 1})"),
+        ({2: nbytes + 1}, f"is {nbytes + 1}, needs to be in [{nbytes}, {nbytes + 1})"),
     ]
     with Rig(model) as rig:
         for changes, message in wrong:
@@ -346,11 +342,12 @@ def test_records_that_make_no_split(model: Model) -> None:
 
 def test_a_head_that_streams_is_refused(model: Model) -> None:
     plan = split_plan(model, {"a": WHOLE, "b": STREAMED})
-    good = list(plan_numbers(plan, model.offsets))
+    good = list(plan_numbers(plan, model.weights))
     nbytes = model.weights["b"].nbytes
-    first = next(at for at in range(len(good)) if good[at : at + 2] == [11, nbytes])
-    assert good[first + 4] == 0
-    good[first + 5] = ROWS * 2 * 16
+    weight = list(model.weights).index("b")
+    first = next(at for at in range(len(good)) if good[at : at + 3] == [11, weight, nbytes])
+    assert good[first + 5] == 0
+    good[first + 6] = ROWS * 2 * 16
     with Rig(model) as rig, pytest.raises(PenstockError, match=r"is 0, needs to be in \[-1, 0\)"):
         rig.session.install((ctypes.c_int64 * len(good))(*good))
 

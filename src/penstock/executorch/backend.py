@@ -14,6 +14,14 @@ from executorch.exir.tensor import scalar_type_enum
 from torch.export import ExportedProgram
 
 from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramError
+from penstock.executorch.description import (
+    DelegateInput,
+    DelegateMethod,
+    Description,
+    SharedState,
+    SharedWeight,
+    Ticket,
+)
 from penstock.executorch.dialect import aten_program
 from penstock.executorch.lowering_request import request_of
 from penstock.executorch.payload import pack_payload, pack_ticket
@@ -110,30 +118,30 @@ def _store(
     plan_tables = make_plan_tables(schedules, program.weights, page_bytes=page_bytes)
     code = compiled.program_path.read_bytes()
     bounds = [method.activation_bound_bytes for method in program.methods]
-    description: dict[str, Any] = {
-        "program": hashlib.blake2b(code, digest_size=16).hexdigest(),
-        "device": program.device,
-        "page_bytes": page_bytes,
-        "plan_tables": [table.row() for table in plan_tables],
-        "budget_bytes": program.budget_bytes,
-        "activation_bytes": None if None in bounds else max(bound for bound in bounds if bound is not None),
-        "built_with": program.built_with,
-        "weights": [
-            {
+    description = Description(
+        program=hashlib.blake2b(code, digest_size=16).hexdigest(),
+        device=program.device,
+        page_bytes=page_bytes,
+        budget_bytes=program.budget_bytes,
+        activation_bytes=None if None in bounds else max(bound for bound in bounds if bound is not None),
+        built_with=dict(program.built_with),
+        weights=tuple(
+            SharedWeight(
                 # Of a tied one, all: a file that ExecuTorch wrote has any of them, and no other.
-                "names": all_names.get(weight.name, [weight.name]),
-                "scalar_type": tensor_layout(weight).scalar_type.value,
-                "shape": weight.shape,
-                "dim_order": weight.dim_order,
-                "nbytes": weight.nbytes,
-            }
+                names=tuple(all_names.get(weight.name, [weight.name])),
+                scalar_type=tensor_layout(weight).scalar_type.value,
+                shape=weight.shape,
+                dim_order=weight.dim_order,
+                nbytes=weight.nbytes,
+            )
             for weight in program.weights
-        ],
-        "states": [_state(state) for state in program.states],
-        "methods": [_method(method, programs[method.name], program.states) for method in program.methods],
-    }
+        ),
+        states=tuple(_state(state) for state in program.states),
+        methods=tuple(_method(method, programs[method.name], program.states) for method in program.methods),
+        plan_tables=tuple(table.row for table in plan_tables),
+    )
     payload = pack_payload(description, [plan for table in plan_tables for plan in table.plans], code)
-    key = f"penstock.program.{description['program']}"
+    key = f"penstock.program.{description.program}"
     store = NamedDataStore()
     store.add_named_data(key, payload, 64)
     index = read_index(compiled.weights_path)
@@ -150,40 +158,39 @@ def _store(
     return key, store
 
 
-def _state(state: State) -> dict[str, Any]:
-    return {
-        "name": state.name,
-        "scalar_type": tensor_layout(state).scalar_type.value,
-        "shape": state.shape,
-        "dim_order": state.dim_order,
-        "nbytes": state.nbytes,
-        "stored": int(state.init == "stored"),
-    }
+def _state(state: State) -> SharedState:
+    return SharedState(
+        name=state.name,
+        scalar_type=tensor_layout(state).scalar_type.value,
+        shape=state.shape,
+        dim_order=state.dim_order,
+        nbytes=state.nbytes,
+        stored=int(state.init == "stored"),
+    )
 
 
-def _method(method: Method, ep: ExportedProgram, states: Sequence[State]) -> dict[str, Any]:
+def _method(method: Method, ep: ExportedProgram, states: Sequence[State]) -> DelegateMethod:
     names = [state.name for state in states]
-    return {
-        "name": method.name,
+    return DelegateMethod(
+        name=method.name,
         # The leading inputs of its code, by number; the code writes into them.
-        "states": [names.index(name) for name in method.states],
-        "accesses": [access.weight for access in method.schedule.accesses],
-        "inputs": [_tensor(method.name, spec, ep) for spec in method.signature.inputs],
-        "outputs": sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),
-    }
+        states=tuple(names.index(name) for name in method.states),
+        inputs=tuple(_tensor(method.name, spec, ep) for spec in method.signature.inputs),
+        outputs=sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),
+    )
 
 
-def _tensor(method: str, spec: Any, ep: ExportedProgram) -> dict[str, Any]:
+def _tensor(method: str, spec: Any, ep: ExportedProgram) -> DelegateInput:
     """What the compiled code reads without looking: it takes dtype and layout for granted."""
     if not isinstance(spec, TensorSpec):
         raise UnsupportedProgramError(f"input {spec.name!r} of {method!r} is {spec.value!r}, no tensor")
     value = next(node for node in ep.graph.nodes if node.op == "placeholder" and node.name == spec.name).meta["val"]
     hints = [[int(_hint(number)) for number in numbers] for numbers in (value.shape, value.stride())]
-    return {
-        "scalar_type": scalar_type_enum(getattr(torch, spec.dtype)).value,
-        "shape": [size if isinstance(size, int) else -1 for size in spec.shape],
-        "dim_order": canonical(*hints),
-    }
+    return DelegateInput(
+        scalar_type=scalar_type_enum(getattr(torch, spec.dtype)).value,
+        shape=tuple(size if isinstance(size, int) else -1 for size in spec.shape),
+        dim_order=tuple(canonical(*hints)),
+    )
 
 
 def _hint(number: int | torch.SymInt) -> int:
@@ -192,9 +199,8 @@ def _hint(number: int | torch.SymInt) -> int:
 
 def _result(key: str, part: str, compiled: Compiled, store: NamedDataStore) -> PreprocessResult:
     number = [method.name for method in compiled.program.methods].index(part)
-    ticket = {"payload": key, "method": part, "number": number}
     return PreprocessResult(
-        processed_bytes=pack_ticket(ticket),
+        processed_bytes=pack_ticket(Ticket(key, part, number)),
         debug_handle_map={},
         data_store_output=store.get_named_data_store_output(),
     )

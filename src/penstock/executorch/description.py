@@ -1,23 +1,17 @@
-"""The schema of what the delegates of a .pte share. csrc/payload.cpp asks the same of it."""
+"""What the delegates of a .pte share, as a flat record. csrc/description.cpp reads it in the same order, and asks the
+same of it."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.schema import SchemaError, Signed, decode
+from penstock.record import from_record
+from penstock.schema import SchemaError, Signed
 
-
-@dataclass(frozen=True)
-class PlanTable:
-    methods: tuple[int, ...]
-    reads_in_place: int
-    floor_bytes: int
-    full_bytes: int
-    plans: int
-    # Of each plan, in the same order.
-    seals: tuple[str, ...]
+# What no machine has: sums of so few never overflow.
+MOST_BYTES = 1 << 56
+MOST_PAGE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,6 @@ class DelegateInput:
 @dataclass(frozen=True)
 class DelegateMethod:
     name: str
-    accesses: tuple[str, ...]
     # Numbers of the states that its code takes before its inputs.
     states: tuple[int, ...]
     inputs: tuple[DelegateInput, ...]
@@ -59,44 +52,92 @@ class DelegateMethod:
 
 
 @dataclass(frozen=True)
+class PlanRow:
+    """A plan in the file. It fits every budget of `device_bytes` or more."""
+
+    device_bytes: int
+    # 1: something is copied in every run, so that packed weights need slots to pass through.
+    copies: int
+    # How many numbers it has, and their checksum: a plan that is changed, or stands in the place of another, is not
+    # what was proved.
+    numbers: int
+    seal: Signed
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The plans of some of a program's methods over one ring, smallest first."""
+
+    methods: tuple[int, ...]
+    # Numbers of the weights that one of the plans reads where they lie in host memory.
+    in_place: tuple[int, ...]
+    floor_bytes: int
+    # With everything resident.
+    full_bytes: int
+    plans: tuple[PlanRow, ...]
+
+
+@dataclass(frozen=True)
 class Description:
     program: str
     device: str
     page_bytes: int
-    plan_tables: tuple[PlanTable, ...]
     budget_bytes: int | None
     activation_bytes: int | None
     built_with: dict[str, str]
     weights: tuple[SharedWeight, ...]
     states: tuple[SharedState, ...]
     methods: tuple[DelegateMethod, ...]
+    plan_tables: tuple[PlanTable, ...]
 
 
-def check_description(table: Any) -> Description:
-    """SchemaError where it is not of this shape, or its parts do not go together."""
-    known = {field.name for field in dataclasses.fields(Description)}
-    if type(table) is not dict:
-        raise SchemaError("the description is no object")
-    found = decode(Description, {key: value for key, value in table.items() if key in known})
-    if not 0 < found.page_bytes <= 1 << 40:
-        raise SchemaError(f"page_bytes is {found.page_bytes}, needs 1 to {1 << 40}")
+@dataclass(frozen=True)
+class Ticket:
+    """What a delegate holds of its own: the name of the payload, and which of its methods it is."""
+
+    payload: str
+    method: str
+    number: int
+
+
+def read_description(record: bytes) -> Description:
+    """SchemaError where it is none, or its parts do not go together."""
+    found = from_record(Description, record)
+    for message in _faults(found):
+        raise SchemaError(message)
+    return found
+
+
+def _faults(found: Description) -> Iterator[str]:
+    if not 0 < found.page_bytes <= MOST_PAGE_BYTES:
+        yield f"page_bytes is {found.page_bytes}, needs 1 to {MOST_PAGE_BYTES}"
     if not found.plan_tables or not found.methods:
-        raise SchemaError(
-            f"it has {len(found.plan_tables)} plan tables and {len(found.methods)} methods, needs one of each"
-        )
+        yield f"it has {len(found.plan_tables)} plan tables and {len(found.methods)} methods, needs one of each"
+    if any(nbytes > MOST_BYTES for nbytes in _amounts(found)):
+        yield f"something of it has {max(_amounts(found))} bytes, more than there can be"
     for table in found.plan_tables:
         if any(method >= len(found.methods) for method in table.methods):
-            raise SchemaError("a plan table is for a method that is not there")
-        if len(table.seals) != table.plans:
-            raise SchemaError(f"a plan table has {table.plans} plans and {len(table.seals)} seals, needs as many")
-    names = {name for weight in found.weights for name in weight.names}
+            yield "a plan table is for a method that is not there"
+        if any(weight >= len(found.weights) for weight in table.in_place):
+            yield "a plan table is for a weight that is not there"
+        if not table.plans:
+            yield "a plan table holds no plan"
+    for weight in found.weights:
+        if not weight.names:
+            yield "a weight has no name"
     for state in found.states:
         if sorted(state.dim_order) != list(range(len(state.shape))):
-            raise SchemaError(f"state {state.name!r} has dim order {list(state.dim_order)}")
+            yield f"state {state.name!r} has dim order {list(state.dim_order)}"
     for method in found.methods:
         if any(state >= len(found.states) for state in method.states):
-            raise SchemaError(f"method {method.name!r} has state that is none")
-        for name in method.accesses:
-            if name not in names:
-                raise SchemaError(f"method {method.name!r} reads {name!r}, which is no weight")
-    return found
+            yield f"method {method.name!r} has state that is none"
+        if any(size < -1 for given in method.inputs for size in given.shape):
+            yield f"an input of method {method.name!r} has a size below -1"
+
+
+def _amounts(found: Description) -> Iterator[int]:
+    yield from (found.budget_bytes or 0, found.activation_bytes or 0)
+    yield from (weight.nbytes for weight in found.weights)
+    yield from (state.nbytes for state in found.states)
+    for table in found.plan_tables:
+        yield from (table.floor_bytes, table.full_bytes, *(plan.device_bytes for plan in table.plans))

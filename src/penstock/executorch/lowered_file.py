@@ -11,20 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PackageError
-from penstock.executorch.payload import PAYLOAD_MAGIC, read_description
+from penstock.executorch.payload import HEADER_BYTES, PAYLOAD_MAGIC, payload_bytes, read_payload
 from penstock.program import Program, program_from_archive
 from penstock.regular_file import open_regular
 
-_MOST_PAGE_BYTES = 1 << 30
-
-# What reading a description, its records and an archive raises where they are damaged.
+# What reading an archive raises where it is damaged.
 _DAMAGE = (
     *(KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
     *(struct.error, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError),
 )
-
-_HEAD_AND_LENGTHS = struct.Struct("<8sQQQQQ")
-_PLAN = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True)
@@ -39,22 +34,17 @@ class LoweredFile:
 
 
 def read_lowered(path: Path) -> LoweredFile:
-    payload = _payload(path)
     try:
-        description = read_description(payload)
-        _, _, _, text_bytes, table_bytes, _ = _HEAD_AND_LENGTHS.unpack_from(payload)
-        table = _HEAD_AND_LENGTHS.size + text_bytes
-        program = program_from_archive(io.BytesIO(payload[table + table_bytes :]), "its code")
-        plans = _plan_bytes(payload, table, description["plan_tables"][0]["plans"])
-        page_bytes = description["page_bytes"]
-        if type(page_bytes) is not int or not 0 < page_bytes <= _MOST_PAGE_BYTES:
-            raise PackageError(f"its pages have {page_bytes!r:.80} bytes; needs 1 to {_MOST_PAGE_BYTES}")
-        names = tuple(tuple(row["names"]) for row in description["weights"])
-        return LoweredFile(program, page_bytes, plans, names)
+        payload = read_payload(_payload(path))
+        program = program_from_archive(io.BytesIO(payload.code), "its code")
     except PackageError as error:
         raise PackageError(f"{path}: {error}") from error
     except _DAMAGE as error:
         raise PackageError(f"{path}: what its delegates share is damaged: {error!r}") from error
+    description = payload.description
+    plan_bytes = tuple(plan.device_bytes for plan in description.plan_tables[0].plans)
+    names = tuple(weight.names for weight in description.weights)
+    return LoweredFile(program, description.page_bytes, plan_bytes, names)
 
 
 def _payload(path: Path) -> bytes:
@@ -62,18 +52,8 @@ def _payload(path: Path) -> bytes:
     try:
         with open_regular(path, PackageError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             at = mapped.find(PAYLOAD_MAGIC)
-            if at < 0 or at + _HEAD_AND_LENGTHS.size > len(mapped):
+            if at < 0 or at + HEADER_BYTES > len(mapped):
                 raise PackageError(f"{path} has no delegate of ours: there is no {PAYLOAD_MAGIC.decode()} in it")
-            _, _, _, *lengths = _HEAD_AND_LENGTHS.unpack_from(mapped, at)
-            return mapped[at : at + _HEAD_AND_LENGTHS.size + sum(lengths)]
+            return mapped[at : at + payload_bytes(mapped[at : at + HEADER_BYTES])]
     except (OSError, ValueError) as error:  # an empty file, for one
         raise PackageError(f"{path} cannot be read: {error}") from error
-
-
-def _plan_bytes(payload: bytes, at: int, count: int) -> tuple[int, ...]:
-    found: list[int] = []
-    for _ in range(count):
-        device_bytes, numbers = _PLAN.unpack_from(payload, at)
-        found.append(device_bytes)
-        at += _PLAN.size + 8 * numbers
-    return tuple(found)

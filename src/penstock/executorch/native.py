@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,10 @@ from typing import Any
 import torch
 
 from penstock.errors import InputError, PackageError
+from penstock.executorch.description import Description
 from penstock.executorch.failures import failure
 from penstock.executorch.library import load_library
+from penstock.executorch.payload import checked_description
 from penstock.weights.format import SCALAR_TYPES
 
 _pointer = ctypes.c_void_p
@@ -90,28 +91,28 @@ def _scalar_numbers() -> dict[torch.dtype, int]:
 class Payload:
     """A program of ours inside a .pte."""
 
-    description: dict[str, Any]
+    description: Description
     # A .pt2 whose methods are the delegates.
     code: bytes
 
     @property
     def weight_names(self) -> list[list[str]]:
         """All names of each weight."""
-        return [row["names"] for row in self.description["weights"]]
+        return [list(weight.names) for weight in self.description.weights]
 
     @property
     def delegates(self) -> list[str]:
-        return [row["name"] for row in self.description["methods"]]
+        return [method.name for method in self.description.methods]
 
     @property
     def states(self) -> list[str]:
-        return [row["name"] for row in self.description["states"]]
+        return [state.name for state in self.description.states]
 
     def states_of(self, method: str) -> list[str]:
         """Of all delegates of a method of the .pte."""
         part = re.compile(rf"{re.escape(method)}(__\d+)?")
-        rows = [row for row in self.description["methods"] if part.fullmatch(row["name"])]
-        return [self.states[number] for row in rows for number in row["states"]]
+        rows = [row for row in self.description.methods if part.fullmatch(row.name)]
+        return [self.states[number] for row in rows for number in row.states]
 
 
 @dataclass(frozen=True)
@@ -187,16 +188,15 @@ class NativeModule:
 
     def payloads(self) -> list[Payload]:
         """Checked against their seals. No method need be loaded."""
-        found: list[Payload] = []
+        found: list[tuple[bytes, bytes]] = []
 
-        def take(text: int, text_bytes: int, code: int, code_bytes: int) -> None:
-            description = json.loads(ctypes.string_at(text, text_bytes))
-            found.append(Payload(description, ctypes.string_at(code, code_bytes)))
+        def take(record: int, record_bytes: int, code: int, code_bytes: int) -> None:
+            found.append((ctypes.string_at(record, record_bytes), ctypes.string_at(code, code_bytes)))
 
         self._check(
             "reading the program", self._library.penstock_executorch_payloads(self._handle, _VISIT_PAYLOAD(take))
         )
-        return found
+        return [Payload(checked_description(record), code) for record, code in found]
 
     def share_session(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
         """To methods loaded from now on: delegates, by number, run in this session of the core, which outlives them."""

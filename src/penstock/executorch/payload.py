@@ -1,38 +1,33 @@
-"""What a lowered program carries, in two layers of plain bytes. csrc/payload.cpp reads the same.
+"""What a lowered program carries, in two layers of plain bytes. csrc/payload.cpp reads the same, and refuses in the
+same words.
 
-The payload, once per program, lies in the .pte as named data: the description (JSON), plans, the compiled code.
+The payload, once per program, lies in the .pte as named data: the description, plans, the compiled code.
 The ticket, one per delegate, is the delegate's own blob: the name of the payload, and which of its methods it is.
-Both begin with a header that holds lengths and a hash of everything after it, so damage is found before anything runs.
+Both begin with a header that holds lengths and a checksum of everything after it, so damage is found before anything
+runs. Description, ticket and plans are flat records.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import xxhash
 
 from penstock.errors import PackageError
-from penstock.executorch.description import check_description
+from penstock.executorch.description import Description, PlanRow, Ticket, read_description
 from penstock.printable import printable
-from penstock.schema import SchemaError, parse_json
+from penstock.record import VERSION, to_record
+from penstock.schema import SchemaError
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
 TICKET_MAGIC = b"PNSTKDLG"
-FORMAT_VERSION = 6
 
-# Magic, version, hash of what follows; then the lengths of the parts.
+# Magic, version, checksum of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")
 _LENGTHS = struct.Struct("<QQQ")
-_PLAN = struct.Struct("<QQ")
-
-_FNV_START = 0xCBF29CE484222325
-_FNV_PRIME = 0x100000001B3
-_MASK = 2**64 - 1
-
-# The number of a weight stands above these bits of a source offset, until the file is known.
-WEIGHT_SHIFT = 40
+HEADER_BYTES = _HEAD.size + _LENGTHS.size
 
 
 @dataclass(frozen=True)
@@ -40,59 +35,73 @@ class StoredPlan:
     """A plan, made ahead: it fits every budget of `device_bytes` or more."""
 
     device_bytes: int
-    # As penstock.runtime.records writes them, with source offsets of (number of the weight << WEIGHT_SHIFT) + offset.
+    # As penstock.runtime.records writes them.
     numbers: bytes
+    is_copying: bool = True
 
-    def packed(self) -> bytes:
-        return _PLAN.pack(self.device_bytes, len(self.numbers) // 8) + self.numbers
-
-    @property
-    def seal(self) -> int:
-        """Of the plan as it stands in the file, its size included."""
-        return fnv64(self.packed())
+    def row(self) -> PlanRow:
+        (seal,) = struct.unpack("<q", struct.pack("<Q", checksum(self.numbers)))
+        return PlanRow(self.device_bytes, int(self.is_copying), len(self.numbers) // 8, seal)
 
 
-def pack_payload(description: Mapping[str, Any], plans: Sequence[StoredPlan], code: bytes) -> bytes:
-    text = json.dumps(description).encode()
-    table = b"".join(plan.packed() for plan in plans)
-    return _sealed(PAYLOAD_MAGIC, _LENGTHS.pack(len(text), len(table), len(code)) + text + table + code)
+@dataclass(frozen=True)
+class Payload:
+    description: Description
+    plans: bytes
+    code: bytes
 
 
-def pack_ticket(ticket: Mapping[str, Any]) -> bytes:
-    text = json.dumps(ticket).encode()
-    return _sealed(TICKET_MAGIC, _LENGTHS.pack(len(text), 0, 0) + text)
+def checksum(data: bytes) -> int:
+    """As weights files have it, and penstock_checksum of the core computes it."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
-def read_description(payload: bytes) -> dict[str, Any]:
-    if len(payload) < _HEAD.size + _LENGTHS.size:
-        raise PackageError(f"the payload has {len(payload)} bytes, its header needs {_HEAD.size + _LENGTHS.size}")
-    magic, version, seal = _HEAD.unpack_from(payload)
-    if magic != PAYLOAD_MAGIC or version != FORMAT_VERSION:
+def pack_payload(description: Description, plans: Sequence[StoredPlan], code: bytes) -> bytes:
+    """`plans`: those that the description lists, in its order."""
+    return sealed_parts(PAYLOAD_MAGIC, to_record(description), b"".join(plan.numbers for plan in plans), code)
+
+
+def pack_ticket(ticket: Ticket) -> bytes:
+    return sealed_parts(TICKET_MAGIC, to_record(ticket), b"", b"")
+
+
+def read_payload(data: bytes) -> Payload:
+    if len(data) < HEADER_BYTES:
+        raise PackageError(f"the program has {len(data)} bytes, its header needs {HEADER_BYTES}")
+    magic, version, seal = _HEAD.unpack_from(data)
+    if magic != PAYLOAD_MAGIC:
+        raise PackageError("the program does not begin as one does: it was not written by Penstock")
+    if version != VERSION:
         raise PackageError(
-            f"the payload begins with {magic!r} of version {version}, needs {PAYLOAD_MAGIC!r} of {FORMAT_VERSION}"
+            f"the program has format version {version}, and this release reads version {VERSION}: lower it again, with "
+            "penstock.executorch.export or with CudaPartitioner"
         )
-    if seal != fnv64(payload[_HEAD.size :]):
-        raise PackageError("the payload is damaged: its bytes do not have the hash that its header names")
-    text_bytes = _LENGTHS.unpack_from(payload, _HEAD.size)[0]
-    start = _HEAD.size + _LENGTHS.size
+    lengths = _LENGTHS.unpack_from(data, _HEAD.size)
+    if sum(lengths) > len(data) - HEADER_BYTES:
+        raise PackageError(f"the program is truncated: it has {len(data)} bytes")
+    if sum(lengths) < len(data) - HEADER_BYTES:
+        raise PackageError(f"the program has {len(data) - HEADER_BYTES - sum(lengths)} bytes too many")
+    if seal != checksum(data[_HEAD.size :]):
+        raise PackageError("the program is damaged: its bytes do not have the checksum that its header names")
+    plans = HEADER_BYTES + lengths[0]
+    code = plans + lengths[1]
+    return Payload(checked_description(data[HEADER_BYTES:plans]), data[plans:code], data[code:])
+
+
+def checked_description(record: bytes) -> Description:
     try:
-        found: dict[str, Any] = parse_json(payload[start : start + text_bytes].decode())
-        check_description(found)
-    except (SchemaError, UnicodeDecodeError) as error:
+        return read_description(record)
+    except SchemaError as error:
         raise PackageError(f"what the delegates share is damaged: {printable(str(error))}") from error
-    return found
 
 
-def _sealed(magic: bytes, body: bytes) -> bytes:
-    return _HEAD.pack(magic, FORMAT_VERSION, fnv64(body)) + body
+def payload_bytes(header: bytes) -> int:
+    """Of a whole payload, by its header."""
+    lengths: tuple[int, ...] = _LENGTHS.unpack_from(header, _HEAD.size)
+    return HEADER_BYTES + sum(lengths)
 
 
-def fnv64(data: bytes) -> int:
-    """FNV-1a over little-endian words of 8 bytes, and then over the bytes that are left."""
-    value = _FNV_START
-    words = len(data) // 8
-    for (word,) in struct.iter_unpack("<Q", data[: words * 8]):
-        value = ((value ^ word) * _FNV_PRIME) & _MASK
-    for byte in data[words * 8 :]:
-        value = ((value ^ byte) * _FNV_PRIME) & _MASK
-    return value
+def sealed_parts(magic: bytes, *parts: bytes) -> bytes:
+    """Records, plans and code, as they are given."""
+    body = _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
+    return _HEAD.pack(magic, VERSION, checksum(body)) + body

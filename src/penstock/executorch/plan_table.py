@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from penstock.errors import UnsupportedProgramError
-from penstock.executorch.payload import WEIGHT_SHIFT, StoredPlan
+from penstock.executorch.description import PlanTable
+from penstock.executorch.payload import StoredPlan
 from penstock.executorch.plan_spacing import Spacing, spaced_plans
 from penstock.plan.check import check_plan
 from penstock.plan.plan import Plan
@@ -23,42 +22,22 @@ RARE = Spacing(times=1.2, part_of_weights=1 / 200)
 
 
 @dataclass(frozen=True)
-class PlanTable:
-    """The plans of some of a program's methods over one ring, smallest first."""
+class MadeTable:
+    """A row of the description, and the plans that it lists."""
 
-    methods: tuple[int, ...]
-    floor_bytes: int
-    # With everything resident.
-    full_bytes: int
+    row: PlanTable
     plans: tuple[StoredPlan, ...]
-    # Whether some access reads its weight where it lies in host memory.
-    reads_in_place: bool = False
-
-    def row(self) -> dict[str, Any]:
-        """As the description of a program has it; the plans themselves lie elsewhere."""
-        return {
-            "methods": self.methods,
-            "reads_in_place": int(self.reads_in_place),
-            "floor_bytes": self.floor_bytes,
-            "full_bytes": self.full_bytes,
-            "plans": len(self.plans),
-            # One for each plan: a plan that is changed, or stands in the place of another, is not what was proved.
-            "seals": [f"{plan.seal:016x}" for plan in self.plans],
-        }
 
 
-def make_plan_tables(schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int) -> list[PlanTable]:
+def make_plan_tables(schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int) -> list[MadeTable]:
     """All methods over one ring; and where there are several, each of them by itself.
 
     Where some weights are read in place, once more without: staging holds no weight in place.
     """
-    for weight in weights:
-        if weight.nbytes >> WEIGHT_SHIFT:
-            raise UnsupportedProgramError(f"weight {weight.name!r} has {weight.nbytes} bytes, at most {2**40} will do")
     everything = tuple(range(len(schedules)))
     groups = [everything, *((number,) for number in everything if len(everything) > 1)]
 
-    def table(methods: tuple[int, ...], placement: str) -> PlanTable:
+    def table(methods: tuple[int, ...], placement: str) -> MadeTable:
         chosen = [schedules[number] for number in methods]
         read = {access.weight for schedule in chosen for access in schedule.accesses}
         named = {weight.name: weight for weight in weights if weight.name in read}
@@ -80,15 +59,14 @@ def make_plan_tables(schedules: Sequence[Schedule], weights: Sequence[Weight], *
         stored: dict[int, StoredPlan] = {}
         for plan in plans:
             # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
-            stored.setdefault(plan.device_bytes, StoredPlan(plan.device_bytes, bytes(plan_numbers(plan, places))))
-        return PlanTable(
-            methods,
-            planner.floor_bytes,
-            planner.full_bytes,
-            tuple(stored[held] for held in sorted(stored)),
-            any(plan.direct_weights for plan in plans),
-        )
+            is_copying = any(method.copies for method in plan.methods)
+            numbers = bytes(plan_numbers(plan, (weight.name for weight in weights)))
+            stored.setdefault(plan.device_bytes, StoredPlan(plan.device_bytes, numbers, is_copying))
+        made = tuple(stored[held] for held in sorted(stored))
+        direct = {name for plan in plans for name in plan.direct_weights}
+        in_place = tuple(number for number, weight in enumerate(weights) if weight.name in direct)
+        rows = tuple(plan.row() for plan in made)
+        return MadeTable(PlanTable(methods, in_place, planner.floor_bytes, planner.full_bytes, rows), made)
 
-    places = {weight.name: number << WEIGHT_SHIFT for number, weight in enumerate(weights)}
     tables = [table(methods, "auto") for methods in groups]
-    return tables + [table(found.methods, "stream") for found in tables if found.reads_in_place]
+    return tables + [table(found.row.methods, "stream") for found in tables if found.row.in_place]

@@ -104,7 +104,7 @@ class Sessions:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(row["nbytes"] for row in self._payload.description["weights"])
+        return sum(weight.nbytes for weight in self._payload.description.weights)
 
     @property
     def host_bytes(self) -> int:

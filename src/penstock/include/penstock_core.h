@@ -11,7 +11,7 @@ extern "C" {
 struct PenstockOpenRequest {
   // The weights file.
   const char* path;
-  // Offset and bytes of everything in it that a copy may read at once.
+  // Offset and bytes in it of each weight, in the order in which plans number them.
   const int64_t* extents;
   int64_t extent_count;
   // Of the pinned buffers that weights pass through; -1: the file is registered as it is mapped.

@@ -166,6 +166,7 @@ class Module:
                 stack.callback(recipes.close)
             source = file_source(
                 index,
+                (self._entries[weight.name] for weight in self.program.weights),
                 cap_bytes=options.host_memory_cap_bytes,
                 extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes,
             )

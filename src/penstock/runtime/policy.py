@@ -74,7 +74,6 @@ class Policy(ABC):
         self._can_split = can_split
         self._driver = driver
         self._page_bytes = driver.page_bytes
-        self._offsets = packed.offsets
         self._schedules = [method.schedule for method in program.methods]
         self._weights = {weight.name: weight for weight in program.weights}
 
@@ -133,7 +132,7 @@ class PlannedPolicy(Policy):
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""
         check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins)
-        return InstalledPlan(self._program, plan_numbers(plan, self._offsets), plan)
+        return InstalledPlan(self._program, plan_numbers(plan, self._weights), plan)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
@@ -220,7 +219,6 @@ class LruPolicy(Policy):
         numbers = lru_numbers(
             self._schedules,
             self._weights,
-            self._offsets,
             # A pool takes whole units, so a cap between two of them would be exceeded.
             budget_bytes=budget_bytes // self._unit_bytes * self._unit_bytes,
             granularity_bytes=self._page_bytes,

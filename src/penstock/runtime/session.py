@@ -88,7 +88,7 @@ class FileSource:
     """The weights file as it is given to the core, which decides how its bytes reach the device, and checks memory."""
 
     path: Path
-    # Offset and bytes of everything in it that is copied at once.
+    # Offset and bytes in it of each weight, in the order in which plans number them.
     extents: tuple[tuple[int, int], ...]
     # Of the pinned buffers that weights pass through; None: the file is registered as it is mapped.
     cap_bytes: int | None
@@ -158,6 +158,11 @@ def _guarded(prepare: Callable[[int, int], None], errors: list[Exception]) -> Ca
     return call
 
 
+def _flat(extents: Sequence[tuple[int, int]]) -> Numbers:
+    numbers = [number for extent in extents for number in extent]
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
 class Session:
     """Not for two threads at once. Everything raises one of Penstock's errors."""
 
@@ -167,12 +172,13 @@ class Session:
         path: Path,
         source: HostSource,
         *,
+        extents: Sequence[tuple[int, int]],
         lru: bool,
         device_index: int,
         poison: bool,
         packed: Numbers | None = None,
     ) -> None:
-        """`packed`: the records of weights that are packed in the file."""
+        """`extents`: as in FileSource. `packed`: the records of weights that are packed in the file."""
         self._handle: int | None = None
         ends = (ctypes.c_int64 * len(source.chunk_ends))(*source.chunk_ends)
         self._core = core()
@@ -181,6 +187,8 @@ class Session:
         self._handle = self._core.penstock_session_create(
             driver.handle,
             str(path).encode(),
+            _flat(extents),
+            len(extents),
             int(lru),
             ends,
             len(source.chunk_ends),
@@ -209,10 +217,9 @@ class Session:
     ) -> Session:
         """Over a file that is brought into memory first, if it is to be registered. An interrupt gives that up."""
         progress = Progress(source.path)
-        numbers = [number for extent in source.extents for number in extent]
         request = _OpenRequest(
             path=os.fsencode(source.path),
-            extents=ctypes.cast((ctypes.c_int64 * len(numbers))(*numbers), ctypes.c_void_p),
+            extents=ctypes.cast(_flat(source.extents), ctypes.c_void_p),
             extent_count=len(source.extents),
             host_cap_bytes=-1 if source.cap_bytes is None else source.cap_bytes,
             extra_host_bytes=source.extra_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,8 +23,11 @@ def begin_probe(index: WeightsIndex, device: torch.device, *, cap_bytes: int | N
     return RegistrationProbe(index.path, device.index)
 
 
-def file_source(index: WeightsIndex, *, cap_bytes: int | None, extra_bytes: int) -> FileSource:
-    extents = tuple((entry.offset_bytes, entry.length_bytes) for entry in index.unique_entries)
+def file_source(
+    index: WeightsIndex, weights: Iterable[Entry], *, cap_bytes: int | None, extra_bytes: int
+) -> FileSource:
+    """`weights`: of the program, in its order, by which plans number them."""
+    extents = tuple((entry.offset_bytes, entry.length_bytes) for entry in weights)
     return FileSource(Path(index.path), extents, cap_bytes, extra_bytes)
 
 

@@ -47,6 +47,7 @@ Core load() {
   Core core;
   find(library, "penstock_failure", core.failure);
   find(library, "penstock_failure_text", core.failure_text);
+  find(library, "penstock_checksum", core.checksum);
   find(library, "penstock_load_torch", core.load_torch);
   find(library, "penstock_soft_create", core.soft_create);
   find(library, "penstock_soft_error", core.soft_error);
@@ -60,6 +61,7 @@ Core load() {
   find(library, "penstock_open", core.open);
   find(library, "penstock_session_destroy", core.session_destroy);
   find(library, "penstock_session_install", core.session_install);
+  find(library, "penstock_session_install_with_slots", core.session_install_with_slots);
   find(library, "penstock_session_begin", core.session_begin);
   find(library, "penstock_session_end", core.session_end);
   find(library, "penstock_session_abort", core.session_abort);

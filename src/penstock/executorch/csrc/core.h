@@ -12,6 +12,7 @@ namespace penstock_executorch {
 struct Core {
   int32_t (*failure)();
   const char* (*failure_text)();
+  uint64_t (*checksum)(const void* data, int64_t bytes);
   int32_t (*load_torch)();
   void* (*soft_create)(size_t page_bytes, size_t capacity_bytes, int32_t poison);
   const char* (*soft_error)();
@@ -25,6 +26,8 @@ struct Core {
   void* (*open)(void* driver, const PenstockOpenRequest*);
   void (*session_destroy)(void*);
   int32_t (*session_install)(void*, const int64_t* numbers, int64_t count);
+  int32_t (*session_install_with_slots)(void*, const int64_t* numbers, int64_t count, int64_t slots, int64_t slot_bytes,
+                                        int64_t total_bytes);
   int32_t (*session_begin)(void*, int64_t method, void* stream);
   int32_t (*session_end)(void*);
   void (*session_abort)(void*);

@@ -9,6 +9,7 @@
 #include "mapping.h"
 #include "memory_order.h"
 #include "packed_entry.h"
+#include "penstock_records.h"
 
 namespace penstock_executorch {
 namespace {
@@ -37,21 +38,17 @@ void check_layout(const NamedDataMap& data, const std::string& name, const Weigh
                                              " with dim order " + listed(weight.dim_order));
 }
 
-// Packed weights have offsets behind the end of the file, as if they lay there unpacked; the core has them in this order.
 void place_packed(WeightsPlace& place, const Payload& payload, const std::vector<std::optional<PackedEntry>>& packed) {
-  constexpr int64_t kBlockRawBytes = 64 << 10;
-  int64_t end_bytes = place.file_bytes;
+  const auto count = std::count_if(packed.begin(), packed.end(), [](const auto& entry) { return entry.has_value(); });
+  if (!count) return;
+  place.packed.numbers = {penstock::kRecordVersion, (int64_t)count};
   for (size_t i = 0; i < packed.size(); ++i) {
     if (!packed[i]) continue;
     const PackedEntry& entry = *packed[i];
-    const int64_t offset_bytes = (end_bytes + kBlockRawBytes - 1) / kBlockRawBytes * kBlockRawBytes;
-    end_bytes = offset_bytes + payload.weights[i].bytes;
-    const int64_t numbers[] = {offset_bytes, payload.weights[i].bytes, entry.kind,
-                               place.spans[i].begin_bytes + entry.data_offset_bytes};
+    const int64_t numbers[] = {(int64_t)i, payload.weights[i].bytes, entry.kind, entry.data_offset_bytes};
     place.packed.numbers.insert(place.packed.numbers.end(), std::begin(numbers), std::end(numbers));
     place.packed.numbers.insert(place.packed.numbers.end(), entry.begins_bytes.begin(), entry.begins_bytes.end());
-    place.offsets[i] = offset_bytes;
-    place.packed.weights.insert(i);
+    place.packed.weights.insert((int64_t)i);
     for (size_t block = 1; block < entry.begins_bytes.size(); ++block)
       place.packed.largest_block_bytes = std::max(place.packed.largest_block_bytes,
                                                   entry.begins_bytes[block] - entry.begins_bytes[block - 1]);
@@ -98,7 +95,6 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   for (size_t i = 0; i < held.size(); ++i) {
     const WeightFacts& weight = payload.weights[i];
     if (!weight.bytes) {
-      place.offsets.push_back(0);
       place.spans.push_back({0, 0});
       continue;
     }
@@ -109,7 +105,6 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     place.path = found.path;
     place.device = found.device;
     place.inode = found.inode;
-    place.offsets.push_back(found.offset_bytes);
     place.spans.push_back({found.offset_bytes, (int64_t)held[i].size()});
   }
   for (FreeableBuffer& buffer : held) buffer.Free();

@@ -87,10 +87,8 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
       throw LoadError(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
     const PenstockBudget budget = choose_budget(asked, payload, table, driver_);
-    for (const StoredPlan& stored : table.plans)
-      plans_.push_back({stored.device_bytes, rebased(stored, weights.offsets, payload.weights)});
+    for (const StoredPlan& stored : table.plans) plans_.push_back(ready(stored));
     size_t plan = choose_plan(plans_, table.floor_bytes, budget.budget_bytes);
-    const std::vector<int64_t>& numbers = plans_[plan].numbers;
     if (core().load_torch()) throw_core_failure();
     const std::vector<int64_t> extents = extents_of(weights);
     const bool is_staged = request.host_cap_bytes > 0;
@@ -108,7 +106,7 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     opened.poison = poison;
     session_ = core().open(driver_, &opened);
     if (!session_) throw_core_failure();
-    if (core().session_install(session_, numbers.data(), (int64_t)numbers.size())) throw_core_failure();
+    if (!installs(plan)) throw_core_failure();
     facts_.floor_bytes = table.floor_bytes;
     facts_.full_bytes = table.full_bytes;
     facts_.budget_bytes = budget.budget_bytes;

@@ -23,12 +23,11 @@ struct WeightsPlace {
   uint64_t device;
   uint64_t inode;
   int64_t file_bytes;
-  // In the order of Payload::weights: by which plans know them, and what of the file each has.
-  std::vector<int64_t> offsets;
   struct Span {
     int64_t begin_bytes;
     int64_t bytes;
   };
+  // In the order of Description::weights, by which plans number them: what of the file each has.
   std::vector<Span> spans;
   PackedWeights packed;
 };
@@ -109,6 +108,8 @@ class ProgramSession {
   void* session_ = nullptr;
   std::string own_delegate_;
   std::vector<ReadyPlan> plans_;
+  // False where the core refused it.
+  bool installs(size_t plan);
   // False where neither a new plan nor the one before it could be had.
   bool has_plan_ = true;
   mutable std::mutex facts_lock_;

@@ -12,6 +12,13 @@ SessionFacts ProgramSession::facts() const {
   return facts_;
 }
 
+bool ProgramSession::installs(size_t plan) {
+  const auto& [device_bytes, numbers, slots] = plans_[plan];
+  if (!slots.count) return core().session_install(session_, numbers.data(), (int64_t)numbers.size()) == 0;
+  return core().session_install_with_slots(session_, numbers.data(), (int64_t)numbers.size(), slots.count, slots.bytes,
+                                           slots.total_bytes) == 0;
+}
+
 void ProgramSession::set_budget(int64_t asked_bytes) {
   std::unique_lock<std::mutex> idle(running_, std::try_to_lock);
   SessionFacts made = facts();
@@ -19,10 +26,6 @@ void ProgramSession::set_budget(int64_t asked_bytes) {
     throw LoadError(Kind::busy, "a run is under way: the budget of " + format_bytes(made.budget_bytes) +
                                   " stays; set another one between runs");
   const PenstockBudget budget = choose_new_budget(asked_bytes, made.floor_bytes, made.full_bytes);
-  const auto installs = [&](size_t plan) {
-    const std::vector<int64_t>& numbers = plans_[plan].numbers;
-    return core().session_install(session_, numbers.data(), (int64_t)numbers.size()) == 0;
-  };
   const size_t before = (size_t)made.plan;
   made.asked_bytes = budget.asked_bytes;
   made.budget_bytes = budget.budget_bytes;

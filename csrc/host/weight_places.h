@@ -1,0 +1,46 @@
+// Where the weights of a session lie in their file, by number. A packed one lies there packed.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver/driver.h"
+
+namespace penstock {
+
+// Bytes of a file that a copy may read at once.
+struct FileExtent {
+  int64_t offset_bytes;
+  int64_t bytes;
+};
+
+class WeightPlaces {
+ public:
+  WeightPlaces() = default;
+  // Throws CoreError(usage) where one lies outside of the file.
+  WeightPlaces(std::vector<FileExtent> places, int64_t file_bytes) : places_(std::move(places)) {
+    for (size_t i = 0; i < places_.size(); ++i)
+      if (places_[i].offset_bytes < 0 || places_[i].bytes < 0 || places_[i].bytes > file_bytes - places_[i].offset_bytes)
+        throw CoreError(Failure::usage, "weight " + std::to_string(i) + " has " + std::to_string(places_[i].bytes) +
+                                            " bytes from byte " + std::to_string(places_[i].offset_bytes) +
+                                            " on, the file has " + std::to_string(file_bytes));
+  }
+
+  size_t count() const { return places_.size(); }
+  const FileExtent& operator[](size_t weight) const { return places_[weight]; }
+
+  // Of bytes of a weight: where in the file. Throws CoreError(usage) where the weight does not have them.
+  int64_t offset_of(int64_t weight, int64_t offset_bytes, int64_t bytes) const {
+    if (weight < 0 || weight >= (int64_t)places_.size() || offset_bytes < 0 || bytes < 0 ||
+        offset_bytes > places_[(size_t)weight].bytes || bytes > places_[(size_t)weight].bytes - offset_bytes)
+      throw CoreError(Failure::usage, std::to_string(bytes) + " bytes from byte " + std::to_string(offset_bytes) +
+                                          " on are not bytes of weight " + std::to_string(weight));
+    return places_[(size_t)weight].offset_bytes + offset_bytes;
+  }
+
+ private:
+  std::vector<FileExtent> places_;
+};
+
+}  // namespace penstock
