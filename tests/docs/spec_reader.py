@@ -10,9 +10,12 @@ import json
 import math
 import struct
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
                 dim_order=dim_order,
                 kind=entry["kind"],
                 offset_bytes=base + segments[index][0],
-                data=unpacked(content(index)) if "packed" in entry else content(index),
+                data=unpacked(content(index), entry) if "packed" in entry else content(index),
                 checksum=entry["xxh3_64"],
                 scalar_type=None if layout_table is None else layout_table.number(0, "b"),
             )
@@ -115,9 +118,12 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
     return document["identity"], found
 
 
-def unpacked(segment: bytes) -> bytes:
-    magic, version, kind, raw_bytes, block_raw_bytes, count, zero = struct.unpack_from("<4sHHQIIQ", segment)
-    assert (magic, version, block_raw_bytes, zero) == (b"PSPK", VERSIONS[kind], 65536, 0)
+def unpacked(segment: bytes, entry: Mapping[str, Any]) -> bytes:
+    magic, version, kind, raw_bytes, block_raw_bytes, count, layout = struct.unpack_from("<4sHHQIIQ", segment)
+    order = [dim for dim in entry["dim_order"] if entry["shape"][dim] != 1]
+    numbers = [NUMBERS[entry["dtype"]], len(entry["shape"]), *entry["shape"], *order]
+    needed = xxhash.xxh3_64_intdigest(b"".join(number.to_bytes(8, "little") for number in numbers))
+    assert (magic, version, block_raw_bytes, layout) == (b"PSPK", VERSIONS[kind], 65536, needed)
     sizes = struct.unpack_from(f"<{count}I", segment, 32)
     at = -(-(32 + 4 * count) // 16) * 16
     assert not any(segment[32 + 4 * count : at])
@@ -130,6 +136,10 @@ def unpacked(segment: bytes) -> bytes:
     return raw
 
 
+NUMBERS = {
+    **{"float16": 5, "float32": 6, "bfloat16": 15},
+    **{"float8_e5m2": 23, "float8_e4m3fn": 24, "float8_e5m2fnuz": 25, "float8_e4m3fnuz": 26},
+}
 VERSIONS = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3}
 # By kind: bits of the exponent, bits of the mantissa, R and P. Kind 6 has another code.
 KINDS = {1: (8, 7, 1, 0), 2: (8, 23, 3, 0), 3: (5, 10, 1, 3), 4: (4, 3, 0, 4), 5: (5, 2, 0, 3)}

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import PackageError
 from penstock.executorch.native import NativeModule, Value, _fill
+from penstock.executorch.payload import pack_payload, read_payload
 from penstock.native import core
 from tests.executorch.probe import (
     UNTOUCHED,
@@ -588,6 +590,34 @@ def programs_for_something_else(program: Program) -> None:
         "needs at least 2",
     )
     assert (made().drivers, made().sessions) == (0, 0)
+
+
+@play
+def payloads_that_are_none(program: Program) -> None:
+    """In the words in which Python refuses them."""
+    sound, options = program.payload({}, with_code=False), at_floor(program, "none")
+
+    def changed(at: int, value: int) -> bytes:
+        return sound[:at] + bytes([value]) + sound[at + 1 :]
+
+    broken = [sound[:40], sound[:-1], sound + b"\0", changed(0, 0), changed(8, 6), changed(len(sound) - 1, 77)]
+    for payload in broken:
+        found = refused(lambda: Delegate(program, "wide", options, payload=payload), PACKAGE)  # noqa: B023
+        assert found.text == _refusal(payload)
+    assert "format version 6, and this release reads version 7: lower it again" in _refusal(changed(8, 6))
+    # What its seal is made good for, and Python does not look at: plans are for C++.
+    swapped = pack_payload(program.description, [*program.plans[1:2], program.plans[0], *program.plans[2:]], b"")
+    said = "is not the one that was written"
+    refused(lambda: Delegate(program, "wide", options, payload=swapped), PACKAGE, said=said)
+    assert (made().drivers, made().sessions) == (0, 0)
+
+
+def _refusal(payload: bytes) -> str:
+    try:
+        read_payload(payload)
+    except PackageError as error:
+        return str(error)
+    raise AssertionError("Python takes it")
 
 
 def for_avx2(program: Program) -> dict[str, Any]:

@@ -210,11 +210,13 @@ class Delegate:
         file: tuple[Path, Sequence[Place]] | None = None,
         with_data: bool = True,
         with_code: bool = True,
+        payload: bytes | None = None,
     ) -> None:
         self.program, self.method = program, method
         self.group = str((options or {}).get("weight_offload_group", "")).encode()
         path, places = file or (program.data_path, program.places)
-        data = Data(program, program.payload(changes or {}, with_code), path, places) if with_data else None
+        given_payload = payload or program.payload(changes or {}, with_code)
+        data = Data(program, given_payload, path, places) if with_data else None
         packed = pack_ticket(replace(program.tickets[method], **(delegate_ref or {})))
         given = (_Option * max(1, len(options or {})))()
         for option, (key, value) in zip(given, (options or {}).items(), strict=False):

@@ -96,11 +96,11 @@ def bad_programs(program: Path, data: Path, folder: Path) -> dict[str, Case]:
         "root": (0, "", None),
         "magic": (4, "", None),
         "header": (10, "", None),
-        "delegate_ref": (delegate_ref + 60, "checksum", "refused"),
+        "delegate_ref": (delegate_ref + 60, "hash", "refused"),
         "delegate_ref-magic": (delegate_ref, "", "refused"),
         "payload-version": (payload + 8, "version", "refused"),
-        "description": (payload + 100, "checksum", "refused"),
-        "code": (len(raw) * 2 // 3, "checksum", "refused"),
+        "description": (payload + 100, "hash", "refused"),
+        "code": (len(raw) * 2 // 3, "hash", "refused"),
     }
     cases = {
         name: Case(damaged(program, folder, name, flipped(at)), data, "PackageError", said, stock)

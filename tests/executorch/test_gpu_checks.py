@@ -52,8 +52,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def for_cuda(lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its description changed, and the rest of the file where it was: the code, which is not read here, is shorter by as
-    much as the description is longer."""
+    """Its description changed, and the rest of the file where it was: the code, which is not read here, is shorter by
+    as much as the description is longer."""
     raw = bytearray(lowered("chain").read_bytes())
     start = raw.index(PAYLOAD_MAGIC)
     end = start + payload_bytes(raw[start : start + HEADER_BYTES])

@@ -117,13 +117,12 @@ def test_delegates_take_their_plans_with_slots(
 
 
 HEADERS = {
-    "magic": (0, b"PSPQ"),
     "version": (4, b"\7\0"),
     "kind": (6, b"\7\0"),
     "raw bytes": (8, struct.pack("<Q", 1)),
     "bytes of a block": (16, struct.pack("<I", 32768)),
     "count": (20, struct.pack("<I", 2**32 - 1)),
-    "zeros": (31, b"\1"),
+    "no layout": (24, bytes(8)),
     "size": (32, struct.pack("<I", 2**32 - 1)),
     "smaller size": (32, struct.pack("<I", 1)),
 }
@@ -140,6 +139,20 @@ def test_damaged_entries_are_refused_by_the_delegate(
     (tmp_path / "damaged.ptd").write_bytes(whole)
     with (
         pytest.raises(WeightsFileError, match=r"packed weight 'layers\.0\.weight' has"),
+        alone(program, tmp_path / "damaged.ptd", 1 << 30),
+    ):
+        pass
+
+
+def test_what_is_neither_packed_nor_the_weight_is_refused(program: Path, packed: WeightsIndex, tmp_path: Path) -> None:
+    whole = bytearray(packed.path.read_bytes())
+    begin = packed["layers.0.weight"].offset_bytes
+    whole[begin : begin + 4] = b"PSPQ"
+    (tmp_path / "damaged.ptd").write_bytes(whole)
+    with (
+        pytest.raises(
+            WeightMismatchError, match=r"weight 'layers\.0\.weight' has .* bytes in the data file, the program"
+        ),
         alone(program, tmp_path / "damaged.ptd", 1 << 30),
     ):
         pass

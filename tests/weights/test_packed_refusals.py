@@ -124,7 +124,7 @@ HEADERS: dict[str, tuple[int, bytes, str]] = {
     "raw bytes": (8, struct.pack("<Q", 2 * VALUES - 2), f"has raw bytes {2 * VALUES - 2}, needs {2 * VALUES}"),
     "block": (16, struct.pack("<I", 32768), "has raw bytes per block 32768, needs 65536"),
     "count": (20, struct.pack("<I", 2**32 - 1), f"has block count {2**32 - 1}, needs 3"),
-    "zeros": (31, b"\1", f"has reserved number {1 << 56}, needs 0"),
+    "layout": (24, struct.pack("<Q", 1), "has layout checksum 0000000000000001, needs "),
 }
 
 

@@ -1,6 +1,6 @@
 """The fixed parts of a packed entry: its header, what its blocks may come to, and which dtypes there are.
 
-    0    'PSPK', u16 version, u16 kind, u64 raw bytes, u32 raw bytes per block, u32 block count, 8 bytes of zero
+    0    'PSPK', u16 version, u16 kind, u64 raw bytes, u32 raw bytes per block, u32 block count, u64 layout checksum
     32   u32 size of each block, in units of 16 bytes; zeros up to a multiple of 16
     ...  the blocks, one behind the other
 
@@ -10,10 +10,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from penstock.weight import ITEM_BYTES
-from penstock.weights.format import aligned_bytes
+from penstock.weights.format import SCALAR_TYPES, aligned_bytes
 
 MAGIC = b"PSPK"
 # By dtype, the number that stands in the header of what is packed now: how many bits are exponent and mantissa, and
@@ -55,6 +58,14 @@ class Packing:
     kind: int
     # xxh3_64 of the stored bytes: header, table and blocks.
     checksum: int
+
+
+def layout_checksum(dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> int:
+    """In the header, so that who reads no index sees an entry of another tensor; 0 in entries that were packed before.
+    Dimensions of size 1 may stand anywhere. csrc/packed_entry.cpp of the ExecuTorch delegate computes the same."""
+    order = [dim for dim in dim_order if shape[dim] != 1]
+    numbers = (SCALAR_TYPES[dtype], len(shape), *shape, *order)
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(numbers)}q", *numbers))
 
 
 def block_count(raw_bytes: int) -> int:

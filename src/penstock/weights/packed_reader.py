@@ -21,6 +21,7 @@ from penstock.weights.packed_format import (
     VERSIONS,
     block_count,
     block_limits_bytes,
+    layout_checksum,
     table_end_bytes,
 )
 
@@ -59,11 +60,15 @@ def blocks_of(index: WeightsIndex, entry: Entry, fd: int) -> Blocks:
     if version != needed_version:
         hint = ": a newer Penstock wrote it" if version > max(VERSIONS.values()) else ""
         _fail(index, entry, f"is packed in version {version}, {entry.dtype} needs {needed_version}{hint}")
-    needed = (entry.packing.kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
-    names = ("kind", "raw bytes", "raw bytes per block", "block count", "reserved number")
+    *numbers, layout = numbers
+    needed = (entry.packing.kind, entry.raw_bytes, BLOCK_RAW_BYTES, count)
+    names = ("kind", "raw bytes", "raw bytes per block", "block count")
     for name, has, needs in zip(names, numbers, needed, strict=True):
         if has != needs:
             _fail(index, entry, f"has {name} {has}, needs {needs}")
+    needed_layout = layout_checksum(entry.dtype, entry.shape, entry.dim_order)
+    if layout not in (0, needed_layout):
+        _fail(index, entry, f"has layout checksum {layout:016x}, needs {needed_layout:016x}")
     if any(head[HEADER.size + 4 * count :]):
         _fail(index, entry, "has bytes behind its block table, needs zeros there")
     begins_bytes = _begins(index, entry, entry.packing.kind, head[HEADER.size : HEADER.size + 4 * count])

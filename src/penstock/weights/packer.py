@@ -30,6 +30,7 @@ from penstock.weights.packed_format import (
     VERSIONS,
     Packing,
     block_count,
+    layout_checksum,
     table_end_bytes,
 )
 from penstock.weights.partial import PartialFile, partial_file
@@ -199,7 +200,8 @@ class _Packer:
             done_bytes += raw_bytes
             self.on_bytes(raw_bytes)
         _check(self.source, entry, digest.intdigest())
-        header = HEADER.pack(MAGIC, VERSIONS[kind], kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, 0)
+        layout = layout_checksum(entry.dtype, entry.shape, entry.dim_order)
+        header = HEADER.pack(MAGIC, VERSIONS[kind], kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, layout)
         table = struct.pack(f"<{count}I", *(size // UNIT_BYTES for size in sizes))
         self.target.write(offset_bytes, (header + table).ljust(table_end_bytes(count), b"\0"))
         return end_bytes

@@ -22,6 +22,7 @@ void check_layout(const NamedDataMap& data, const std::string& name, const Weigh
     throw LoadError(Kind::weight_mismatch, "weight '" + name + "' has " + std::to_string(bytes) +
                                              " bytes in the data file, the program needs " +
                                              std::to_string(weight.bytes));
+  // A packed entry has none, which ExecuTorch's reader does not expect: it would crash.
   auto layout = data.get_tensor_layout(name);
   if (!layout.ok())
     throw LoadError(Kind::weight_mismatch, "weight '" + name + "' has no dtype and shape in the data file");
@@ -60,7 +61,6 @@ void place_packed(WeightsPlace& place, const Payload& payload, const std::vector
 WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   WeightsPlace place{};
   std::vector<FreeableBuffer> held;
-  const PackedRecords records(data);
   std::vector<std::optional<PackedEntry>> packed;
   std::vector<std::string> missing;
   bool is_mapped = false;
@@ -70,7 +70,8 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
       auto found = data.get_data(name);
       if (!found.ok()) continue;
       packed.emplace_back();
-      if (records.has(name)) packed.back() = records.read(name, weight, found->data(), found->size());
+      if (is_packed_entry(weight, found->data(), found->size()))
+        packed.back() = read_packed_entry(name, weight, found->data(), found->size());
       else check_layout(data, name, weight, found->size());
       held.push_back(std::move(*found));
       is_there = true;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "json.h"
+#include "core.h"
 #include "load_error.h"
 #include "memory_order.h"
 
@@ -20,71 +20,59 @@ struct Header {
   uint64_t raw_bytes;
   uint32_t block_raw_bytes;
   uint32_t blocks;
-  uint64_t zero;
+  uint64_t layout;
 };
 static_assert(sizeof(Header) == 32, "as it stands in files");
 
 struct PackedDtype {
-  const char* name;
   int64_t scalar_type;
   uint16_t kind;
   uint16_t version;
 };
 // A dtype is in it as often as there are kinds of it.
-constexpr PackedDtype kDtypes[] = {
-    {"bfloat16", 15, 6, 3},      {"bfloat16", 15, 1, 1},      {"float32", 6, 2, 1},
-    {"float16", 5, 3, 2},        {"float8_e4m3fn", 24, 4, 2}, {"float8_e4m3fnuz", 26, 4, 2},
-    {"float8_e5m2", 23, 5, 2},   {"float8_e5m2fnuz", 25, 5, 2},
-};
+constexpr PackedDtype kDtypes[] = {{15, 6, 3}, {15, 1, 1}, {6, 2, 1},  {5, 3, 2},
+                                   {24, 4, 2}, {26, 4, 2}, {23, 5, 2}, {25, 5, 2}};
 
 [[noreturn]] void refuse(const std::string& name, const std::string& what) {
   throw LoadError(Kind::weights_file, "packed weight '" + name + "' " + what);
 }
 
-}  // namespace
-
-PackedRecords::PackedRecords(const executorch::runtime::NamedDataMap& data) {
-  auto found = data.get_data("penstock.json");
-  if (!found.ok()) return;
-  try {
-    Json text = Json::parse(std::string(static_cast<const char*>(found->data()), found->size()));
-    for (const Json& row : text.at("entries").list()) {
-      if (!row.has("packed")) continue;
-      Record record{row.at("dtype").string(), row.at("shape").integers(), row.at("dim_order").integers()};
-      records_.emplace(row.at("name").string(), record);
-      for (const Json& alias : row.at("aliases").list()) records_.emplace(alias.string(), record);
-    }
-  } catch (const LoadError& error) {
-    throw LoadError(Kind::weights_file, std::string("penstock.json in the data file is damaged: ") + error.what());
-  }
-  found->Free();
+uint64_t layout_checksum(const WeightFacts& weight) {
+  std::vector<int64_t> numbers{weight.scalar_type, (int64_t)weight.shape.size()};
+  const std::vector<int64_t> order = memory_order(weight.shape, weight.dim_order);
+  numbers.insert(numbers.end(), weight.shape.begin(), weight.shape.end());
+  numbers.insert(numbers.end(), order.begin(), order.end());
+  return core().checksum(numbers.data(), (int64_t)(numbers.size() * sizeof(int64_t)));
 }
 
-PackedEntry PackedRecords::read(const std::string& name, const WeightFacts& weight, const void* data,
-                                size_t bytes) const {
-  const Record& record = records_.at(name);
-  const PackedDtype* dtype = std::find_if(std::begin(kDtypes), std::end(kDtypes),
-                                          [&](const PackedDtype& each) { return record.dtype == each.name; });
-  if (dtype == std::end(kDtypes)) refuse(name, "has dtype " + record.dtype + ", which this library cannot unpack");
-  if (dtype->scalar_type != weight.scalar_type || record.shape != weight.shape ||
-      memory_order(record.shape, record.dim_order) != memory_order(weight.shape, weight.dim_order))
-    throw LoadError(Kind::weight_mismatch, "packed weight '" + name + "' is " + record.dtype + " of shape " +
-                                             listed(record.shape) + " with dim order " + listed(record.dim_order) +
-                                             " in the data file, the program needs scalar type " +
+int64_t blocks_of(uint64_t raw_bytes) { return raw_bytes ? (int64_t)((raw_bytes - 1) / kBlockRawBytes + 1) : 0; }
+
+}  // namespace
+
+bool is_packed_entry(const WeightFacts& weight, const void* data, size_t bytes) {
+  return bytes != (size_t)weight.bytes && bytes >= sizeof(Header) && std::memcmp(data, "PSPK", 4) == 0;
+}
+
+PackedEntry read_packed_entry(const std::string& name, const WeightFacts& weight, const void* data, size_t bytes) {
+  Header header;
+  std::memcpy(&header, data, sizeof header);
+  const char* damaged = "has a header that holds no packed weight: it is damaged, or a newer Penstock wrote it";
+  if (header.block_raw_bytes != kBlockRawBytes || header.blocks != (uint64_t)blocks_of(header.raw_bytes))
+    refuse(name, damaged);
+  if (!header.layout)
+    refuse(name, "has no checksum of its layout: an earlier Penstock packed it. Pack it again: penstock unpack, and then "
+                 "penstock pack");
+  if (header.layout != layout_checksum(weight) || header.raw_bytes != (uint64_t)weight.bytes)
+    throw LoadError(Kind::weight_mismatch, "packed weight '" + name + "' is of another dtype, shape or dim order in the " +
+                                             "data file, with " + std::to_string(header.raw_bytes) +
+                                             " bytes; the program needs scalar type " +
                                              std::to_string(weight.scalar_type) + " and shape " + listed(weight.shape) +
                                              " with dim order " + listed(weight.dim_order));
-  Header header;
-  if (bytes < sizeof header) refuse(name, "has " + std::to_string(bytes) + " bytes, its header needs 32");
-  std::memcpy(&header, data, sizeof header);
   const bool is_kind = std::any_of(std::begin(kDtypes), std::end(kDtypes), [&](const PackedDtype& each) {
-    return record.dtype == each.name && header.version == each.version && header.kind == each.kind;
+    return weight.scalar_type == each.scalar_type && header.version == each.version && header.kind == each.kind;
   });
-  const int64_t blocks = weight.bytes ? (weight.bytes - 1) / kBlockRawBytes + 1 : 0;
-  if (std::memcmp(header.magic, "PSPK", 4) != 0 || !is_kind ||
-      header.raw_bytes != (uint64_t)weight.bytes || header.block_raw_bytes != kBlockRawBytes ||
-      header.blocks != (uint64_t)blocks || header.zero != 0)
-    refuse(name, "has a header that is not that of " + std::to_string(weight.bytes) + " bytes of " + record.dtype +
-                     ": it is damaged, or a newer Penstock wrote it");
+  if (!is_kind) refuse(name, damaged);
+  const int64_t blocks = header.blocks;
   const int64_t sizes_bytes = (4 * blocks + kUnitBytes - 1) / kUnitBytes * kUnitBytes;
   PackedEntry entry{header.kind, (int64_t)sizeof header + sizes_bytes, {0}};
   if ((uint64_t)entry.data_offset_bytes > bytes) refuse(name, "is truncated: its table of blocks is not all there");

@@ -1,13 +1,12 @@
-// Weights that are packed in the data file, as docs/format.md has them: their records, headers and tables, checked.
+// Weights that are packed in the data file, as docs/format.md has them: their headers and tables, checked.
 #pragma once
 
-#include <executorch/runtime/core/named_data_map.h>
-
-#include <map>
-#include <optional>
+#include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
-#include "payload.h"
+#include "description.h"
 
 namespace penstock_executorch {
 
@@ -20,22 +19,11 @@ struct PackedEntry {
   std::vector<int64_t> begins_bytes;
 };
 
-// What penstock.json in the data files says of packed weights; nothing, where there is none.
-class PackedRecords {
- public:
-  // Throws LoadError(weights_file) where it cannot be read.
-  explicit PackedRecords(const executorch::runtime::NamedDataMap& data);
-  bool has(const std::string& name) const { return records_.count(name) != 0; }
-  // Throws LoadError(weight_mismatch) where it is none of this weight, and LoadError(weights_file) where it is damaged.
-  PackedEntry read(const std::string& name, const WeightFacts& weight, const void* data, size_t bytes) const;
+// By its bytes, as an entry has no other mark that ExecuTorch tells: it begins with a header, and is not as long as the
+// weight is, which ours never are.
+bool is_packed_entry(const WeightFacts& weight, const void* data, size_t bytes);
 
- private:
-  struct Record {
-    std::string dtype;
-    std::vector<int64_t> shape;
-    std::vector<int64_t> dim_order;
-  };
-  std::map<std::string, Record> records_;
-};
+// Throws LoadError(weight_mismatch) where it is one of another tensor, and LoadError(weights_file) where it is damaged.
+PackedEntry read_packed_entry(const std::string& name, const WeightFacts& weight, const void* data, size_t bytes);
 
 }  // namespace penstock_executorch
