@@ -24,7 +24,7 @@ READERS = [
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    flags = ["-std=c++20", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags = ["-std=c++20", "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     includes = [f"-I{folder}" for folder in (SOURCES, HEADERS, sources_folder())]
 
     def run(*arguments: object) -> None:

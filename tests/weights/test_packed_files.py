@@ -181,7 +181,7 @@ def test_each_dtype_has_its_version(tmp_path: Path, dtype: str, version: int) ->
 
 @pytest.mark.parametrize("dtype", FIRST_CHECKSUMS)
 def test_files_of_the_first_version_are_what_they_were(tmp_path: Path, dtype: str) -> None:
-    """In the bytes that its readers know; and they are read."""
+    """But for the checksum of the layout, which was zero; and they are read, with it and without."""
     raw = np.arange(65536, dtype=np.float32).tobytes()
     single(tmp_path / "model.ptd", dtype, raw)
     with earlier_code():
@@ -189,10 +189,16 @@ def test_files_of_the_first_version_are_what_they_were(tmp_path: Path, dtype: st
     index = read_index(tmp_path / "packed.ptd")
     entry, whole = index["w"], index.path.read_bytes()
     assert entry.packing is not None
-    assert (entry.packing.kind, f"{entry.packing.checksum:016x}") == (
+    segment = bytearray(whole[entry.offset_bytes :][: entry.length_bytes])
+    segment[24:32] = bytes(8)
+    assert (entry.packing.kind, xxhash.xxh3_64_hexdigest(bytes(segment))) == (
         {"bfloat16": 1, "float32": 2}[dtype],
         FIRST_CHECKSUMS[dtype],
     )
+    found = read_blocks(index, entry)
+    index.path.write_bytes(whole[: entry.offset_bytes] + segment + whole[entry.offset_bytes + entry.length_bytes :])
+    assert read_blocks(index, entry) == found
+    index.path.write_bytes(whole)
     assert whole[entry.offset_bytes + 4 : entry.offset_bytes + 6] == b"\1\0" and b'"packed":{"format":1,' in whole
     verify_checksums(index)
     assert raw_content(index, entry) == raw
