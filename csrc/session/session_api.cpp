@@ -10,11 +10,13 @@
 #include "cuda/cuda_driver.h"
 #include "driver/cleanup.h"
 #include "open/budget_choice.h"
+#include "open/build_check.h"
 #include "open/chunks.h"
 #include "open/host_limit.h"
-#include "penstock_core.h"
+#include "open/registration_probe.h"
 #include "open/staging_sizes.h"
 #include "packed/packed_source.h"
+#include "penstock_core.h"
 #include "session/lru_session.h"
 #include "session/planned_session.h"
 
@@ -99,6 +101,15 @@ void bring_in(const HostFile& file, int32_t (*on_bytes)(int64_t)) {
     file.prefault(offset, std::min(kSliceBytes, file.bytes() - offset), threads, done);
     if (on_bytes && on_bytes(done)) throw CoreError(Failure::usage, "given up while " + file.path() + " was read");
   }
+}
+
+// One that nobody began before is begun now.
+void require_registration(const Driver& over, const PenstockOpenRequest& asked) {
+  if (over.probed_device() < 0) return;
+  std::optional<RegistrationProbe> begun;
+  RegistrationProbe* probe = static_cast<RegistrationProbe*>(asked.probe);
+  if (!probe) probe = &begun.emplace(asked.path, over.probed_device());
+  probe->require(asked.on_bytes);
 }
 
 Engine* engine(void* handle) { return static_cast<Engine*>(handle); }
@@ -223,22 +234,26 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
     auto made = std::make_unique<Engine>();
     made->driver = driver(driver_handle);
     const std::string path = asked->path;
+    const auto* first = reinterpret_cast<const FileExtent*>(asked->extents);
+    const std::vector<FileExtent> extents(first, first + asked->extent_count);
     if (asked->host_cap_bytes >= 0) {
       const StagingSizes sizes = staging_sizes(asked->host_cap_bytes, std::thread::hardware_concurrency());
       made->host_bytes = sizes.buffers * sizes.buffer_bytes;
       check_host_memory(sum_of(made->host_bytes, asked->extra_host_bytes), "the staging buffers", asked->root);
       made->file = std::make_unique<HostFile>(path);
+      check_extents(path, extents, (int64_t)made->file->bytes());
       made->stage(sizes);
     } else {
       check_host_memory(sum_of(bytes_to_pin(path, asked->root), asked->extra_host_bytes),
                         path + ", all of which is held in memory", asked->root);
+      require_registration(*made->driver, *asked);
       made->file = std::make_unique<HostFile>(path);
       made->host_bytes = (int64_t)made->file->bytes();
+      check_extents(path, extents, made->host_bytes);
       bring_in(*made->file, asked->on_bytes);
-      const auto* extents = reinterpret_cast<const FileExtent*>(asked->extents);
       made->pinned = std::make_unique<PinnedFile>(path);
-      made->register_chunks(chunk_ends({extents, extents + asked->extent_count}, made->host_bytes,
-                                       kRegistrationLimitBytes, (int64_t)host_page_bytes()));
+      made->register_chunks(
+          chunk_ends(extents, made->host_bytes, kRegistrationLimitBytes, (int64_t)host_page_bytes()));
     }
     made->begin({asked->packed, asked->packed + asked->packed_count}, asked->lru != 0, asked->device_index,
                 asked->poison != 0);
@@ -246,6 +261,22 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
   });
   return out;
 }
+
+int32_t penstock_check_build(const PenstockBuild* built, const PenstockBuild* here) {
+  return guarded([&] { check_build(*built, *here); });
+}
+
+// Tries in a process of its own whether the file can be registered with a GPU. Begun before planning, it costs no time.
+void* penstock_probe_begin(const char* path, int32_t device_index) {
+  void* out = nullptr;
+  guarded([&] { out = new RegistrationProbe(path, device_index); });
+  return out;
+}
+// Waits for the answer; `on_wait` as PenstockOpenRequest::on_bytes, without any.
+int32_t penstock_probe_require(void* probe, int32_t (*on_wait)(int64_t)) {
+  return guarded([&] { static_cast<RegistrationProbe*>(probe)->require(on_wait); });
+}
+void penstock_probe_destroy(void* probe) { delete static_cast<RegistrationProbe*>(probe); }
 
 // How much more host memory can be pinned; penstock_host_limit_text tells by what.
 int32_t penstock_host_limit(const char* root, int64_t pinned, int64_t* available_bytes) {

@@ -40,6 +40,10 @@ void penstock_test_set_capturing(Driver* driver, Stream stream, int32_t capturin
   test(driver).set_capturing(stream, capturing != 0);
 }
 
+void penstock_test_set_probed_device(Driver* driver, int32_t device_index) {
+  test(driver).set_probed_device(device_index);
+}
+
 // The driver's own functions.
 int32_t penstock_test_memory_info(Driver* driver, size_t* free_bytes, size_t* total_bytes) {
   return to_status([&] {
