@@ -19,6 +19,7 @@ struct Core {
   void (*driver_destroy)(void*);
   int32_t (*driver_granularity)(void*, int64_t*);
   int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
+  int32_t (*check_build)(const PenstockBuild* built, const PenstockBuild* here);
   int64_t (*budget_origin)(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
   int64_t (*reserve_bytes)(int64_t total_bytes, int32_t on_gpu);
   int32_t (*choose_budget)(PenstockBudget*);

@@ -18,7 +18,7 @@ enum class Kind : int32_t {
   option = 4,          // unknown, or of the wrong type
   missing_weight = 5,
   weight_mismatch = 6,
-  weights_file = 7,    // not mapped, truncated, several
+  weights_file = 7,    // not mapped, several
   build = 8,           // compiled for another torch, machine or device
   input = 9,
   core = 10,           // of the native session: its own number says more

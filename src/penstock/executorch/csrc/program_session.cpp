@@ -124,8 +124,6 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
                std::to_string(plan + 1) + " of " + std::to_string(table.plans.size()) + " takes " +
                format_bytes(table.plans[plan].device_bytes) + " of " + format_bytes(table.full_bytes) +
                ", weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
-    // penstock.Module tries registration in a process of its own first; here nobody has.
-    if (payload.device == "cuda" && !is_staged) summary_ += " (its registration was not tried out before)";
   } catch (...) {
     if (session_) core().session_destroy(session_);
     core().driver_destroy(driver_);
