@@ -162,8 +162,8 @@ std::string RegistrationProbe::answer(int32_t (*on_wait)(int64_t)) {
     if (Clock::now() < deadline) continue;
     char limit[32];
     std::snprintf(limit, sizeof limit, "%g", timeout_s_);
-    const std::string problem =
-        "registering one page did not return within " + std::string(limit) + " s: the driver hangs (" + kill_child() + ")";
+    const std::string problem = "registering one page did not return within " + std::string(limit) +
+                                " s: the driver hangs (" + kill_child() + ")";
     answers_.keep(key_, problem);
     return problem;
   }

@@ -1,10 +1,10 @@
-// A program of its own: registers one page of a file with a device, and says how that went. On some machines registering a
-// mapping never returns, and a thread that waits in the driver cannot be stopped; a process can
+// A program of its own: registers one page of a file with a device, and says how that went. On some machines registering
+// a mapping never returns, and a thread that waits in the driver cannot be stopped; a process can
 // (open/registration_probe.h).
 //
 //     penstock_probe <path> <device index>
 //
-// Its last line is the outcome in words. It ends with 0 where the page was registered, and with kProbeRefused where not.
+// Its last line is the outcome in words. It ends with 0 where the page was registered, with kProbeRefused where not.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -58,7 +58,8 @@ class Cuda {
     if (const int code = found<int(Arguments...)>(name)(arguments...)) {
       const char* text = nullptr;
       found<int(int, const char**)>("cuGetErrorString")(code, &text);
-      throw Refusal{std::string(name) + " failed: " + (text ? text : "unknown error") + " (" + std::to_string(code) + ")"};
+      throw Refusal{std::string(name) + " failed: " + (text ? text : "unknown error") + " (" + std::to_string(code) +
+                    ")"};
     }
   }
 

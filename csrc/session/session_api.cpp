@@ -11,6 +11,7 @@
 #include "driver/cleanup.h"
 #include "open/budget_choice.h"
 #include "open/build_check.h"
+#include "open/byte_text.h"
 #include "open/chunks.h"
 #include "open/host_limit.h"
 #include "open/registration_probe.h"
@@ -292,6 +293,13 @@ int64_t penstock_pinned_bytes() { return pinned_bytes(); }
 int64_t penstock_budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes) {
   return budget_origin(given_bytes, origin, baked_bytes);
 }
+// Good until the next call on this thread.
+const char* penstock_format_bytes(int64_t bytes) {
+  thread_local std::string text;
+  text = format_bytes(bytes);
+  return text.c_str();
+}
+const char* penstock_budget_origin_text(int64_t origin) { return origin_text(origin); }
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });

@@ -1,5 +1,4 @@
 // What tests ask of csrc/open beyond the core's C interface: its rules by themselves.
-#include "open/byte_text.h"
 #include "open/chunks.h"
 #include "open/host_limit.h"
 #include "open/registration_probe.h"
@@ -63,13 +62,6 @@ void penstock_test_probe_destroy(void* probe) { delete static_cast<penstock::Reg
 const char* penstock_test_probe_program() {
   thread_local std::string text;
   text = penstock::probe_program();
-  return text.c_str();
-}
-
-// Good until the next call on this thread.
-const char* penstock_test_format_bytes(int64_t bytes) {
-  thread_local std::string text;
-  text = penstock::format_bytes(bytes);
   return text.c_str();
 }
 

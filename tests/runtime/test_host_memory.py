@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.budget import format_bytes
 from penstock.errors import HostMemoryError, WeightsChangedError
+from penstock.native import core
 from penstock.runtime.driver import open_soft_driver
 from penstock.runtime.host_memory import memory_limit_bytes
 from penstock.runtime.session import FileSource, Session
-from tests.native import opening
 from tests.native.driver import DriverFailure, Failure
 from tests.native.opening import bytes_to_pin, check_host_memory, chunk_ends, pinned, staging_sizes
 from tests.runtime.fake_machine import machine, v2
@@ -209,7 +209,7 @@ def test_staging_sizes() -> None:
     )
 )
 def test_amounts_are_told_as_python_tells_them(nbytes: int) -> None:
-    assert opening.format_bytes(nbytes) == format_bytes(nbytes)
+    assert core().penstock_format_bytes(nbytes).decode() == format_bytes(nbytes)
 
 
 @given(

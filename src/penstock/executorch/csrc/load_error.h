@@ -44,8 +44,6 @@ struct LastRefusal {
 };
 LastRefusal& last_refusal();
 
-// "1.5 GiB" where that is exact, "2.07 GiB (2218786816 bytes)" where it is not.
-std::string format_bytes(int64_t bytes);
 
 // [3, 4]
 std::string listed(const std::vector<int64_t>& numbers);

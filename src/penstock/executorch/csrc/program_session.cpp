@@ -117,10 +117,9 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     facts_.plan = (int64_t)plan;
     facts_.plan_count = (int64_t)table.plans.size();
     facts_.plan_bytes = table.plans[plan].device_bytes;
-    const char* origins[] = {"given at load", "", "", "baked at export", "automatic"};
     std::string place = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
     summary_ = payload.program + " on " + place + ": floor " + format_bytes(table.floor_bytes) +
-               ", budget " + format_bytes(budget.budget_bytes) + " (" + origins[budget.origin] + "), plan " +
+               ", budget " + format_bytes(budget.budget_bytes) + " (" + core().budget_origin_text(budget.origin) + "), plan " +
                std::to_string(plan + 1) + " of " + std::to_string(table.plans.size()) + " takes " +
                format_bytes(table.plans[plan].device_bytes) + " of " + format_bytes(table.full_bytes) +
                ", weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
