@@ -134,4 +134,4 @@ $(VENV)/.dev: $(VENV)/.runtime $(PINS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist demo-out embeddings-out generate-out src/*.egg-info src/penstock/libpenstock.so
+	rm -rf $(VENV) .venv-torch-* build dist demo-out embeddings-out generate-out src/*.egg-info src/penstock/libpenstock.so src/penstock/penstock_probe

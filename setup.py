@@ -13,13 +13,18 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-LIBRARY = "libpenstock.so"
-FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror=return-type", "-pthread"]
+FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror=return-type", "-pthread"]
+# What each is called in the package, and what it takes beyond the flags. The probe is a program that the core starts.
+FILES = {"core": "libpenstock.so", "probe": "penstock_probe"}
+OWN_FLAGS = {"core": ["-shared"], "probe": []}
+PROBE_SOURCES = ["csrc/probe/main.cpp"]
+CORE_SOURCES = sorted({str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cpp")} - {*PROBE_SOURCES})
 
 
 class BuildCore(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")[:-1]) / LIBRARY)
+        *folders, name = fullname.split(".")
+        return str(Path(*folders) / FILES[name])
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
@@ -27,7 +32,8 @@ class BuildCore(build_ext):
         compiler = os.environ.get("CXX", "g++")
         # A new file each time: overwriting a library that a process has mapped would crash that process.
         partial = target.with_suffix(".partial")
-        command = [compiler, *FLAGS, "-Icsrc", "-Isrc/penstock/include", *ext.sources, "-o", str(partial), "-ldl"]
+        flags = [*FLAGS, *OWN_FLAGS[ext.name.split(".")[-1]]]
+        command = [compiler, *flags, "-Icsrc", "-Isrc/penstock/include", *ext.sources, "-o", str(partial), "-ldl"]
         self.announce(" ".join(command), level=2)
         subprocess.run(command, cwd=ROOT, check=True)
         partial.replace(target)
@@ -41,6 +47,6 @@ class BuildWheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("penstock.core", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*/*.cpp")))],
+    ext_modules=[Extension("penstock.core", CORE_SOURCES), Extension("penstock.probe", PROBE_SOURCES)],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": BuildWheel},
 )

@@ -58,7 +58,7 @@ void check(int code, const char* call, Failure failure = Failure::driver) {
 
 }  // namespace
 
-CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()), decoder_(cuda_) {
+CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()), ordinal_(ordinal), decoder_(cuda_) {
   if (std::string missing = load_cuda_library(); !missing.empty())
     throw CoreError(Failure::driver, missing);
   check(cuda_.init(0), "cuInit");

@@ -16,6 +16,7 @@ class CudaDriver final : public Driver {
   void enter() override;
   void leave() noexcept override;
   MemoryInfo memory_info() override;
+  int32_t probed_device() const override { return ordinal_; }
 
   size_t granularity_bytes() override { return granularity_bytes_; }
   Block create_block(size_t bytes) override;
@@ -71,6 +72,7 @@ class CudaDriver final : public Driver {
   CudaAllocationProperties properties() const;
 
   const CudaLibrary& cuda_;
+  const int32_t ordinal_;
   CudaDecoder decoder_;
   int device_ = 0;
   void* context_ = nullptr;

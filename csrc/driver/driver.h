@@ -28,6 +28,7 @@ enum class Failure : int32_t {
   budget = 11,            // none was given, and there is no automatic one
   below_floor = 12,       // a budget is less than the program needs
   host_memory = 13,       // less is left than is needed, or than a cap allows
+  build = 14,             // a program was compiled for something else
 };
 
 class CoreError : public std::runtime_error {
@@ -72,6 +73,10 @@ class Driver {
   virtual void leave() noexcept {}
 
   virtual MemoryInfo memory_info() = 0;
+
+  // The number of the device that registering a file is to be tried with first, in a process of its own. -1: it cannot
+  // hang.
+  virtual int32_t probed_device() const { return -1; }
 
   // Physical memory, in multiples of the granularity; one block may be mapped into several ranges.
   virtual size_t granularity_bytes() = 0;

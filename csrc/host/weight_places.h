@@ -18,15 +18,20 @@ struct FileExtent {
 class WeightPlaces {
  public:
   WeightPlaces() = default;
-  // Throws CoreError(usage) where one lies outside of the file.
-  WeightPlaces(std::vector<FileExtent> places, int64_t file_bytes) : places_(std::move(places)) {
-    for (size_t i = 0; i < places_.size(); ++i)
-      if (places_[i].offset_bytes < 0 || places_[i].bytes < 0 || places_[i].bytes > file_bytes - places_[i].offset_bytes)
-        throw CoreError(Failure::usage, "weight " + std::to_string(i) + " has " + std::to_string(places_[i].bytes) +
-                                            " bytes from byte " + std::to_string(places_[i].offset_bytes) +
-                                            " on, the file has " + std::to_string(file_bytes));
+  // Throws CoreError(host_read) where one lies outside of the file.
+  WeightPlaces(const std::string& path, std::vector<FileExtent> places, int64_t file_bytes)
+      : places_(std::move(places)) {
+    for (const FileExtent& place : places_)
+      // As a difference: a sum of numbers from a file may overflow.
+      if (place.offset_bytes < 0 || place.bytes < 0 || place.offset_bytes > file_bytes ||
+          place.bytes > file_bytes - place.offset_bytes)
+        throw CoreError(Failure::host_read, "weights file " + path + " is truncated: it has " +
+                                              std::to_string(file_bytes) + " bytes, and " +
+                                              std::to_string(place.bytes) + " bytes from byte " +
+                                              std::to_string(place.offset_bytes) + " on are needed");
   }
 
+  const std::vector<FileExtent>& all() const { return places_; }
   size_t count() const { return places_.size(); }
   const FileExtent& operator[](size_t weight) const { return places_[weight]; }
 

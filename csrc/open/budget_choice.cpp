@@ -11,21 +11,6 @@ namespace {
 
 constexpr int64_t kLeastReserveBytes = int64_t{256} << 20, kMib = int64_t{1} << 20;
 
-const char* text_of(int64_t origin) {
-  switch (origin) {
-    case PENSTOCK_BUDGET_LOAD:
-      return "given at load";
-    case PENSTOCK_BUDGET_TOTAL:
-      return "what device_memory leaves";
-    case PENSTOCK_BUDGET_CHANGE:
-      return "given to set_budget";
-    case PENSTOCK_BUDGET_BAKED:
-      return "baked at export";
-    default:
-      return "automatic";
-  }
-}
-
 // Amounts that are not negative, some of them from a file; no sum of them overflows.
 int64_t sum_of(int64_t a, int64_t b) {
   int64_t sum = 0;
@@ -51,6 +36,21 @@ int64_t automatic_bytes(PenstockBudget& budget) {
 
 }  // namespace
 
+const char* origin_text(int64_t origin) {
+  switch (origin) {
+    case PENSTOCK_BUDGET_LOAD:
+      return "given at load";
+    case PENSTOCK_BUDGET_TOTAL:
+      return "what device_memory leaves";
+    case PENSTOCK_BUDGET_CHANGE:
+      return "given to set_budget";
+    case PENSTOCK_BUDGET_BAKED:
+      return "baked at export";
+    default:
+      return "automatic";
+  }
+}
+
 int64_t budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes) {
   if (given_bytes >= 0) return origin;
   return given_bytes == PENSTOCK_NONE && baked_bytes >= 0 ? PENSTOCK_BUDGET_BAKED : PENSTOCK_BUDGET_AUTOMATIC;
@@ -72,7 +72,7 @@ void choose_budget(PenstockBudget& budget) {
     const std::string floor = std::to_string(budget.floor_bytes);
     const std::string mebibytes = std::to_string((budget.floor_bytes + kMib - 1) / kMib);
     throw CoreError(Failure::below_floor,
-                    "the budget of " + format_bytes(budget.asked_bytes) + " (" + text_of(budget.origin) +
+                    "the budget of " + format_bytes(budget.asked_bytes) + " (" + origin_text(budget.origin) +
                         ") is below the floor of this program: it needs at least " + floor + " bytes; give " + floor +
                         (budget.origin == PENSTOCK_BUDGET_CHANGE ? "" : ", or weight_offload_budget_mb=" + mebibytes) +
                         ", or more");

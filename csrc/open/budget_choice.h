@@ -11,6 +11,9 @@ namespace penstock {
 // Where the budget comes from that will hold: for PENSTOCK_BUDGET_AUTOMATIC its terms are needed.
 int64_t budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
 
+// For people.
+const char* origin_text(int64_t origin);
+
 // What is left alone: 2% of a GPU's memory, 5% of main memory, and never less than 256 MiB.
 int64_t reserve_bytes(int64_t total_bytes, bool on_gpu);
 

@@ -14,17 +14,11 @@ using Span = std::pair<int64_t, int64_t>;
 int64_t page_up(int64_t bytes, int64_t page_bytes) { return (bytes + page_bytes - 1) / page_bytes * page_bytes; }
 
 // The pages of the extents as (start, end), those that share a page as one.
-std::vector<Span> page_spans(std::vector<FileExtent> extents, int64_t file_bytes, int64_t page_bytes) {
+std::vector<Span> page_spans(std::vector<FileExtent> extents, int64_t page_bytes) {
   std::sort(extents.begin(), extents.end(),
             [](const FileExtent& a, const FileExtent& b) { return a.offset_bytes < b.offset_bytes; });
   std::vector<Span> spans;
   for (const FileExtent& extent : extents) {
-    // As a difference: a sum of numbers from a file may overflow.
-    if (extent.offset_bytes < 0 || extent.bytes < 0 || extent.offset_bytes > file_bytes ||
-        extent.bytes > file_bytes - extent.offset_bytes)
-      throw CoreError(Failure::usage, std::to_string(extent.bytes) + " bytes from byte " +
-                                        std::to_string(extent.offset_bytes) + " on do not lie in a file of " +
-                                        std::to_string(file_bytes) + " bytes");
     if (!extent.bytes) continue;
     const int64_t start = extent.offset_bytes / page_bytes * page_bytes;
     const int64_t end = page_up(extent.offset_bytes + extent.bytes, page_bytes);
@@ -44,7 +38,7 @@ std::vector<size_t> chunk_ends(const std::vector<FileExtent>& extents, int64_t f
     throw CoreError(Failure::usage, "a chunk of at most " + std::to_string(limit_bytes) +
                                       " bytes is smaller than a page of " + std::to_string(page_bytes) + " bytes");
   const int64_t whole = page_up(file_bytes, page_bytes);
-  const std::vector<Span> spans = page_spans(extents, file_bytes, page_bytes);
+  const std::vector<Span> spans = page_spans(extents, page_bytes);
   std::vector<size_t> ends;
   int64_t start = 0;
   size_t at = 0;

@@ -14,7 +14,7 @@ constexpr int64_t kRegistrationLimitBytes = int64_t{64} << 30;
 
 // Where each chunk ends, in whole pages of the system. No extent lies in two chunks, since a copy that spans two
 // registrations fails. A chunk exceeds the limit only where an extent (or several that share pages) does, and then holds
-// nothing else. Throws CoreError(usage) where an extent lies outside of the file.
+// nothing else. The extents lie in the file.
 std::vector<size_t> chunk_ends(const std::vector<FileExtent>& extents, int64_t file_bytes, int64_t limit_bytes,
                                int64_t page_bytes);
 

@@ -10,11 +10,14 @@
 #include "cuda/cuda_driver.h"
 #include "driver/cleanup.h"
 #include "open/budget_choice.h"
+#include "open/build_check.h"
+#include "open/byte_text.h"
 #include "open/chunks.h"
 #include "open/host_limit.h"
-#include "penstock_core.h"
+#include "open/registration_probe.h"
 #include "open/staging_sizes.h"
 #include "packed/packed_source.h"
+#include "penstock_core.h"
 #include "session/lru_session.h"
 #include "session/planned_session.h"
 
@@ -69,7 +72,7 @@ struct Engine {
   void map(const std::string& path, const int64_t* extents, int64_t extent_count) {
     file = std::make_unique<HostFile>(path);
     const auto* begin = reinterpret_cast<const FileExtent*>(extents);
-    places = WeightPlaces({begin, begin + extent_count}, (int64_t)file->bytes());
+    places = WeightPlaces(path, {begin, begin + extent_count}, (int64_t)file->bytes());
     for (size_t weight = 0; weight < places.count(); ++weight) weight_bytes.push_back(places[weight].bytes);
   }
 
@@ -111,6 +114,15 @@ void bring_in(const HostFile& file, int32_t (*on_bytes)(int64_t)) {
     file.prefault(offset, std::min(kSliceBytes, file.bytes() - offset), threads, done);
     if (on_bytes && on_bytes(done)) throw CoreError(Failure::usage, "given up while " + file.path() + " was read");
   }
+}
+
+// One that nobody began before is begun now.
+void require_registration(const Driver& over, const PenstockOpenRequest& asked) {
+  if (over.probed_device() < 0) return;
+  std::optional<RegistrationProbe> begun;
+  RegistrationProbe* probe = static_cast<RegistrationProbe*>(asked.probe);
+  if (!probe) probe = &begun.emplace(asked.path, over.probed_device());
+  probe->require(asked.on_bytes);
 }
 
 Engine* engine(void* handle) { return static_cast<Engine*>(handle); }
@@ -244,13 +256,13 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
     } else {
       check_host_memory(sum_of(bytes_to_pin(path, asked->root), asked->extra_host_bytes),
                         path + ", all of which is held in memory", asked->root);
+      require_registration(*made->driver, *asked);
       made->map(path, asked->extents, asked->extent_count);
       made->host_bytes = (int64_t)made->file->bytes();
       bring_in(*made->file, asked->on_bytes);
-      const auto* extents = reinterpret_cast<const FileExtent*>(asked->extents);
       made->pinned = std::make_unique<PinnedFile>(path);
-      made->register_chunks(chunk_ends({extents, extents + asked->extent_count}, made->host_bytes,
-                                       kRegistrationLimitBytes, (int64_t)host_page_bytes()));
+      made->register_chunks(
+          chunk_ends(made->places.all(), made->host_bytes, kRegistrationLimitBytes, (int64_t)host_page_bytes()));
     }
     made->begin({asked->packed, asked->packed + asked->packed_count}, asked->lru != 0, asked->device_index,
                 asked->poison != 0);
@@ -258,6 +270,22 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
   });
   return out;
 }
+
+int32_t penstock_check_build(const PenstockBuild* built, const PenstockBuild* here) {
+  return guarded([&] { check_build(*built, *here); });
+}
+
+// Tries in a process of its own whether the file can be registered with a GPU. Begun before planning, it costs no time.
+void* penstock_probe_begin(const char* path, int32_t device_index) {
+  void* out = nullptr;
+  guarded([&] { out = new RegistrationProbe(path, device_index); });
+  return out;
+}
+// Waits for the answer; `on_wait` as PenstockOpenRequest::on_bytes, without any.
+int32_t penstock_probe_require(void* probe, int32_t (*on_wait)(int64_t)) {
+  return guarded([&] { static_cast<RegistrationProbe*>(probe)->require(on_wait); });
+}
+void penstock_probe_destroy(void* probe) { delete static_cast<RegistrationProbe*>(probe); }
 
 // How much more host memory can be pinned; penstock_host_limit_text tells by what.
 int32_t penstock_host_limit(const char* root, int64_t pinned, int64_t* available_bytes) {
@@ -273,6 +301,13 @@ int64_t penstock_pinned_bytes() { return pinned_bytes(); }
 int64_t penstock_budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes) {
   return budget_origin(given_bytes, origin, baked_bytes);
 }
+// Good until the next call on this thread.
+const char* penstock_format_bytes(int64_t bytes) {
+  thread_local std::string text;
+  text = format_bytes(bytes);
+  return text.c_str();
+}
+const char* penstock_budget_origin_text(int64_t origin) { return origin_text(origin); }
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });

@@ -47,13 +47,19 @@ def examine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Examine:
                 raise found
             return found
 
-        def probe(path: str, index: int) -> None:
-            assert Path(path).parent == tmp_path and Path(path).stat().st_size > 0
-            if registration is not None:
-                raise registration
+        class Probe:
+            def __init__(self, path: str, index: int) -> None:
+                assert Path(path).parent == tmp_path and Path(path).stat().st_size > 0
+
+            def require(self) -> None:
+                if registration is not None:
+                    raise registration
+
+            def close(self) -> None:
+                pass
 
         monkeypatch.setattr(checks, "ask_child", answer)
-        monkeypatch.setattr("penstock.runtime.registration_probe.probe_registration", probe)
+        monkeypatch.setattr("penstock.runtime.registration_probe.RegistrationProbe", Probe)
         return {line.name: line for line in Doctor(tmp_path).lines()}
 
     return lines

@@ -35,6 +35,7 @@ from tests.executorch.probe import (
     Place,
     Program,
     Refused,
+    drivers_wrapped_by,
     fail_later,
     library,
     logged,
@@ -319,7 +320,7 @@ def staging(program: Program) -> None:
         assert made().host_cap_bytes == 4 * PAGE
     assert log[0].count(f", weights from {program.data_path}, staged\n") == 1
     short = at_floor(program, "staged", **{CAP_OPTION: str(4 * PAGE - 1)})
-    refused(lambda: Delegate(program, "wide", short), CORE, said=f"at least {4 * PAGE}")
+    refused(lambda: Delegate(program, "wide", short), CORE, NO_MEMORY, f"at least {4 * PAGE}")
 
 
 def packed(program: Program, path: Path) -> list[Place]:
@@ -666,19 +667,19 @@ def a_program_for_a_gpu(program: Program) -> None:
     made but the code, which is none for a GPU."""
     changes = for_gpu(program)
     loud = at_floor(program, "gpu", **{DEVICE_OPTION: 1, "weight_offload_quiet": False})
-    untried = "(its registration was not tried out before)"
 
     def log_at_load(options: Mapping[str, Option]) -> str:
         with logged() as log:
             with contextlib.suppress(Refused):
                 Delegate(program, "wide", options, changes=changes)
         assert "the compiled code of method 'wide' cannot be loaded" in log[0] and made().device_index == 1
+        assert made().extra_host_bytes == 0
         return log[0]
 
     log = log_at_load(loud)
-    assert "on cuda:1: floor" in log and f"held in memory {untried}\n" in log
+    assert "on cuda:1: floor" in log and ", held in memory\n" in log
     log = log_at_load({**loud, CAP_OPTION: str(4 * PAGE)})
-    assert ", staged\n" in log and untried not in log
+    assert ", staged\n" in log
     refused(lambda: Delegate(program, "wide", {**loud, DEVICE_OPTION: 2}, changes=changes), DEVICE, said="cuda:2")
     if not torch.backends.cuda.is_built():
         unnamed = at_floor(program, "gpu")
@@ -687,6 +688,10 @@ def a_program_for_a_gpu(program: Program) -> None:
     refused(lambda: Delegate(program, "wide", loud, changes=other, with_code=False), BUILD, said="capability 9.0")
     library().probe_refuse(b"cuda_create")
     refused(lambda: Delegate(program, "wide", loud, changes=changes), CORE)
+    # The stand-in for the driver knows no contexts, as the process that tries registration finds.
+    with drivers_wrapped_by("wrap_gpu"):
+        tried = "cannot be registered with device 1: libcuda.so.1 has no function cuDevicePrimaryCtxRetain"
+        refused(lambda: Delegate(program, "wide", loud, changes=changes), CORE, INTERNAL, tried)
     assert (made().drivers, made().sessions) == (0, 0)
 
 

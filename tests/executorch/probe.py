@@ -85,8 +85,22 @@ def library() -> ctypes.CDLL:
     for name, (result, arguments) in functions.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    loaded.probe_wrap_drivers(ctypes.cast(driver_library().penstock_test_wrap, c_void_p))
+    wrap_drivers_by(loaded, "wrap")
     return loaded
+
+
+def wrap_drivers_by(loaded: ctypes.CDLL, function: str) -> None:
+    loaded.probe_wrap_drivers(ctypes.cast(getattr(driver_library(), f"penstock_test_{function}"), c_void_p))
+
+
+@contextlib.contextmanager
+def drivers_wrapped_by(function: str) -> Iterator[None]:
+    """Of tests/native/driver_api.cpp."""
+    wrap_drivers_by(library(), function)
+    try:
+        yield
+    finally:
+        wrap_drivers_by(library(), "wrap")
 
 
 class Refused(Exception):

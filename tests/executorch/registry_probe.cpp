@@ -81,6 +81,8 @@ Core fake() {
   core.budget_origin = [](int64_t given_bytes, int64_t, int64_t) {
     return int64_t{given_bytes >= 0 ? PENSTOCK_BUDGET_LOAD : PENSTOCK_BUDGET_BAKED};
   };
+  core.format_bytes = [](int64_t) { return ""; };
+  core.budget_origin_text = [](int64_t) { return ""; };
   // As the core has it: what is more than all weights take is not used.
   core.choose_budget = [](PenstockBudget* budget) {
     budget->asked_bytes = budget->given_bytes >= 0 ? budget->given_bytes : budget->baked_bytes;
@@ -310,6 +312,7 @@ const Core& core() {
   static const Core made = fake();
   return made;
 }
+void give_back_cached_memory() {}
 void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
 PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
   for (const PlanTable& table : payload.plan_tables)

@@ -28,7 +28,7 @@ __all__ = ["driver"]
 
 SOURCES = building.sources_folder()
 FILES = ["delegate.cpp", "program_session.cpp", "code.cpp", "state_table.cpp"]
-# The registry, and what asks torch about a GPU.
+# The registry.
 ELSEWHERE = {
     "registry",
     "busy_with",
@@ -38,9 +38,10 @@ ELSEWHERE = {
     "reclaim_sessions",
     "take_shared_session_ref",
 }
-SKIPPED = {*ELSEWHERE, "find_session", "find_sessions", "current_device_index", "current_stream", "wait_for"}
+OF_A_GPU = {"current_device_index", "current_stream", "give_back_cached_memory"}
+SKIPPED = {*ELSEWHERE, *OF_A_GPU, "find_session", "find_sessions", "wait_for"}
 CALLS = re.compile(
-    r"(?<![\w.>:~])(?:check_build|check_delegate|check_gpu|check_input|log_line|compute|(?:bytes|processed)->Free"
+    r"(?<![\w.>:~])(?:check_build|check_program|check_delegate|check_input|log_line|compute|(?:bytes|processed)->Free"
     r"|delegate\.code->\w+|code\.forget|state->\w+|require_valid|reset|wait_for|fill|invalid_\.clear|taken\(\)\.\w+|"
     r"core\(\)\.(?:session_abort|session_destroy|driver_destroy)"
     r"|std::sort|ends\.push_back|spans\.emplace_back|close|unlink|parts_->\w+\.(?:clear|push_back))\("
@@ -64,8 +65,8 @@ EQUIVALENT: dict[str, str] = {
     "code.cpp PackageFile: written < 0 taken for true": "it needs a file system that writes nothing, and does not fail",
     'code.cpp CompiledCode: if (device == "cuda") taken for false': NEEDS_GPU,
     f"code.cpp take_inputs: !parts_->device.is_cpu() left out of {STRIDES}": NEEDS_GPU,
-    'delegate.cpp check_build: if (payload.device == "cpu") taken for true': OTHER_BLAS,
-    'delegate.cpp check_build: if (payload.device == "cpu") taken for false': OTHER_BLAS,
+    'delegate.cpp check_program: if (payload.device == "cpu") taken for true': OTHER_BLAS,
+    'delegate.cpp check_program: if (payload.device == "cpu") taken for false': OTHER_BLAS,
     'state_table.cpp device_of: device == "cuda" taken for false': NEEDS_GPU,
     "state_table.cpp guarded: device.is_cpu() taken for true": NEEDS_GPU,
     "state_table.cpp guarded: device.is_cpu() taken for false": NEEDS_GPU,

@@ -29,6 +29,7 @@ class Failure(enum.IntEnum):
     BUDGET = 11
     BELOW_FLOOR = 12
     HOST_MEMORY = 13
+    BUILD = 14
 
 
 class DriverFailure(Exception):
@@ -91,6 +92,7 @@ def library() -> ctypes.CDLL:
         "calls": (c_uint64, [c_void_p]),
         "fail_at": (None, [c_void_p, c_uint64, c_int32, c_char_p]),
         "failed_call": (c_char_p, [c_void_p]),
+        "set_probed_device": (None, [c_void_p, c_int32]),
         "set_capturing": (None, [c_void_p, c_void_p, c_int32]),
         "memory_info": (c_int32, [c_void_p, POINTER(c_size_t), POINTER(c_size_t)]),
     }
@@ -164,3 +166,7 @@ class WrappedDriver:
     def set_capturing(self, stream: int | None, capturing: bool) -> None:
         """Only what the driver says: nothing is captured."""
         library().penstock_test_set_capturing(self.handle, stream, capturing)
+
+    def set_probed_device(self, device_index: int) -> None:
+        """As a GPU of that number: whether a file can be registered with it is tried in a process first."""
+        library().penstock_test_set_probed_device(self.handle, device_index)

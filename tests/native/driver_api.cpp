@@ -22,6 +22,12 @@ const char* penstock_test_error() { return penstock::test_error.c_str(); }
 
 // Owns what it wraps from here on. It is destroyed as any driver is.
 Driver* penstock_test_wrap(Driver* wrapped) { return new TestDriver(std::unique_ptr<Driver>(wrapped)); }
+// As a GPU, with which registering a file is tried first in a process of its own.
+Driver* penstock_test_wrap_gpu(Driver* wrapped) {
+  auto* made = new TestDriver(std::unique_ptr<Driver>(wrapped));
+  made->set_probed_device(1);
+  return made;
+}
 // Null of a driver that wraps none; what follows down to the table must not be asked of it.
 Driver* penstock_test_wrapped(Driver* driver) {
   auto* found = dynamic_cast<TestDriver*>(driver);
@@ -38,6 +44,10 @@ void penstock_test_fail_at(Driver* driver, uint64_t n, int32_t failure, const ch
 const char* penstock_test_failed_call(Driver* driver) { return test(driver).calls().failed(); }
 void penstock_test_set_capturing(Driver* driver, Stream stream, int32_t capturing) {
   test(driver).set_capturing(stream, capturing != 0);
+}
+
+void penstock_test_set_probed_device(Driver* driver, int32_t device_index) {
+  test(driver).set_probed_device(device_index);
 }
 
 // The driver's own functions.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 
@@ -61,11 +62,14 @@ class TestDriver final : public Driver {
   CallCount& calls() { return calls_; }
   // Only what is_capturing says: the work of the stream is done all the same.
   void set_capturing(Stream stream, bool capturing);
+  // As a GPU of that number has it: registering a file with it may hang.
+  void set_probed_device(int32_t device_index) { probed_device_ = device_index; }
 
   // A device that cannot be entered is gone, and with it all that it held: this must be asked for by name.
   void enter() override;
   void leave() noexcept override;
   MemoryInfo memory_info() override;
+  int32_t probed_device() const override { return probed_device_.value_or(wrapped_->probed_device()); }
 
   size_t granularity_bytes() override;
   Block create_block(size_t bytes) override;
@@ -121,6 +125,7 @@ class TestDriver final : public Driver {
  private:
   CallCount calls_;
   const std::unique_ptr<Driver> wrapped_;
+  std::optional<int32_t> probed_device_;
   std::mutex mutex_;  // of what follows
   std::set<Stream> capturing_;
 };

@@ -1,7 +1,7 @@
 // What tests ask of csrc/open beyond the core's C interface: its rules by themselves.
-#include "open/byte_text.h"
 #include "open/chunks.h"
 #include "open/host_limit.h"
+#include "open/registration_probe.h"
 #include "open/staging_sizes.h"
 #include "status.h"
 
@@ -40,10 +40,28 @@ int32_t penstock_test_bytes_to_pin(const char* path, const char* root, int64_t* 
 void* penstock_test_pin(const char* path) { return new penstock::PinnedFile(path); }
 void penstock_test_unpin(void* pinned) { delete static_cast<penstock::PinnedFile*>(pinned); }
 
+// Probes with answers of their own, that another program than the core's gives.
+void* penstock_test_answers() { return new penstock::ProbeAnswers; }
+void penstock_test_answers_destroy(void* answers) { delete static_cast<penstock::ProbeAnswers*>(answers); }
+
+int32_t penstock_test_probe_begin(const char* path, int32_t device_index, const char* program, double timeout_s,
+                                  void* answers, void** out) {
+  return to_status([&] {
+    *out = new penstock::RegistrationProbe(path, device_index, program, timeout_s,
+                                           *static_cast<penstock::ProbeAnswers*>(answers));
+  });
+}
+
+int32_t penstock_test_probe_require(void* probe, int32_t (*on_wait)(int64_t)) {
+  return to_status([&] { static_cast<penstock::RegistrationProbe*>(probe)->require(on_wait); });
+}
+
+void penstock_test_probe_destroy(void* probe) { delete static_cast<penstock::RegistrationProbe*>(probe); }
+
 // Good until the next call on this thread.
-const char* penstock_test_format_bytes(int64_t bytes) {
+const char* penstock_test_probe_program() {
   thread_local std::string text;
-  text = penstock::format_bytes(bytes);
+  text = penstock::probe_program();
   return text.c_str();
 }
 

@@ -31,7 +31,6 @@ def library() -> ctypes.CDLL:
         "bytes_to_pin": (c_int32, [c_char_p, c_char_p, numbers]),
         "pin": (c_void_p, [c_char_p]),
         "unpin": (None, [c_void_p]),
-        "format_bytes": (c_char_p, [c_int64]),
     }
     for name, (result, arguments) in functions.items():
         function = getattr(found, f"penstock_test_{name}")
@@ -78,7 +77,3 @@ def pinned(path: Path) -> Iterator[None]:
         yield
     finally:
         library().penstock_test_unpin(handle)
-
-
-def format_bytes(nbytes: int) -> str:
-    return str(library().penstock_test_format_bytes(nbytes).decode())

@@ -17,22 +17,24 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2]
 IGNORED = {".pyc", ".so"}
+PROBE = "penstock/penstock_probe"
 
 
 def expected_files() -> set[str]:
-    """Everything of the package that is tracked, and the library."""
+    """Everything of the package that is tracked, the library, and the program beside it."""
     package = SOURCES / "src/penstock"
     found = {
         f"penstock/{path.relative_to(package)}"
         for path in package.rglob("*")
         if path.is_file() and path.suffix not in IGNORED and not any(part.startswith(".") for part in path.parts[-3:])
     }
-    return found | {"penstock/libpenstock.so"}
+    return found | {"penstock/libpenstock.so", PROBE}
 
 
 def check_contents(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert archive.getinfo(PROBE).external_attr >> 16 & 0o111, f"{wheel.name} has a {PROBE} that cannot be run"
     missing, surplus = expected_files() - names, names - expected_files()
     assert not missing, f"{wheel.name} lacks {sorted(missing)}"
     assert not surplus, f"{wheel.name} has {sorted(surplus)}, which is none of its business"
@@ -50,6 +52,8 @@ def check_installed() -> None:
     assert SOURCES / "src" not in home.parents
     assert importlib.metadata.version("penstock") == penstock.__version__
     assert (home.parent / "py.typed").exists()
+    usage = subprocess.run([home.parents[1] / PROBE], stdout=subprocess.PIPE, text=True, check=False)
+    assert usage.stdout.startswith("usage: penstock_probe"), usage
     for script in importlib.metadata.distribution("penstock").entry_points:
         if script.group == "console_scripts":
             command = Path(sys.executable).with_name(script.name)

@@ -22,6 +22,7 @@ def build_core(folder: Path, flags: Sequence[str], replaced: Mapping[str, str] |
     """`replaced`: sources, or headers, that are other than the core's, or besides them, by path from csrc."""
     flags = ["-std=c++17", "-fPIC", "-pthread", *flags]
     names = {str(source.relative_to(SOURCES)) for source in SOURCES.glob("*/*.cpp")}
+    names.remove("probe/main.cpp")  # a program of its own
     names |= {name for name in replaced or {} if name.endswith("cpp")}
     for name in {*names, *(replaced or {})}:
         (folder / name).parent.mkdir(exist_ok=True)

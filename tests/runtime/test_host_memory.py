@@ -1,10 +1,9 @@
-"""What may be pinned, where a file is cut for registration, and asking whether registration works at all."""
+"""What may be pinned, and where a file is cut for registration."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.budget import format_bytes
-from penstock.errors import HostMemoryError, RegistrationError
-from penstock.runtime import registration_probe
+from penstock.errors import HostMemoryError, WeightsChangedError
+from penstock.native import core
+from penstock.runtime.driver import open_soft_driver
 from penstock.runtime.host_memory import memory_limit_bytes
-from penstock.runtime.registration_probe import RegistrationProbe, probe_registration
-from tests.native import opening
+from penstock.runtime.session import FileSource, Session
 from tests.native.driver import DriverFailure, Failure
 from tests.native.opening import bytes_to_pin, check_host_memory, chunk_ends, pinned, staging_sizes
 from tests.runtime.fake_machine import machine, v2
 
 GIB = 1 << 30
 PAGE = os.sysconf("SC_PAGESIZE")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration_probe, "_answers", {})
 
 
 def test_the_machine_limits_where_no_cgroup_does(tmp_path: Path) -> None:
@@ -176,11 +170,21 @@ def test_chunks_end_between_weights() -> None:
     assert chunk_ends([(p, 2 * p + 5), (3 * p + 64, 2 * p)], 6 * p, 3 * p) == (p, 6 * p)
     # What is no weight may be cut anywhere.
     assert chunk_ends([], 5 * p, 2 * p) == (2 * p, 4 * p, 5 * p)
-    for extent in ((5, 6), (-1, 2), (5, -1), (11, 0), (5, 2**63 - 1)):
-        with pytest.raises(DriverFailure, match="do not lie in a file of 10 bytes"):
-            chunk_ends([extent], 10)
     with pytest.raises(DriverFailure, match="smaller than a page"):
         chunk_ends([], 10, PAGE - 1)
+
+
+@pytest.mark.parametrize("cap_bytes", [None, 1 << 20])
+@pytest.mark.parametrize("extent", [(5, 6), (-1, 2), (5, -1), (11, 0), (5, 2**63 - 1)])
+def test_what_does_not_lie_in_the_file_is_refused(
+    tmp_path: Path, cap_bytes: int | None, extent: tuple[int, int]
+) -> None:
+    path = tmp_path / "a.ptd"
+    path.write_bytes(bytes(10))
+    with closing(open_soft_driver(PAGE)) as driver:
+        source = FileSource(path, ((0, 10), extent), cap_bytes, 0)
+        with pytest.raises(WeightsChangedError, match=f"weights file {path} is truncated: it has 10 bytes"):
+            Session.opened(driver, source, lru=False, device_index=0, poison=False)
 
 
 def test_chunks_are_of_the_systems_pages() -> None:
@@ -205,7 +209,7 @@ def test_staging_sizes() -> None:
     )
 )
 def test_amounts_are_told_as_python_tells_them(nbytes: int) -> None:
-    assert opening.format_bytes(nbytes) == format_bytes(nbytes)
+    assert core().penstock_format_bytes(nbytes).decode() == format_bytes(nbytes)
 
 
 @given(
@@ -234,187 +238,3 @@ def test_chunks_of_any_file(lengths: list[tuple[int, int]], aligned: bool, limit
             for cut in range(start + PAGE, end, PAGE):
                 pages = [(o // PAGE * PAGE, -(-(o + n) // PAGE) * PAGE) for o, n in inside]
                 assert any(first < cut < last for first, last in pages)
-
-
-def child(tmp_path: Path, body: str) -> list[str]:
-    """A command that behaves like a probe would, and counts how often it was started."""
-    script = tmp_path / "child.py"
-    script.write_text(f"import os, signal, sys, time\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\n{body}\n")
-    return [sys.executable, str(script)]
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "a.ptd"
-    path.write_bytes(b"x")
-    return path
-
-
-def starts(tmp_path: Path) -> int:
-    return len((tmp_path / "starts").read_text())
-
-
-def test_a_probe_that_passes_is_asked_once_per_device(tmp_path: Path, weights: Path) -> None:
-    command = child(tmp_path, f"assert sys.argv[1] == {str(weights)!r} and sys.argv[2] in '01'")
-    other = tmp_path / "b.ptd"
-    other.write_bytes(b"y")
-    probe_registration(weights, 0, command=command)
-    probe_registration(weights, 0, command=command)
-    probe_registration(other, 0, command=command)
-    assert starts(tmp_path) == 1
-    probe_registration(weights, 1, command=command)
-    assert starts(tmp_path) == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ("print('noise'); print('cuMemHostRegister_v2 failed: not supported (801)'); sys.exit(4)", "not supported"),
-        ("print('the device does not support it'); sys.exit(3)", "the device does not support it"),
-        ("raise RuntimeError('boom')", "ended with code 1: RuntimeError: boom"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV: it said nothing"),
-    ],
-)
-def test_a_probe_that_fails_says_why_and_what_to_do(tmp_path: Path, weights: Path, body: str, words: str) -> None:
-    command = child(tmp_path, body)
-    for _ in range(2):
-        with pytest.raises(RegistrationError) as caught:
-            probe_registration(weights, 3, command=command)
-        for part in (words, str(weights), "device 3", 'host_memory="1GiB"'):
-            assert part in str(caught.value)
-    assert starts(tmp_path) == 1
-
-
-def test_a_probe_that_hangs_is_killed(tmp_path: Path, weights: Path) -> None:
-    pid_file = tmp_path / "pid"
-    body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    command = child(tmp_path, body + "while True: signal.pause()")
-    with pytest.raises(RegistrationError, match=r"did not return within 0\.5 s: the driver hangs .*was killed"):
-        probe_registration(weights, 0, timeout_s=0.5, command=command)
-    # Killed before it got that far, or killed and reaped.
-    if pid_file.exists():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid_file.read_text()), 0)
-
-
-def test_a_probe_is_begun_before_it_is_asked_and_goes_if_nobody_asks(tmp_path: Path, weights: Path) -> None:
-    pid_file = tmp_path / "pid"
-
-    def begun(name: str, then: str) -> RegistrationProbe:
-        """Once its child has begun; nobody has asked yet. Each has a pipe of its own: the other's end may be open."""
-        pipe = tmp_path / name
-        os.mkfifo(pipe)
-        body = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nopen({str(pipe)!r}, 'w').close()\n"
-        probe = RegistrationProbe(weights, 0, command=child(tmp_path, body + then))
-        pipe.open().close()
-        return probe
-
-    first, second = begun("first", ""), begun("second", "while True: signal.pause()")
-    first.require()
-    second.require()  # has the first one's answer
-    second.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
-    assert starts(tmp_path) == 2
-    RegistrationProbe(weights, 0, command=child(tmp_path, "sys.exit(4)")).require()
-    assert starts(tmp_path) == 2
-
-
-def test_an_interrupted_probe_leaves_no_process_and_no_answer(tmp_path: Path, weights: Path) -> None:
-    pid_file = tmp_path / "pid"
-    parent = os.getpid()
-    said = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\nos.kill({parent}, signal.SIGINT)\n"
-    body = said + "while True: signal.pause()"
-    with pytest.raises(KeyboardInterrupt):
-        probe_registration(weights, 0, command=child(tmp_path, body))
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
-    probe_registration(weights, 0, command=child(tmp_path, ""))
-
-
-def run_real_child(*arguments: str, source: str | None = None) -> subprocess.CompletedProcess[str]:
-    root = Path(registration_probe.__file__).parents[2]
-    how = ["-c", source] if source else ["-m", "penstock.runtime.registration_probe"]
-    return subprocess.run(
-        [sys.executable, *how, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-
-
-def test_the_child_imports_nothing_heavy() -> None:
-    source = (
-        "import sys, penstock.runtime.registration_probe; print([m for m in ('torch', 'numpy') if m in sys.modules])"
-    )
-    assert run_real_child(source=source).stdout.strip() == "[]"
-
-
-FAKE_DRIVER = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-static int say(const char* name) {
-  fprintf(stderr, "%s\n", name);
-  const char* fail = getenv("FAKE_FAIL");
-  return fail && !strcmp(fail, name) ? 801 : 0;
-}
-int cuInit(unsigned flags) { return flags ? 1 : say("cuInit"); }
-int cuDeviceGet(int* device, int index) { *device = index + 40; return say("cuDeviceGet"); }
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  const char* zero = getenv("FAKE_ZERO");
-  *value = device == 42 && !(zero && atoi(zero) == attribute);
-  return say("cuDeviceGetAttribute");
-}
-int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)(long)device; return say("retain"); }
-int cuCtxSetCurrent(void* context) { return context == (void*)42 ? say("cuCtxSetCurrent") : 1; }
-int cuMemHostRegister_v2(void* start, size_t bytes, unsigned flags) {
-  if (flags != 8 || bytes < 4096 || ((const char*)start)[0] != 'x') return 1;
-  return say("cuMemHostRegister_v2");
-}
-int cuMemHostUnregister(void* start) { return start ? say("cuMemHostUnregister") : 1; }
-int cuGetErrorString(int code, const char** text) { *text = code == 801 ? "operation not supported" : 0; return 0; }
-"""
-
-
-@pytest.fixture(scope="module")
-def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "fake.c").write_text(FAKE_DRIVER)
-    compiler = os.environ.get("CXX", "g++").replace("g++", "gcc")
-    subprocess.run([compiler, "-shared", "-fPIC", "fake.c", "-o", "libcuda.so.1"], cwd=folder, check=True)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({}, None),
-        ({"FAKE_ZERO": "99"}, "does not support registering host memory (attribute 99 is 0)"),
-        ({"FAKE_ZERO": "113"}, "does not support registering read-only host memory (attribute 113 is 0)"),
-        ({"FAKE_FAIL": "cuInit"}, "cuInit failed: operation not supported (801)"),
-        ({"FAKE_FAIL": "cuMemHostRegister_v2"}, "cuMemHostRegister_v2 failed: operation not supported (801)"),
-        ({"FAKE_FAIL": "cuMemHostUnregister"}, "cuMemHostUnregister failed: operation not supported (801)"),
-    ],
-)
-def test_the_real_child_against_a_driver(
-    weights: Path, fake_driver: Path, monkeypatch: pytest.MonkeyPatch, setting: dict[str, str], words: str | None
-) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_driver))
-    for name, value in setting.items():
-        monkeypatch.setenv(name, value)
-    if words is None:
-        probe_registration(weights, 2)
-        return
-    with pytest.raises(RegistrationError) as caught:
-        probe_registration(weights, 2)
-    assert words in str(caught.value)
-
-
-def test_the_real_child_and_a_file_it_cannot_map(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.ptd"
-    empty.touch()
-    result = run_real_child(str(empty), "0")
-    assert result.returncode == registration_probe.UNREADABLE and "the file is empty" in result.stdout
-    result = run_real_child(str(tmp_path / "absent"), "0")
-    assert result.returncode == registration_probe.UNREADABLE and "No such file" in result.stdout

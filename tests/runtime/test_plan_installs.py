@@ -227,7 +227,7 @@ def test_weights_that_do_not_lie_in_the_file_are_refused(model: Model) -> None:
     for extent in ((-1, 1), (0, -1), (model.file_bytes, 1), (1, 2**63 - 1), (2**63 - 1, 2**63 - 1)):
         broken = replace_first(model, extent)
         with pytest.raises(
-            PenstockError, match=rf"weight 0 has {extent[1]} bytes from byte {extent[0]} on, the file has"
+            PenstockError, match=rf"is truncated: it has \d+ bytes, and {extent[1]} bytes from byte {extent[0]} on"
         ):
             Rig(broken)
 

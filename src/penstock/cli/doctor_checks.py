@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -195,7 +196,7 @@ class Doctor:
 
     def registration(self) -> Line:
         from penstock.errors import RegistrationError
-        from penstock.runtime.registration_probe import probe_registration
+        from penstock.runtime.registration_probe import RegistrationProbe
 
         name = "registration"
         if not self._gpus:
@@ -204,7 +205,8 @@ class Doctor:
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".penstock-doctor-") as file:
                 file.write(bytes(1 << 16))
                 file.flush()
-                probe_registration(file.name, 0)
+                with closing(RegistrationProbe(file.name, 0)) as probe:
+                    probe.require()
         except RegistrationError as error:
             return Line(name, "warn", str(error), 'use host_memory="1GiB"')
         except OSError as error:

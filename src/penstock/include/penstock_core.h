@@ -23,12 +23,28 @@ struct PenstockOpenRequest {
   int64_t packed_count;
   // Holds proc/ and sys/, where limits of memory are; "/" but in tests.
   const char* root;
+  // What penstock_probe_begin gave, or null: then a probe is begun where one is needed.
+  void* probe;
   // Told how many more bytes of the file are in memory; what is not 0 gives up. May be null.
   int32_t (*on_bytes)(int64_t bytes);
   // The policy: 0 is a plan.
   int32_t lru;
   int32_t device_index;
   int32_t poison;
+};
+
+// What a program was compiled for, or what is here. Compiled code calls torch and the machine directly.
+struct PenstockBuild {
+  const char* torch;
+  // As uname has it.
+  const char* machine;
+  // What torch calls the instructions of the CPU.
+  const char* cpu;
+  // Of a GPU, as in "9.0"; null: none is compared.
+  const char* capability;
+  const char* gpu;
+  // "cuda:1", for the message.
+  const char* device;
 };
 
 // Where a budget comes from.

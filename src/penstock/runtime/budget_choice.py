@@ -22,13 +22,6 @@ AUTOMATIC = "auto"
 # As in include/penstock_core.h.
 _NONE, _AUTOMATIC = -1, -2
 _MOST_BYTES = 2**63 - 1
-_ORIGINS: dict[Source, str] = {
-    "load": "given at load",
-    "total": "what device_memory leaves",
-    "change": "given to set_budget",
-    "baked": "baked at export",
-    "automatic": "automatic",
-}
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class BudgetChoice:
     @property
     def origin(self) -> str:
         """Where the value came from, for people."""
-        return _ORIGINS[self.source]
+        return str(core().penstock_budget_origin_text(_SOURCES.index(self.source)).decode())
 
     @property
     def clamp_sentence(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from penstock.errors import (
     PackageError,
     WeightMismatchError,
 )
+from penstock.native import core
 from penstock.program import Program, read_program
+from penstock.runtime.failures import last_exception
 from penstock.weight import State, Weight
 from penstock.weights import Entry, WeightsIndex
 
@@ -58,38 +61,26 @@ def resolve_device(program: Program, device: str | torch.device | None) -> torch
     return torch.device("cuda", index)
 
 
+class _Build(ctypes.Structure):
+    """As in include/penstock_core.h."""
+
+    _fields_ = [(name, ctypes.c_char_p) for name in ("torch", "machine", "cpu", "capability", "gpu", "device")]
+
+
 def check_build(program: Program, device: torch.device) -> None:
     """Compiled code calls torch and the machine directly, so both must be those it was compiled for."""
     if device.type != program.device:
         raise BuildMismatchError(f"the program was compiled for {program.device}, and cannot run on {device}")
-    built, here = _built_with(program, "torch"), str(torch.__version__)
-    if _minor(built) != _minor(here):
-        raise BuildMismatchError(
-            f"the program was compiled with torch {built}, this is torch {here}; needs torch {_minor(built)}, or "
-            "penstock.compile again with this one"
-        )
-    machine = _built_with(program, "machine")
-    if machine != platform.machine():
-        raise BuildMismatchError(f"the program was compiled for {machine}, this machine is {platform.machine()}")
-    instructions, ours = _built_with(program, "cpu"), torch.backends.cpu.get_cpu_capability()
-    if ours not in _runs_on(instructions):
-        raise BuildMismatchError(
-            f"the program was compiled for a CPU with {instructions} instructions, torch finds {ours} on this one"
-        )
+    keys = ["torch", "machine", "cpu"]
+    here = [str(torch.__version__), platform.machine(), torch.backends.cpu.get_cpu_capability()]
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        capability = _built_with(program, "capability")
-        if capability != f"{major}.{minor}":
-            raise BuildMismatchError(
-                f"the program was compiled for compute capability {capability} ({_built_with(program, 'gpu')}); "
-                f"{device} is {torch.cuda.get_device_name(device)} of compute capability {major}.{minor}"
-            )
-
-
-def _runs_on(instructions: str) -> tuple[str, ...]:
-    """What torch calls the CPUs that can run code for `instructions`: of other families, only the same."""
-    x86 = ("AVX2", "AVX512")
-    return x86[x86.index(instructions) :] if instructions in x86 else (instructions,)
+        keys += ["capability", "gpu"]
+        here += [f"{major}.{minor}", torch.cuda.get_device_name(device)]
+    built = _Build(**{key: _built_with(program, key).encode() for key in keys})
+    found = _Build(device=str(device).encode(), **{key: text.encode() for key, text in zip(keys, here, strict=True)})
+    if core().penstock_check_build(ctypes.byref(built), ctypes.byref(found)):
+        raise last_exception()
 
 
 def check_weights(program: Program, index: WeightsIndex) -> dict[str, Entry]:
@@ -150,7 +141,3 @@ def _built_with(program: Program, key: str) -> str:
     if key not in program.built_with:
         raise PackageError(f"the program does not say with which {key} it was compiled; it says {program.built_with}")
     return program.built_with[key]
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])

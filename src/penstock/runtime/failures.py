@@ -19,6 +19,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     10: errors.RuntimeFailure,
     11: errors.BudgetError,
     13: errors.HostMemoryError,
+    14: errors.BuildMismatchError,
 }
 
 # Told with numbers, by whoever asked for a budget.

@@ -153,8 +153,6 @@ class Module:
             with self._policy.naming_lower_placements():
                 self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
             installed = self._policy.arrange(self._choice.budget_bytes, known)
-            if probe is not None:
-                probe.require()
             deliver_interrupt()
             if core().penstock_load_torch():
                 raise last_exception()
@@ -177,6 +175,7 @@ class Module:
                 device_index=self.device.index or 0,
                 poison=poison,
                 packed=packed.numbers,
+                probe=probe,
             )
             stack.callback(self._session.close)
             self.host_bytes = self._session.host_bytes

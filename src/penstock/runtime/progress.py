@@ -1,4 +1,4 @@
-"""A bar while a weights file is brought into memory; and where an interrupt is seen meanwhile."""
+"""What the core tells while it takes long, and where an interrupt is seen meanwhile."""
 
 from __future__ import annotations
 
@@ -11,15 +11,45 @@ from penstock.native import ON_BYTES
 from penstock.runtime.interrupts import deliver_interrupt
 
 
-class Progress:
-    """Shown where standard error is a terminal, unless tqdm's own TQDM_DISABLE says otherwise."""
+class Attended:
+    """A call of the core that an interrupt gives up. It is raised when the call has returned: between it and here is
+    code that knows no exceptions."""
+
+    def __init__(self) -> None:
+        self._interrupt: BaseException | None = None
+        # The core calls it again and again.
+        self.on_bytes = ON_BYTES(self._on_bytes)
+
+    def __enter__(self) -> Attended:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._interrupt is not None:
+            raise self._interrupt
+
+    def _on_bytes(self, nbytes: int) -> int:
+        try:
+            self.show(nbytes)
+            deliver_interrupt()
+        except BaseException as error:
+            self._interrupt = error
+            return 1
+        return 0
+
+    def show(self, nbytes: int) -> None:
+        """So many more are in memory."""
+
+
+class Progress(Attended):
+    """With a bar while a weights file is brought into memory: where standard error is a terminal, unless tqdm's own
+    TQDM_DISABLE says otherwise."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
         self._bar: tqdm | None = None
-        self._interrupt: BaseException | None = None
-        # The core calls it, between two slices of the file.
-        self.on_bytes = ON_BYTES(self._on_bytes)
 
     def __enter__(self) -> Progress:
         size_bytes = self._path.stat().st_size
@@ -32,16 +62,8 @@ class Progress:
     ) -> None:
         assert self._bar is not None
         self._bar.close()
-        if self._interrupt is not None:
-            raise self._interrupt
+        super().__exit__(kind, value, trace)
 
-    def _on_bytes(self, nbytes: int) -> int:
-        """Between here and the caller is code that knows no exceptions: what is raised is raised at the end."""
-        try:
-            assert self._bar is not None
-            self._bar.update(nbytes)
-            deliver_interrupt()
-        except BaseException as error:
-            self._interrupt = error
-            return 1
-        return 0
+    def show(self, nbytes: int) -> None:
+        assert self._bar is not None
+        self._bar.update(nbytes)

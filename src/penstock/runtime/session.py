@@ -17,6 +17,7 @@ from penstock.runtime.failures import exception, last_exception
 from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.progress import Progress
 from penstock.runtime.records import Numbers
+from penstock.runtime.registration_probe import RegistrationProbe
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class _OpenRequest(ctypes.Structure):
         ("packed", ctypes.c_void_p),
         ("packed_count", ctypes.c_int64),
         ("root", ctypes.c_char_p),
+        ("probe", ctypes.c_void_p),
         ("on_bytes", ON_BYTES),
         ("lru", ctypes.c_int32),
         ("device_index", ctypes.c_int32),
@@ -214,8 +216,11 @@ class Session:
         device_index: int,
         poison: bool,
         packed: Numbers | None = None,
+        probe: RegistrationProbe | None = None,
     ) -> Session:
-        """Over a file that is brought into memory first, if it is to be registered. An interrupt gives that up."""
+        """Over a file that is brought into memory first, if it is to be registered. An interrupt gives that up.
+
+        `probe`: of registering it, where one was begun."""
         progress = Progress(source.path)
         request = _OpenRequest(
             path=os.fsencode(source.path),
@@ -226,6 +231,7 @@ class Session:
             packed=None if packed is None else ctypes.cast(packed, ctypes.c_void_p),
             packed_count=0 if packed is None else len(packed),
             root=os.fsencode(HOST_ROOT),
+            probe=None if probe is None else probe.handle,
             on_bytes=progress.on_bytes,
             lru=int(lru),
             device_index=device_index,

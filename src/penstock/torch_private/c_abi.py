@@ -25,6 +25,7 @@ DELEGATE_HEADERS = (
     "ATen/ops/empty.h",
     "ATen/ops/empty_strided.h",
     "ATen/ops/from_blob.h",
+    "c10/core/CachingDeviceAllocator.h",
     "c10/core/DeviceGuard.h",
     "torch/csrc/inductor/aoti_package/model_package_loader.h",
     "torch/version.h",
@@ -41,4 +42,5 @@ DELEGATE_NAMES = {
     "ATen/detail/CUDAHooksInterface.h": ("getCUDAHooks", "AcceleratorHooksInterface", "deviceSynchronize"),
     "ATen/detail/AcceleratorHooksInterface.h": ("getCurrentDevice",),
     "ATen/Version.h": ("get_cpu_capability",),
+    "c10/core/CachingDeviceAllocator.h": ("getDeviceAllocator", "emptyCache"),
 }

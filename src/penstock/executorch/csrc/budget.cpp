@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "code.h"
 #include "core.h"
 #include "load_error.h"
 
@@ -49,6 +50,8 @@ PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payloa
                       "it needs beside the weights has no bound; give a budget, or export with a highest value for every "
                       "dynamic size");
     int64_t total_bytes = 0;
+    // What torch cannot give back is not free. Hence this comes before the driver is asked.
+    if (payload.device == "cuda") give_back_cached_memory();
     if (core().driver_memory(driver, &asked.free_bytes, &total_bytes)) throw_core_failure();
     asked.activation_bytes = *payload.activation_bytes;  // state is there already, and no longer free
     asked.reserve_bytes = core().reserve_bytes(total_bytes, payload.device == "cuda");

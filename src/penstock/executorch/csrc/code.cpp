@@ -7,6 +7,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -83,6 +84,10 @@ void* current_stream(const std::string& device, int32_t device_index) {
   if (!ask || ask(device_index, &stream))
     throw LoadError(Kind::build, "torch gives no CUDA stream: is it built with CUDA?");
   return stream;
+}
+
+void give_back_cached_memory() {
+  if (at::hasCUDA()) c10::getDeviceAllocator(at::kCUDA)->emptyCache();
 }
 
 struct CompiledCode::Parts {

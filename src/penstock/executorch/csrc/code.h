@@ -26,6 +26,9 @@ int32_t current_device_index();
 // The stream that torch launches on now; null on the CPU.
 void* current_stream(const std::string& device, int32_t device_index);
 
+// What torch's allocator holds on a GPU and does not use goes back to the driver, which pages for weights come from.
+void give_back_cached_memory();
+
 struct StateTensors;
 
 class CompiledCode {

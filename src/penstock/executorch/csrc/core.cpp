@@ -55,7 +55,10 @@ Core load() {
   find(library, "penstock_driver_destroy", core.driver_destroy);
   find(library, "penstock_driver_granularity", core.driver_granularity);
   find(library, "penstock_driver_memory", core.driver_memory);
+  find(library, "penstock_check_build", core.check_build);
   find(library, "penstock_budget_origin", core.budget_origin);
+  find(library, "penstock_format_bytes", core.format_bytes);
+  find(library, "penstock_budget_origin_text", core.budget_origin_text);
   find(library, "penstock_reserve_bytes", core.reserve_bytes);
   find(library, "penstock_choose_budget", core.choose_budget);
   find(library, "penstock_open", core.open);

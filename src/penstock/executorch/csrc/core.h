@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "penstock_core.h"
 
@@ -20,7 +21,10 @@ struct Core {
   void (*driver_destroy)(void*);
   int32_t (*driver_granularity)(void*, int64_t*);
   int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
+  int32_t (*check_build)(const PenstockBuild* built, const PenstockBuild* here);
   int64_t (*budget_origin)(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
+  const char* (*format_bytes)(int64_t bytes);
+  const char* (*budget_origin_text)(int64_t origin);
   int64_t (*reserve_bytes)(int64_t total_bytes, int32_t on_gpu);
   int32_t (*choose_budget)(PenstockBudget*);
   void* (*open)(void* driver, const PenstockOpenRequest*);
@@ -40,6 +44,9 @@ struct Core {
 
 // Throws LoadError(host) where there is no core, or one of another release.
 const Core& core();
+
+// "1.5 GiB" where that is exact, "2.07 GiB (2218786816 bytes)" where it is not.
+inline std::string format_bytes(int64_t bytes) { return core().format_bytes(bytes); }
 
 // What the core's last failed call on this thread said, as a LoadError(core); throws it.
 [[noreturn]] void throw_core_failure();

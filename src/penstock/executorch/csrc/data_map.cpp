@@ -114,13 +114,6 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   if (stat(place.path.c_str(), &status))
     throw LoadError(Kind::weights_file, "the weights file " + place.path + " cannot be read");
   place.file_bytes = status.st_size;
-  for (size_t i = 0; i < place.spans.size(); ++i)
-    if (place.spans[i].bytes > place.file_bytes - place.spans[i].begin_bytes)
-      throw LoadError(Kind::weights_file, "the weights file " + place.path + " is truncated: it has " +
-                                            std::to_string(place.file_bytes) + " bytes, weight '" +
-                                            payload.weights[i].name + "' needs " +
-                                            std::to_string(place.spans[i].bytes) + " from byte " +
-                                            std::to_string(place.spans[i].begin_bytes));
   place_packed(place, payload, packed);
   return place;
 }

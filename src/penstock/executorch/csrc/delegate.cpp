@@ -106,24 +106,23 @@ struct Delegate {
 
 // ------------------------------------------------------------------------------------------------------------ loading
 
-void check_build(const Payload& payload) {
+// With the GPU that it is to run on, where that is known.
+void check_build(const Payload& payload, const Gpu* gpu, int32_t index) {
+  struct utsname machine;
+  uname(&machine);
+  const std::string torch = torch_minor(), cpu = cpu_capability(), device = "cuda:" + std::to_string(index);
+  const PenstockBuild built{payload.torch.c_str(),      payload.machine.c_str(), payload.cpu.c_str(),
+                            payload.capability.c_str(), payload.gpu.c_str(),     nullptr};
+  const PenstockBuild here{torch.c_str(), machine.machine, cpu.c_str(), gpu ? gpu->capability.c_str() : nullptr,
+                           gpu ? gpu->name.c_str() : nullptr, device.c_str()};
+  if (core().check_build(&built, &here)) throw LoadError(Kind::build, core().failure_text());
+}
+
+void check_program(const Payload& payload) {
   if (payload.device != "cpu" && payload.device != "cuda")
     throw LoadError(Kind::package,
                   "the program was compiled for '" + payload.device + "'; this library runs cpu and cuda");
-  std::string minor = payload.torch.substr(0, payload.torch.find('.', payload.torch.find('.') + 1));
-  if (minor != torch_minor())
-    throw LoadError(Kind::build, "the program was compiled with torch " + payload.torch +
-                                   ", this library was built with torch " + torch_minor() +
-                                   "; lower the program again with this one");
-  struct utsname machine;
-  uname(&machine);
-  if (payload.machine != machine.machine)
-    throw LoadError(Kind::build,
-                  "the program was compiled for " + payload.machine + ", this machine is " + machine.machine);
-  std::string here = cpu_capability();
-  if (here != payload.cpu && !(payload.cpu == "AVX2" && here == "AVX512"))
-    throw LoadError(Kind::build, "the program was compiled for a CPU with " + payload.cpu +
-                                   " instructions, torch finds " + here + " on this one");
+  check_build(payload, nullptr, 0);
   if (payload.device == "cpu") check_blas();
 }
 
@@ -145,7 +144,8 @@ int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
     return 0;
   }
   int32_t index = request.device_index ? *request.device_index : current_device_index();
-  check_gpu(payload, index);
+  const Gpu gpu = describe_gpu(index);
+  check_build(payload, &gpu, index);
   return index;
 }
 
@@ -178,7 +178,7 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
       payload.methods[(size_t)delegate_ref.number].name != delegate_ref.method)
     throw LoadError(Kind::package, "the program has no method " + std::to_string(delegate_ref.number) + " of name '" +
                                      delegate_ref.method + "', which its delegate names");
-  check_build(payload);
+  check_program(payload);
   for (const auto& [name, budget] : request.own_budgets) check_delegate(payload, name);
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)delegate_ref.number];

@@ -48,12 +48,4 @@ Gpu describe_gpu(int32_t index) {
   return {name, std::to_string(major_number) + "." + std::to_string(minor_number)};
 }
 
-void check_gpu(const Payload& payload, int32_t index) {
-  Gpu gpu = describe_gpu(index);
-  if (gpu.capability != payload.capability)
-    throw LoadError(Kind::build, "the program was compiled for compute capability " + payload.capability + " (" +
-                                   payload.gpu + "); cuda:" + std::to_string(index) + " is " + gpu.name +
-                                   " of compute capability " + gpu.capability);
-}
-
 }  // namespace penstock_executorch

@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <string>
 
-#include "payload.h"
-
 namespace penstock_executorch {
 
 struct Gpu {
@@ -16,8 +14,5 @@ struct Gpu {
 
 // Throws LoadError(device) where there is no such device, and LoadError(build) where there is no driver.
 Gpu describe_gpu(int32_t index);
-
-// Compiled kernels run on the compute capability they were compiled for, and on no other. Throws LoadError(build).
-void check_gpu(const Payload& payload, int32_t index);
 
 }  // namespace penstock_executorch

@@ -18,7 +18,7 @@ enum class Kind : int32_t {
   option = 4,          // unknown, or of the wrong type
   missing_weight = 5,
   weight_mismatch = 6,
-  weights_file = 7,    // not mapped, truncated, several
+  weights_file = 7,    // not mapped, several
   build = 8,           // compiled for another torch, machine or device
   input = 9,
   core = 10,           // of the native session: its own number says more
@@ -44,8 +44,6 @@ struct LastRefusal {
 };
 LastRefusal& last_refusal();
 
-// "1.5 GiB" where that is exact, "2.07 GiB (2218786816 bytes)" where it is not.
-std::string format_bytes(int64_t bytes);
 
 // [3, 4]
 std::string listed(const std::vector<int64_t>& numbers);

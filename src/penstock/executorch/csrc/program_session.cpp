@@ -115,15 +115,12 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     facts_.plan = (int64_t)plan;
     facts_.plan_count = (int64_t)table.plans.size();
     facts_.plan_bytes = table.plans[plan].device_bytes;
-    const char* origins[] = {"given at load", "", "", "baked at export", "automatic"};
     std::string place = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
     summary_ = payload.program + " on " + place + ": floor " + format_bytes(table.floor_bytes) +
-               ", budget " + format_bytes(budget.budget_bytes) + " (" + origins[budget.origin] + "), plan " +
+               ", budget " + format_bytes(budget.budget_bytes) + " (" + core().budget_origin_text(budget.origin) + "), plan " +
                std::to_string(plan + 1) + " of " + std::to_string(table.plans.size()) + " takes " +
                format_bytes(table.plans[plan].device_bytes) + " of " + format_bytes(table.full_bytes) +
                ", weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
-    // penstock.Module tries registration in a process of its own first; here nobody has.
-    if (payload.device == "cuda" && !is_staged) summary_ += " (its registration was not tried out before)";
   } catch (...) {
     if (session_) core().session_destroy(session_);
     core().driver_destroy(driver_);

@@ -12,6 +12,7 @@
 #include <numeric>
 #include <optional>
 
+#include "core.h"
 #include "load_error.h"
 #include "state_tensors.h"
 
