@@ -189,8 +189,11 @@ size_t CudaDriver::pool_peak_bytes(Pool pool) {
 
 Stream CudaDriver::create_stream() {
   Stream stream = nullptr;
+  int least = 0, greatest = 0;
+  check(cuda_.stream_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange");
   // Non-blocking: work on the legacy default stream, where torch computes unless told otherwise, must not wait for it.
-  check(cuda_.stream_create(&stream, kNonBlocking), "cuStreamCreate");
+  // Before that work: what is decoded is what a later step waits for, and the link waits for the slot that it frees.
+  check(cuda_.stream_create(&stream, kNonBlocking, greatest), "cuStreamCreateWithPriority");
   return stream;
 }
 

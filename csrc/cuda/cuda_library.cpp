@@ -50,7 +50,8 @@ std::string load_cuda_library() {
   find("cuMemPoolGetAttribute", library.pool_get);
   find("cuMemAllocFromPoolAsync", library.pool_allocate);
   find("cuMemFreeAsync", library.pool_release);
-  find("cuStreamCreate", library.stream_create);
+  find("cuCtxGetStreamPriorityRange", library.stream_priorities);
+  find("cuStreamCreateWithPriority", library.stream_create);
   find("cuStreamDestroy_v2", library.stream_destroy);
   find("cuStreamSynchronize", library.synchronize);
   find("cuStreamWaitEvent", library.stream_wait);

@@ -85,7 +85,8 @@ struct CudaLibrary {
   int (*pool_allocate)(DevicePointer* out, size_t bytes, void* pool, DeviceStream stream) = nullptr;
   int (*pool_release)(DevicePointer pointer, DeviceStream stream) = nullptr;
 
-  int (*stream_create)(DeviceStream* out, unsigned flags) = nullptr;
+  int (*stream_priorities)(int* least, int* greatest) = nullptr;
+  int (*stream_create)(DeviceStream* out, unsigned flags, int priority) = nullptr;
   int (*stream_destroy)(DeviceStream stream) = nullptr;
   int (*synchronize)(DeviceStream stream) = nullptr;
   int (*stream_wait)(DeviceStream stream, void* event, unsigned flags) = nullptr;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_more_memory_streams_no_more_on_a_llama() -> None:
         assert streams_packed(plan) == (budget_bytes < floor + packed)
     assert streamed[-1] == 0 < streamed[0]
     assert all(more <= 1.01 * less for less, more in pairwise(streamed)), streamed
+
+
+def test_the_link_gets_copies_as_large_as_a_slot() -> None:
+    """Each costs time beside its bytes. What is left over is one copy, and weights that all go over the link are what
+    they are."""
+    made, begins = llama(16)
+    of = Planner(made.schedules, made.weights, page_bytes=DEVICE_PAGE, placement="auto", begins=begins)
+    for part in (3, 5, 7):
+        plan = of.plan(of.floor_bytes + (of.full_bytes - of.floor_bytes) * part // 12)
+        assert plan.slots is not None and plan.stores
+        most_bytes = plan.slots.count * plan.slots.nbytes // 2
+        partly = {store.piece.weight for store in plan.stores}
+        copies = [copy for copy in plan.methods[0].copies if copy.piece.weight in partly and copy.packed_bytes]
+        sent = Counter[str]()
+        for copy in copies:
+            sent[copy.piece.weight] += copy.link_bytes
+        pages = PACKED_BYTES * (DEVICE_PAGE // BLOCK_BYTES)
+        odd = [name for name, nbytes in sent.items() if nbytes % (most_bytes // pages * pages)]
+        assert sent and len(odd) <= 1, (part, odd)
 
 
 # ---- the check

@@ -156,6 +156,45 @@ def test_what_stays_packed_takes_decoding_alone() -> None:
     assert (timing.run_s, timing.link_busy_s) == (21, 0)
 
 
+@pytest.mark.parametrize(
+    ("places", "step_s", "run_s"),
+    [
+        # Nothing overlaps, so nothing is shared.
+        ([0, 0, 0], 5, 21),
+        # The next weight is decoded beside the step, which takes its five seconds and those two.
+        ([0, 1, 0, 1], 5, 28),
+        # Nor is decoding for nothing where steps are shorter than it.
+        ([0, 1, 0, 1], 1, 12),
+    ],
+)
+def test_of_steps_timed_alone_decoding_beside_them_is_added(places: list[int], step_s: int, run_s: float) -> None:
+    plan, schedule = ring(places, [100] * len(places))
+    steps = [step_s] * len(places)
+
+    def timing(steps_alone: bool) -> Timing:
+        return simulate(
+            packed(plan, 0), schedule, step_s=steps, link=LINK, decoded_bytes_per_s=50, steps_alone=steps_alone
+        )
+
+    assert timing(True).run_s == pytest.approx(run_s)
+    assert timing(False).run_s <= timing(True).run_s
+
+
+def test_what_goes_over_the_link_is_decoded_on_the_device_too() -> None:
+    """Slots are filled beside steps that hide the link; what is decoded, two seconds of each weight, is added."""
+    plan, schedule = ring([0, 1, 0, 1], [100] * 4)
+    timing = simulate(
+        packed(plan, 60),
+        schedule,
+        step_s=[8] * 4,
+        link=LINK,
+        slots=Slots(2, 60, 0),
+        decoded_bytes_per_s=50,
+        steps_alone=True,
+    )
+    assert timing.run_s == pytest.approx(4 * (8 + 2))
+
+
 def test_packed_copies_need_slots() -> None:
     plan, schedule = ring([0] * 3, [100] * 3)
     with pytest.raises(ValueError, match="copies 'w1' packed, and there are no slots"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import BelowFloorError, PenstockError, WeightsFileError
+from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.weights import read_index
 from tests.runtime.modules import STAGING_CAP_BYTES, check_memory, traffic
 
@@ -111,6 +112,20 @@ def test_a_calibrated_plan_gives_the_same_bits(program: Path, expected: Tensor) 
             module(TOKENS)
         assert torch.equal(module(TOKENS), expected)
         assert module.calibration is not None
+
+
+def test_first_runs_that_take_nothing_over_the_link_are_not_planned_by(program: Path, expected: Tensor) -> None:
+    """Everything that is copied lies in device memory, packed: the link is not to be seen."""
+    with penstock.Module(program) as module:
+        step = (module.full_bytes - module.floor_bytes) // 40
+        budgets = range(module.full_bytes - step, module.floor_bytes, -step)
+        found = (budget for budget in budgets if (plan := module.plan_at(budget)) and plan.stores)
+        budget = next(found)
+    with penstock.Module(program, budget, calibration="first-runs") as module:
+        assert module.plan is not None and module.plan.stores and not module.plan.takes_link
+        for _ in range(FIRST_RUNS + 2):
+            assert torch.equal(module(TOKENS), expected)
+        assert module.calibration is None
 
 
 @pytest.mark.parametrize("placement", ["in-place", "lru"])

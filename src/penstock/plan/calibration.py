@@ -18,6 +18,8 @@ class Calibration:
 
     # Of packed weights that stay in device memory, as weights have them. None: not measured.
     decoded_bytes_per_s: float | None = None
+    # Whether steps take these times with nothing decoded beside them. Measured ones have had something beside them.
+    steps_alone: bool = False
 
     def resident_s(self, method: str) -> float:
         """A run in which no step waits for a copy."""

@@ -49,4 +49,5 @@ def _calibration(menu: Menu, weight: float, part_of_link: float) -> Calibration:
         }
     step_s = by_step(is_read, part_of_link * link_s_per_byte)
     # Where steps take nothing decoding does not either: what goes over the link counts there, and nothing else.
-    return Calibration(link, step_s, direct_step_s, decoded_bytes_per_s=None if part_of_link else math.inf)
+    decoded_bytes_per_s = None if part_of_link else math.inf
+    return Calibration(link, step_s, direct_step_s, decoded_bytes_per_s, steps_alone=bool(menu.begins))

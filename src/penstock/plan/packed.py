@@ -4,7 +4,7 @@ through on their way over the link. Everything else in a plan is as it is for we
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Plan, Range, Slots, Store
@@ -34,7 +34,7 @@ class SlotSizes:
 def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -> Plan:
     """The plan of weights that are not packed, with slots; and with as much of what it copies in device memory, packed,
     as `room_bytes` hold."""
-    stored = _stored(plan, begins, room_bytes)
+    stored = _stored(plan, begins, room_bytes, slots.total_bytes // 2)
     blocks, ranges = list(plan.blocks), list(plan.ranges)
 
     def room(nbytes: int) -> int:
@@ -82,7 +82,7 @@ def _streamed(plan: Plan, begins: Begins) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _stored(plan: Plan, begins: Begins, room_bytes: int) -> dict[str, tuple[int, int]]:
+def _stored(plan: Plan, begins: Begins, room_bytes: int, copy_bytes: int) -> dict[str, tuple[int, int]]:
     """What is copied most often first; of what is copied as often the same part of each, so that the link has the same
     to do before every step."""
     streamed = _streamed(plan, begins)
@@ -91,36 +91,55 @@ def _stored(plan: Plan, begins: Begins, room_bytes: int) -> dict[str, tuple[int,
     room_bytes = room_bytes // plan.page_bytes * plan.page_bytes
     for times in sorted({times for _, _, times in streamed.values()}, reverse=True):
         some = {name: (low, high) for name, (low, high, count) in streamed.items() if count == times}
-        found = _even_part(some, begins, plan.page_bytes, room_bytes)
+        found = _even_part(some, begins, plan.page_bytes, room_bytes, copy_bytes)
         stored |= found
         room_bytes -= sum(packed_bytes(begins[name], low, high) for name, (low, high) in found.items())
     return stored
 
 
 def _even_part(
-    streamed: Mapping[str, tuple[int, int]], begins: Begins, page_bytes: int, room_bytes: int
+    streamed: Mapping[str, tuple[int, int]], begins: Begins, page_bytes: int, room_bytes: int, copy_bytes: int
 ) -> dict[str, tuple[int, int]]:
+    """What is left for the link goes there in copies as large as a slot takes: each costs time beside its bytes."""
     pages = {name: -(-(high - low) // page_bytes) for name, (low, high) in streamed.items()}
     total = sum(pages.values())
+    grain = {
+        name: max(1, copy_bytes * (high - low) // packed_bytes(begins[name], low, high) // page_bytes)
+        for name, (low, high) in streamed.items()
+    }
 
-    def parts(kept: int) -> Iterator[tuple[str, tuple[int, int]]]:
-        before = 0
-        for name, (low, high) in streamed.items():
-            # Of all pages so far, the part that is kept of all: what is cut off here is made up for by the next.
-            count = (before + pages[name]) * kept // total - before * kept // total
-            before += pages[name]
-            if count:
-                # The end of it, which is copied last: the link is then further ahead of what is decoded at once.
-                yield name, (low + (pages[name] - count) * page_bytes, high)
+    def over_link(sent: int) -> dict[str, int]:
+        """Pages of each, of so many of all of them: the same part of each, as nearly as whole copies allow."""
+        found: dict[str, int] = {}
+        before = given = 0
+        for name, count in pages.items():
+            before += count
+            # What is not sent here is made up for by the next.
+            owed = before * sent // total - given
+            found[name] = count if owed >= count else max(0, owed // grain[name] * grain[name])
+            given += found[name]
+        return found
 
-    def fits(kept: int) -> bool:
-        return sum(packed_bytes(begins[name], low, high) for name, (low, high) in parts(kept)) <= room_bytes
+    def parts(sent: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        # The end of it stays, which is copied last: the link is then further ahead of what is decoded at once.
+        return {
+            name: (low + sent[name] * page_bytes, high)
+            for name, (low, high) in streamed.items()
+            if sent[name] < pages[name]
+        }
+
+    def fits(sent: Mapping[str, int]) -> bool:
+        return sum(packed_bytes(begins[name], low, high) for name, (low, high) in parts(sent).items()) <= room_bytes
 
     least, most = 0, total
     while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return dict(parts(least)) if least else {}
+        middle = (least + most) // 2
+        least, most = (least, middle) if fits(over_link(middle)) else (middle + 1, most)
+    sent = over_link(least)
+    for name in reversed(sent):
+        while sent[name] and fits({**sent, name: sent[name] - 1}):
+            sent[name] -= 1
+    return parts(sent)
 
 
 def _copies(method: MethodPlan, begins: Begins, stored_from: Mapping[str, int]) -> Iterable[Copy]:

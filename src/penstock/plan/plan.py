@@ -236,6 +236,11 @@ class Plan:
         """Device memory that keeps its content, rounding to pages included."""
         return self.device_bytes - self.ring_bytes
 
+    @property
+    def takes_link(self) -> bool:
+        """Not where all that is copied lies in device memory, packed."""
+        return any(copy.link_bytes for method in self.methods for copy in method.copies)
+
     @cached_property
     def direct_weights(self) -> tuple[str, ...]:
         """Those that some access reads where they lie in host memory."""

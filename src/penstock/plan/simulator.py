@@ -9,6 +9,7 @@ of them, and wait for its copies too, so the prediction errs to the slow side.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -68,6 +69,7 @@ def simulate(
     rest_s: float = 0.0,
     slots: Slots | None = None,
     decoded_bytes_per_s: float = NOMINAL_DECODED_BYTES_PER_S,
+    steps_alone: bool = False,
     host_s_per_access: float = 0.0,
     boundary: Boundary = "ahead",
     runs: int = 32,
@@ -83,7 +85,8 @@ def simulate(
     the weight in place.
 
     Packed weights pass through the plan's `slots`: the link fills them ahead of the pages they are for, as far as there
-    are slots, and goes on while others are decoded.
+    are slots, and goes on while others are decoded. With `steps_alone` the steps' times are without what is decoded
+    beside them, and a step takes so much longer.
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
     in_place = in_place_by_step(method, schedule)
@@ -100,7 +103,10 @@ def simulate(
         _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
     parts = [_parts(method.method, copy, link, slots, decoded_bytes_per_s) for copy in method.copies]
     slot_count = 0 if slots is None else slots.count
-    streams = _Streams(method, schedule, step_s, parts, slot_count, rest_s, host_s_per_access, link_taken_s, spans)
+    device = _Device() if steps_alone else None
+    streams = _Streams(
+        method, schedule, step_s, parts, slot_count, rest_s, host_s_per_access, link_taken_s, spans, device
+    )
     ends: list[_RunEnd] = []
     for _ in range(runs):
         end = streams.run(boundary)
@@ -126,6 +132,7 @@ def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibrat
             link=calibration.link,
             slots=plan.slots,
             decoded_bytes_per_s=decoded_per_s(calibration),
+            steps_alone=calibration.steps_alone,
         ).run_s
         for method, schedule in zip(plan.methods, schedules, strict=True)
         if method.method in calibration.step_s
@@ -231,6 +238,42 @@ class _Issue(NamedTuple):
     stay: int
 
 
+class _Device:
+    """Steps and decoding share it: where they meet, what is decoded goes on, and the step takes so much longer."""
+
+    def __init__(self) -> None:
+        # From when to when something is decoded, and a step runs, as far as what is still to come may meet with it.
+        self._decoding: deque[tuple[float, float]] = deque()
+        self._steps: deque[tuple[float, float]] = deque()
+        # What steps would have taken longer that were over when it became known. The next one does.
+        self._owed_s = 0.0
+
+    def step_ends_s(self, begin_s: float, took_s: float) -> float:
+        end_s = begin_s + took_s + self._owed_s
+        self._owed_s = 0.0
+        for from_s, until_s in _from(self._decoding, begin_s):
+            if from_s >= end_s:
+                break
+            end_s += until_s - max(from_s, begin_s)
+        self._steps.append((begin_s, end_s))
+        return end_s
+
+    def decode(self, begin_s: float, took_s: float) -> None:
+        end_s = begin_s + took_s
+        for from_s, until_s in _from(self._steps, begin_s):
+            if from_s >= end_s:
+                break
+            self._owed_s += min(until_s, end_s) - max(from_s, begin_s)
+        self._decoding.append((begin_s, end_s))
+
+
+def _from(spans: deque[tuple[float, float]], begin_s: float) -> deque[tuple[float, float]]:
+    """Those that are not over by then. What comes later begins no earlier."""
+    while spans and spans[0][1] <= begin_s:
+        spans.popleft()
+    return spans
+
+
 class _Streams:
     """The clocks. A moment of 0 stands for everything that was before the first run."""
 
@@ -245,7 +288,9 @@ class _Streams:
         host_s_per_access: float,
         link_taken_s: Sequence[float],
         spans: list[Span] | None,
+        device: _Device | None,
     ) -> None:
+        self.device = device
         self.step_s = tuple(step_s)
         self.link_taken_s = tuple(link_taken_s)
         self.rest_s = rest_s
@@ -302,7 +347,7 @@ class _Streams:
                 if self.stays_ready_s[stay] > begin_s:
                     begin_s = self.stays_ready_s[stay]
             self.stalled_s += begin_s - could_s
-            compute_s = begin_s + took_s
+            compute_s = begin_s + took_s if self.device is None else self.device.step_ends_s(begin_s, took_s)
             if self.link_taken_s[step]:
                 self.copied_s = max(self.copied_s, begin_s) + self.link_taken_s[step]
                 self.link_s = max(self.link_s, begin_s) + self.link_taken_s[step]
@@ -339,7 +384,7 @@ class _Streams:
                 begin_s = max(begin_s, self.link_s)
                 copied_s = self.link_s = begin_s + link_s
             else:
-                copied_s = begin_s + decoding_s
+                copied_s = self._decoded_s(begin_s, decoding_s)
             self.stays_ready_s[stay] = copied_s
             if self.spans is not None:
                 self.spans.append(Span("copy", self.runs, index, begin_s, copied_s))
@@ -349,11 +394,16 @@ class _Streams:
         """A slot is filled as soon as it is free, and decoded when the pages are."""
         for link_s, decoding_s in parts:
             filled_s = max(self.link_s, issued_s, self.slots_freed_s[self.next_slot]) + link_s
-            could_s = max(could_s, filled_s) + decoding_s
+            could_s = self._decoded_s(max(could_s, filled_s), decoding_s)
             self.link_s = filled_s
             self.slots_freed_s[self.next_slot] = could_s
             self.next_slot = (self.next_slot + 1) % len(self.slots_freed_s)
         return could_s
+
+    def _decoded_s(self, begin_s: float, took_s: float) -> float:
+        if self.device is not None:
+            self.device.decode(begin_s, took_s)
+        return begin_s + took_s
 
 
 def _check(

@@ -98,7 +98,7 @@ class PlanInstaller:
         self.calibration = calibration
 
     def record_first_runs(self) -> None:
-        if any(method.copies for method in self._planned().methods):  # else there is nothing to plan better
+        if self._planned().takes_link:  # else there is nothing to plan by
             self.recorder.start("the record of the first runs", first_runs=True)
 
     @property
