@@ -97,7 +97,7 @@ int main(int count, char** arguments) {
   for (int i = 4; i < count; ++i) weight_bytes.push_back(std::atoll(arguments[i]));
   std::vector<FileExtent> extents;
   for (int64_t bytes : weight_bytes) extents.push_back({0, bytes * 16});
-  const WeightPlaces places(extents, INT64_MAX);
+  const WeightPlaces places("corpus", extents, INT64_MAX);
 
   const auto plan = [&](const Numbers& numbers) {
     PlanRecord found = read_plan(numbers.data(), numbers.size(), weight_bytes);
