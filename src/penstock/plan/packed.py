@@ -128,17 +128,26 @@ def _even_part(
             if sent[name] < pages[name]
         }
 
-    def fits(sent: Mapping[str, int]) -> bool:
-        return sum(packed_bytes(begins[name], low, high) for name, (low, high) in parts(sent).items()) <= room_bytes
+    def left_bytes(sent: Mapping[str, int]) -> int:
+        return room_bytes - sum(packed_bytes(begins[name], low, high) for name, (low, high) in parts(sent).items())
 
     least, most = 0, total
     while least < most:
         middle = (least + most) // 2
-        least, most = (least, middle) if fits(over_link(middle)) else (middle + 1, most)
+        least, most = (least, middle) if left_bytes(over_link(middle)) >= 0 else (middle + 1, most)
     sent = over_link(least)
+    left = left_bytes(sent)
     for name in reversed(sent):
-        while sent[name] and fits({**sent, name: sent[name] - 1}):
+        low, high = streamed[name]
+        # Page by page, and not the whole sum again: there may be thousands of weights.
+        while sent[name]:
+            at_bytes = low + sent[name] * page_bytes
+            kept_bytes = packed_bytes(begins[name], at_bytes, high) if at_bytes < high else 0
+            more_bytes = packed_bytes(begins[name], at_bytes - page_bytes, high) - kept_bytes
+            if more_bytes > left:
+                break
             sent[name] -= 1
+            left -= more_bytes
     return parts(sent)
 
 
