@@ -2,13 +2,14 @@
 the planner does, and with the same part of each.
 
     python -m bench.weights_and_cache --out FOLDER [--layers 4] [--batch 8] [--positions 2048] [--fill 0.5]
-                                      [--ratios 0,10,25,50,75,90] [--small]
+                                      [--ratios 0,10,25,50,75,90 | --totals 16GiB,24GiB] [--small]
 
 Layers of OPT-30B's shape (hidden 7168, 56 heads, feed-forward 28672, biases, bf16), one token for each sequence, with
 linears that may be split; of the cache so much is filled. A ratio is the part of weights and cache that lies on the
-host. "Bound" is the longer of the all-resident time and what is read on the host over the link: at best that is what is
-left of it beside the positions that are not filled. "Of both": all bytes that are read, over the link and out of device
-memory at once. Exits with 1 when an output is not, to the bit, that of everything resident.
+host; --totals grants so much device memory instead, whatever part that leaves there. "Bound" is the longer of the
+all-resident time and what is read on the host over the link: at best that is what is left of it beside the positions
+that are not filled. "Of both": all bytes that are read, over the link and out of device memory at once. Exits with 1
+when an output is not, to the bit, that of everything resident.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import penstock
 from bench.kv_attention import memory_bytes_per_s
 from bench.suite.measure import WARM_UP_RUNS, measure_link, synchronize, time_back_to_back
 from bench.suite.prepare import environment
+from penstock.budget import parse_bytes
 from penstock.errors import BelowFloorError
 from penstock.kv import HostKVCache
 from penstock.plan.cache_share import CacheGroup, Division, WeightsRange, divide
@@ -75,7 +77,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Point:
-    ratio_percent: int
+    host_percent: float
     way: str
     total_bytes: int
     # None: below this way's smallest total.
@@ -135,14 +137,21 @@ def main() -> int:
     # In whole pages.
     all_bytes = full_bytes + cache_bytes
     points = []
-    for ratio in options.ratios:
-        host_bytes = all_bytes * ratio // 100
+    for total_bytes in _totals(options, all_bytes, granted.beside_weights_bytes):
+        host_bytes = max(0, granted.beside_weights_bytes + all_bytes - total_bytes)
         far_bytes = max(0, host_bytes - (cache_bytes - int(options.fill * cache_bytes)))
         bound_s = max(resident_s, far_bytes / link)
-        total_bytes = granted.beside_weights_bytes + all_bytes - host_bytes
-        row = [_point(options, path, way, ratio, total_bytes, bound_s, inputs, wanted) for way in WAYS]
+        host_percent = 100 * host_bytes / all_bytes
+        row = [
+            _point(options, path, way, host_percent, total_bytes, bound_s, inputs, wanted)
+            for way in WAYS
+            if way.name in options.ways
+        ]
         points += row
-        print(f"| {ratio}% | {bound_s * 1e3:.2f} ms | " + " | ".join(map(_cell, row)) + " |", flush=True)
+        cells = " | ".join(_cell(point, options.batch) for point in row)
+        print(
+            f"| {total_bytes / 2**30:.1f} GiB, {host_percent:.0f}% far | {bound_s * 1e3:.2f} ms | {cells} |", flush=True
+        )
     stored = {
         "environment": environment(options.device),
         "options": {name: getattr(options, name) for name in ("layers", "batch", "positions", "fill")},
@@ -197,10 +206,11 @@ def _inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
 
 def _fill(module: penstock.Module, options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(2)
+    # One of them for all: caches take gigabytes.
+    held = module.read_state("cache.kv_0")
     for layer in range(options.layers):
-        held = module.read_state(f"cache.kv_{layer}")
-        noise = torch.randn(held.shape[-1], generator=generator).to(held.dtype)
-        module.write_state(f"cache.kv_{layer}", noise.expand(held.shape).contiguous())
+        held.copy_(torch.randn(held.shape[-1], generator=generator).to(held.dtype).expand(held.shape))
+        module.write_state(f"cache.kv_{layer}", held)
 
 
 def _timed(module: penstock.Module, inputs: tuple[Tensor, ...], device: str) -> tuple[Tensor, float]:
@@ -216,7 +226,7 @@ def _point(
     options: argparse.Namespace,
     path: Path,
     way: Way,
-    ratio: int,
+    host_percent: float,
     total_bytes: int,
     bound_s: float,
     inputs: tuple[Tensor, ...],
@@ -229,7 +239,7 @@ def _point(
         with mock.patch.object(device_memory, "divide", way.divide):
             module = penstock.Module(path, device_memory=total_bytes, placement=placement, device=options.device)
     except BelowFloorError:
-        return Point(ratio, way.name, total_bytes, None, bound_s)
+        return Point(host_percent, way.name, total_bytes, None, bound_s)
     with module:
         _fill(module, options)
         if module.budget_bytes < module.full_bytes and placement == "auto":
@@ -240,7 +250,7 @@ def _point(
         output, seconds = _timed(module, inputs, options.device)
         near = module.device_state_bytes - (module.state_bytes - _cache_bytes(module))
         return Point(
-            ratio,
+            host_percent,
             way.name,
             total_bytes,
             seconds,
@@ -256,11 +266,20 @@ def _cache_bytes(module: penstock.Module) -> int:
     return sum(near.nbytes + far.nbytes for near, far in module.program.caches)
 
 
-def _cell(point: Point) -> str:
+def _totals(options: argparse.Namespace, all_bytes: int, beside_weights_bytes: int) -> list[int]:
+    if options.totals:
+        return [parse_bytes(total) for total in options.totals]
+    return [beside_weights_bytes + all_bytes - all_bytes * ratio // 100 for ratio in options.ratios]
+
+
+def _cell(point: Point, batch: int) -> str:
     if point.seconds is None:
         return f"{point.way}: below its smallest total"
     wrong = "" if point.equal else " **OTHER BITS**"
-    return f"{point.way}: {point.seconds * 1e3:.2f} ms ({point.seconds / point.bound_s:.2f}){wrong}"
+    return (
+        f"{point.way}: {point.seconds * 1e3:.2f} ms ({point.seconds / point.bound_s:.2f}), "
+        f"{batch / point.seconds:.0f} tokens/s, {point.device_positions} positions near{wrong}"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,6 +290,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--fill", type=float, default=0.5)
     parser.add_argument("--ratios", type=_numbers, default=[0, 10, 25, 50, 75, 90])
+    parser.add_argument("--totals", type=lambda text: text.split(","), default=[], help="in the place of ratios")
+    names = [way.name for way in WAYS]
+    parser.add_argument(
+        "--ways", type=lambda text: text.split(";"), default=names, help=f"of {'; '.join(names)}: separated by ;"
+    )
     parser.add_argument("--small", action="store_true", help="layers of kilobytes, for machines without a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser

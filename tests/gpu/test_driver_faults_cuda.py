@@ -27,7 +27,7 @@ pytestmark = [
 WAYS: dict[str, dict[str, Any]] = {
     "graphs": {"cuda_graph": True},
     "registered": {},
-    "staged": {"host_memory": "1GiB"},
+    "staged": {"host_memory": "64MiB"},
     "lru": {"placement": "lru"},
 }
 # Of what CUDA itself keeps, in a context that more and more has been done in.

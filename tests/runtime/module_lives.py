@@ -114,7 +114,11 @@ class Life:
         if not failed or (failed in QUIET and not self.raised):
             return
         assert len(self.raised) == 1, (failed, self.raised)
-        error = self.raised[0]
+        error: BaseException = self.raised[0]
+        if isinstance(error, errors.CaptureError):
+            # Of what fails while a pass is captured, it tells the failure and has it as its cause.
+            assert self.played.options.get("cuda_graph") and error.__cause__ is not None, failed
+            error = error.__cause__
         assert "a test asked for this failure" in str(error), failed
         # A staging buffer is its memory and its event.
         pinned = failed == "create_event" and "staging" in str(error)

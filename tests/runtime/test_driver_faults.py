@@ -28,7 +28,7 @@ CLASSES: dict[str, type[errors.PenstockError]] = {
 # Calls that give back, or that wait and poison before giving back: nobody is there to be told of their failure.
 QUIET = {
     *("release_block", "unreserve", "unmap", "destroy_event", "destroy_stream", "destroy_pool", "pool_release"),
-    *("unregister_host", "free_host", "synchronize_stream", "synchronize_event", "fill"),
+    *("unregister_host", "free_host", "destroy_graph", "synchronize_stream", "synchronize_event", "fill"),
     # In a run: what a pool refuses once, it may have once copies have ended.
     "pool_allocate",
 }
