@@ -3,10 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "cuda/cuda_linear.h"
-#include "cuda/stream_choice.h"
 #include "driver/cleanup.h"
 
 namespace penstock {
@@ -25,8 +23,6 @@ constexpr unsigned kEventExternal = 1;
 constexpr int kCaptureThreadLocal = 1;
 constexpr unsigned kRegisterPortable = 0x01;
 constexpr unsigned kRegisterReadOnly = 0x08;
-// About every other one is of the front end that torch computes by.
-constexpr size_t kStreamsTried = 4;
 
 // After these the context is lost: every later call fails with the same code.
 bool is_sticky(int code) {
@@ -192,26 +188,13 @@ size_t CudaDriver::pool_peak_bytes(Pool pool) {
 }
 
 Stream CudaDriver::create_stream() {
+  Stream stream = nullptr;
   int least = 0, greatest = 0;
   check(cuda_.stream_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  std::vector<DeviceStream> made;
-  size_t chosen = kStreamsTried;
-  Undo undo([&] {
-    for (size_t i = 0; i < made.size(); ++i)
-      if (i != chosen) cuda_.stream_destroy(made[i]);
-  });
-  while (made.size() < kStreamsTried) {
-    DeviceStream stream = nullptr;
-    // Non-blocking: work on the legacy default stream, where torch computes unless told otherwise, must not wait for it.
-    // Before that work: what is decoded is what a later step waits for, and the link waits for the slot that it frees.
-    check(cuda_.stream_create(&stream, kNonBlocking, greatest), "cuStreamCreateWithPriority");
-    made.push_back(stream);
-  }
-  size_t fastest = 0;
-  CudaOutcome outcome = choose_stream(cuda_, made, &fastest);
-  check(outcome.code, outcome.call);
-  chosen = fastest;
-  return made[chosen];
+  // Non-blocking: work on the legacy default stream, where torch computes unless told otherwise, must not wait for it.
+  // Before that work: what is decoded is what a later step waits for, and the link waits for the slot that it frees.
+  check(cuda_.stream_create(&stream, kNonBlocking, greatest), "cuStreamCreateWithPriority");
+  return stream;
 }
 
 void CudaDriver::destroy_stream(Stream stream) { check(cuda_.stream_destroy(stream), "cuStreamDestroy"); }

@@ -71,7 +71,6 @@ std::string load_cuda_library() {
   find("cuEventElapsedTime", library.event_elapsed);
   find("cuTensorMapEncodeTiled", library.tensor_map_encode);
   find("cuLaunchKernelEx", library.launch_kernel);
-  find("cuLaunchHostFunc", library.launch_host_function);
   find("cuModuleLoadData", library.module_load);
   find("cuModuleUnload", library.module_unload);
   find("cuModuleGetFunction", library.module_function);

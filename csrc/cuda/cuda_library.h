@@ -109,7 +109,6 @@ struct CudaLibrary {
                            const uint64_t* strides_bytes, const uint32_t* box, const uint32_t* steps, int interleave,
                            int swizzle, int promotion, int fill) = nullptr;
   int (*launch_kernel)(const CudaLaunchConfig* config, void* function, void** arguments, void** extra) = nullptr;
-  int (*launch_host_function)(DeviceStream stream, void (*function)(void*), void* argument) = nullptr;
   int (*module_load)(void** out, const void* image) = nullptr;
   int (*module_unload)(void* module) = nullptr;
   int (*module_function)(void** out, void* module, const char* name) = nullptr;
