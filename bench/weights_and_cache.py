@@ -243,7 +243,10 @@ def _point(
     with module:
         _fill(module, options)
         if module.budget_bytes < module.full_bytes and placement == "auto":
-            for in_place in (False, True):
+            with torch.no_grad():
+                module(*inputs)
+            # Below the floor of copying everything is read in place, and there are no copies to measure.
+            for in_place in (False, True) if module.last_run.copies else (True,):
                 with module.calibrate(in_place=in_place), torch.no_grad():
                     for _ in range(CALIBRATING_RUNS):
                         module(*inputs)
