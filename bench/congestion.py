@@ -1,4 +1,4 @@
-"""A picture of what programs that face the host cost those that read device memory, from the JSON of bench.kv_attention.
+"""What programs that face the host cost those that read device memory: a picture, from the JSON of bench.kv_attention.
 
     python -m bench.congestion KV_ATTENTION_JSON OUT.svg
 
