@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 import penstock.executorch
-from penstock.errors import InputError, StateInvalidError
+from penstock.errors import InputError, ProgramError, StateInvalidError
 from penstock.executorch.partitioner import TornStateError
 from penstock.weights import read_index
 from tests.harness import FAST, offloaded
@@ -122,6 +122,8 @@ def test_executorchs_lowering_is_told_what_to_leave() -> None:
 
     with pytest.raises(TornStateError, match=r"give CudaPartitioner leave_states=\['calls'\]"):
         lowered()
+    with pytest.raises(ProgramError, match="leave_states: the lowered program has no state call; it has calls, sums"):
+        lowered(leave_states=["calls", "call"])
     edge = lowered(leave_states=["calls"])
     left = [spec.target for spec in edge.exported_program("add").graph_signature.input_specs if spec.target]
     assert left == ["calls"]

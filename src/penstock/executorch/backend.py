@@ -64,6 +64,7 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
     ) -> dict[str, list[PreprocessResult]]:
         request = request_of([spec for lists in compile_specs.values() for specs in lists for spec in specs])
+        request.check_names()
         options = request.options
         names = {method: _part_names(method, len(parts)) for method, parts in edge_programs.items()}
         first_names = {name: tied[0] for tied in options["tied"] for name in tied}

@@ -96,7 +96,6 @@ def export(
         edge = to_edge_transform_and_lower(
             _apart(methods), partitioner=[ours, *partitioners], constant_methods=ours.constant_methods
         )
-        ours.check_left()
         return edge, ours.constant_methods
 
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class LoweringRequest:
     constant_methods: ConstantMethods
     # What penstock.compile takes as `weights`; None: the values are in the program.
     checkpoint: Any
+    # To be called when all methods have been partitioned: refuses what was named and is not there.
+    check_names: Callable[[], None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoweringRequest:
         return self

@@ -69,9 +69,11 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         self._leave = frozenset(map(_stem, leave))
         self._seen: set[str] = set()
         # By what the methods so far made of them: one place holds a state for all methods.
-        self._left_states = set(leave_states)
+        self._asked_states = frozenset(leave_states)
+        self._left_states = set(self._asked_states)
+        self._states: set[str] = set()
         self._owned: set[str] = set()
-        request = LoweringRequest(options, self.constant_methods, weights)
+        request = LoweringRequest(options, self.constant_methods, weights, self._check_names)
         self.delegation_spec = DelegationSpec(PenstockBackend.__name__, [request.compile_spec()])
 
     def ops_to_not_decompose(
@@ -81,13 +83,16 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         targets = {node.target for node in ep.graph.nodes if node.op == "call_function"}
         return [op for op in targets if isinstance(op, OpOverload) and _stem(str(op_name(op))) not in self._leave], None
 
-    def check_left(self) -> None:
-        """After lowering: refuses names in `leave` that no op had."""
-        absent = sorted(self._leave - self._seen)
-        if absent:
-            raise ProgramError(
-                f"leave: the lowered program has no op {', '.join(absent)}; it has {', '.join(sorted(self._seen))}"
-            )
+    def _check_names(self) -> None:
+        for option, thing, named, seen in (
+            ("leave", "op", self._leave, self._seen),
+            ("leave_states", "state", self._asked_states, self._states),
+        ):
+            if absent := sorted(named - seen):
+                raise ProgramError(
+                    f"{option}: the lowered program has no {thing} {', '.join(absent)}; it has "
+                    f"{', '.join(sorted(seen)) or 'none'}"
+                )
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         if not any(is_fetch(node) for node in exported_program.graph.nodes):
@@ -122,6 +127,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         """A state goes with the delegate that reads and writes it. Where that is not one, it stays ExecuTorch's."""
         nodes = placeholders(ep.graph)
         written = mutated_targets(ep)
+        self._states |= set(written)
         owners = state_owners(ep)
         for spec in ep.graph_signature.input_specs:
             if spec.kind not in WEIGHT_KINDS or spec.target is None:
