@@ -15,11 +15,8 @@
 #include "open/chunks.h"
 #include "open/host_limit.h"
 #include "open/registration_probe.h"
-#include "open/staging_sizes.h"
-#include "packed/packed_source.h"
 #include "penstock_core.h"
-#include "session/lru_session.h"
-#include "session/planned_session.h"
+#include "session/engine.h"
 
 namespace penstock {
 namespace {
@@ -47,57 +44,6 @@ int32_t guarded(Action&& action) noexcept {
   }
   return 1;
 }
-
-// A session with what it stands on: members are destroyed last to first.
-struct Engine {
-  Driver* driver;
-  // Known to be pinned for as long as it may be.
-  std::unique_ptr<PinnedFile> pinned;
-  std::unique_ptr<HostFile> file;
-  // Of each weight, by number: where it lies in the file, and its bytes unpacked.
-  WeightPlaces places;
-  std::vector<int64_t> weight_bytes;
-  std::unique_ptr<Source> source;
-  std::unique_ptr<PlannedSession> planned;
-  std::unique_ptr<LruSession> lru;
-  std::vector<SpanRecord> spans;  // of the trace that was stopped last
-  std::thread::id run_thread;     // that is between begin and end, if any is
-  int64_t host_bytes = 0;
-
-  StreamingSession& session() {
-    if (planned) return *planned;
-    return *lru;
-  }
-
-  void map(const std::string& path, const int64_t* extents, int64_t extent_count) {
-    file = std::make_unique<HostFile>(path);
-    const auto* begin = reinterpret_cast<const FileExtent*>(extents);
-    places = WeightPlaces(path, {begin, begin + extent_count}, (int64_t)file->bytes());
-    for (size_t weight = 0; weight < places.count(); ++weight) weight_bytes.push_back(places[weight].bytes);
-  }
-
-  void stage(const StagingSizes& sizes) {
-    source = std::make_unique<StagedSource>(*driver, *file, places, (size_t)sizes.buffer_bytes, sizes.buffers,
-                                            sizes.threads);
-  }
-
-  void register_chunks(const std::vector<size_t>& ends) {
-    source = std::make_unique<RegisteredSource>(*driver, *file, places, ends);
-  }
-
-  // Once there is a source.
-  void begin(const std::vector<int64_t>& packed, bool is_lru, int32_t device_index, bool poison) {
-    if (!packed.empty()) {
-      if (is_lru)
-        throw CoreError(Failure::usage, "packed weights are decoded as a plan says, and the policy lru has none");
-      std::vector<PackedWeight> weights = read_packed(packed.data(), packed.size(), places);
-      for (const PackedWeight& weight : weights) weight_bytes[(size_t)weight.weight] = weight.raw_bytes;
-      source = std::make_unique<PackedSource>(*driver, *file, places, std::move(source), std::move(weights), poison);
-    }
-    if (is_lru) lru = std::make_unique<LruSession>(*driver, *source, device_index, poison);
-    else planned = std::make_unique<PlannedSession>(*driver, *source, device_index, poison);
-  }
-};
 
 // Amounts that are not negative; no sum of them overflows.
 int64_t sum_of(int64_t a, int64_t b) {
@@ -215,28 +161,6 @@ int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total
     *free_bytes = (int64_t)info.free_bytes;
     *total_bytes = (int64_t)info.total_bytes;
   });
-}
-
-// `extents`, `packed`: as penstock_open has them. `lru`: the policy. `staging_buffers` 0: the file is registered in chunks
-// that end at `chunk_ends`.
-void* penstock_session_create(void* driver_handle, const char* path, const int64_t* extents, int64_t extent_count,
-                              int32_t lru, const int64_t* chunk_ends, int64_t chunk_count,
-                              int64_t staging_buffer_bytes, int32_t staging_buffers, int32_t staging_threads,
-                              int32_t device_index, int32_t poison, const int64_t* packed, int64_t packed_count) {
-  void* out = nullptr;
-  guarded([&] {
-    Entered entered(*driver(driver_handle));
-    auto made = std::make_unique<Engine>();
-    made->driver = driver(driver_handle);
-    made->map(path, extents, extent_count);
-    if (staging_buffers > 0)
-      made->stage({staging_buffer_bytes, staging_buffers, staging_threads});
-    else
-      made->register_chunks({chunk_ends, chunk_ends + chunk_count});
-    made->begin({packed, packed + packed_count}, lru != 0, device_index, poison != 0);
-    out = made.release();
-  });
-  return out;
 }
 
 // All that is decided about host memory is decided here, and refused before anything is pinned.

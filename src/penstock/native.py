@@ -41,10 +41,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_driver_granularity": (_i32, [_pointer, _pointer]),
     "penstock_driver_pool_unit": (_i32, [_pointer, _pointer]),
     "penstock_driver_memory": (_i32, [_pointer, _pointer, _pointer]),
-    "penstock_session_create": (
-        _pointer,
-        [_pointer, _text, _pointer, _i64, _i32, _pointer, _i64, _i64, _i32, _i32, _i32, _i32, _pointer, _i64],
-    ),
     "penstock_check_build": (_i32, [_pointer, _pointer]),
     "penstock_budget_origin": (_i64, [_i64, _i64, _i64]),
     "penstock_format_bytes": (_text, [_i64]),

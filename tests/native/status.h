@@ -21,7 +21,7 @@ int32_t to_status(Body body) {
     return (int32_t)error.failure;
   } catch (const std::exception& error) {
     test_error = error.what();
-    return (int32_t)Failure::driver;
+    return (int32_t)Failure::usage;  // as the core itself tells of it
   }
 }
 

@@ -1,4 +1,4 @@
-"""The native host functions for tests: loaded without torch, so that a child process starts quickly."""
+"""The host side of the core by itself: loaded without torch, so that a child process starts quickly."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import penstock
-from penstock.runtime.host_memory import declare_host_functions
+from tests.native.library import testing
 from tests.runtime.soft import Counts, DriverFailure, SoftDriver
 
-LIBRARY = Path(penstock.__file__).parent / "libpenstock.so"
 PAGE = os.sysconf("SC_PAGESIZE")
 
 # csrc/driver/driver.h
@@ -27,9 +25,34 @@ class CoreFailure(Exception):
         self.code = code
 
 
+_P, _I32, _I64, _PTR = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.POINTER
+FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    "file_open": (_I32, [ctypes.c_char_p, _PTR(_P)]),
+    "file_close": (None, [_P]),
+    "file_data": (_P, [_P]),
+    "file_bytes": (_I64, [_P]),
+    "file_check": (_I32, [_P]),
+    "file_prefault": (_I32, [_P, _I64, _I64, _I32, _PTR(_I64)]),
+    "guarded_copy": (_I32, [_P, _P, ctypes.c_size_t]),
+    "guarded_touch": (_I32, [_P, ctypes.c_size_t]),
+    "register": (_I32, [_P, _P, _PTR(_I64), _I64, _PTR(_P)]),
+    "unregister": (None, [_P]),
+    "staging_create": (_I32, [_P, _P, _I64, _I32, _I32, _PTR(_P)]),
+    "staging_destroy": (None, [_P]),
+    "staging_follow": (_I32, [_P, _P, _I64, _P, _I64]),
+    "staging_copy_next": (_I32, [_P, _I64, _I64, ctypes.c_uint64, _P]),
+    "staging_copy_now": (_I32, [_P, _I64, _I64, ctypes.c_uint64, _P]),
+    "staging_host_bytes": (_I64, [_P]),
+    "staging_bytes_read": (_I64, [_P]),
+}
+
+
 def load() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(LIBRARY))
-    declare_host_functions(library)
+    library = testing()
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, f"penstock_test_{name}")
+        function.restype, function.argtypes = result, arguments
+    library.penstock_test_error.restype = ctypes.c_char_p
     return library
 
 
@@ -37,10 +60,10 @@ core = load()
 
 
 def host(name: str, *arguments: object) -> None:
-    """A penstock_host_ function that can fail."""
-    code = getattr(core, f"penstock_host_{name}")(*arguments)
+    """One that can fail."""
+    code = getattr(core, f"penstock_test_{name}")(*arguments)
     if code:
-        raise CoreFailure(code, core.penstock_host_error().decode())
+        raise CoreFailure(code, core.penstock_test_error().decode())
 
 
 @contextmanager
@@ -50,7 +73,7 @@ def host_file(path: Path) -> Iterator[ctypes.c_void_p]:
     try:
         yield file
     finally:
-        core.penstock_host_file_close(file)
+        core.penstock_test_file_close(file)
 
 
 class SoftDevice:
@@ -114,7 +137,7 @@ def soft_device(device_bytes: int) -> Iterator[SoftDevice]:
 def run_child(code: str, *arguments: object, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Python code in a process of its own: what kills it shows as a failed test and not as a dead pytest."""
     root = Path(__file__).parents[2]
-    places = [str(root), str(Path(penstock.__file__).parents[1])]
+    places = [str(root), str(root / "src")]
     return subprocess.run(
         [sys.executable, *options, "-c", "from tests.runtime.host_cases import *\n" + code, *map(str, arguments)],
         capture_output=True,

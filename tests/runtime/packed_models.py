@@ -19,10 +19,10 @@ from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.runtime.records import Numbers, packed_numbers
-from penstock.runtime.session import HostSource
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from penstock.weights.packing import Blocks
+from tests.native.session import HostSource
 from tests.plan.planning import make_plan, placed_floor
 from tests.runtime.rig import PAGE, Model, chain
 from tests.runtime.soft import SoftDriver

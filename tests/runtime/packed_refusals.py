@@ -6,14 +6,13 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.plan.packed import SlotSizes, with_packed
 from penstock.plan.plan import DIRECT, Block, MethodPlan, Piece, Plan, Range, Slots, Store
-from penstock.runtime.driver import Driver
 from penstock.runtime.records import Numbers, packed_numbers, plan_numbers
-from penstock.runtime.session import Session
+from tests.native.session import make_session
 from tests.runtime.packed_models import PackedModel, packed_chain
 from tests.runtime.rig import PAGE, Rig, chain, write_model
 from tests.runtime.scenario_tools import refused, scenario
@@ -30,7 +29,7 @@ def _says(action: Callable[[], object], *words: str) -> None:
 def _open(driver: SoftDriver, model: PackedModel, numbers: Numbers, *, lru: bool = False) -> None:
     source = model.registered()
     options = {"extents": model.extents, "lru": lru, "device_index": 0, "poison": True, "packed": numbers}
-    Session(cast(Driver, driver), model.path, source, **options).close()  # type: ignore[arg-type]
+    make_session(driver, model.path, source, **options).close()  # type: ignore[arg-type]
 
 
 def _numbers(values: Sequence[int]) -> Numbers:

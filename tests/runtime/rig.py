@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from penstock.errors import CaptureError, PenstockError, WeightsChangedError
 from penstock.native import core
 from penstock.plan.plan import Plan, Traffic
-from penstock.runtime.driver import Driver
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
-from penstock.runtime.session import HostSource, Session, Stats
+from penstock.runtime.session import Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
+from tests.native.session import HostSource, make_session
 from tests.plan.planning import full_bytes, make_plan, placed_floor
 from tests.runtime.soft import SoftDriver, hash_of
 
@@ -180,9 +180,8 @@ class Rig:
         self._owner: int | None = None
         # What the plan says of the last run, and of all runs together.
         self.last = self.expected = Traffic(0, 0, 0, 0)
-        self.session = Session(
-            # All that a session asks of a driver is its handle.
-            cast(Driver, self.driver),
+        self.session = make_session(
+            self.driver,
             model.path,
             model.registered() if source is None else source,
             extents=model.extents,

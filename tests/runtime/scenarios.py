@@ -29,6 +29,7 @@ from penstock.plan.check import check_plan
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
+from tests.native.library import testing
 from tests.runtime import packed_refusals, packed_scenarios  # noqa: F401  # theirs are in the list, too
 from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenario_tools import (
@@ -44,7 +45,7 @@ from tests.runtime.scenario_tools import (
     scenario,
     streamed,
 )
-from tests.runtime.soft import DriverFailure, Failure, SoftDriver, library
+from tests.runtime.soft import DriverFailure, Failure, SoftDriver
 
 
 def _chain(folder: Path) -> Model:
@@ -873,30 +874,30 @@ class _Staging:
         self.stream = self.driver.create_stream()
         self.target = ctypes.create_string_buffer(PAGE)
         self._file, self._staging = ctypes.c_void_p(), ctypes.c_void_p()
-        assert not library().penstock_host_file_open(str(path).encode(), ctypes.byref(self._file))
+        assert not testing().penstock_test_file_open(str(path).encode(), ctypes.byref(self._file))
         driver, page_bytes = ctypes.c_void_p(self.driver.handle), ctypes.c_int64(PAGE)
-        made = library().penstock_host_staging_create(driver, self._file, page_bytes, 1, 1, ctypes.byref(self._staging))
+        made = testing().penstock_test_staging_create(driver, self._file, page_bytes, 1, 1, ctypes.byref(self._staging))
         assert not made
         self.driver.set_late(self.stream, True)
 
     def copy_next(self) -> int:
         extent = (ctypes.c_int64 * 2)(0, PAGE)
         one, none = ctypes.c_int64(1), ctypes.c_int64(0)
-        assert not library().penstock_host_staging_follow(self._staging, extent, one, None, none)
-        return int(library().penstock_host_staging_copy_next(self._staging, *self._where()))
+        assert not testing().penstock_test_staging_follow(self._staging, extent, one, None, none)
+        return int(testing().penstock_test_staging_copy_next(self._staging, *self._where()))
 
     def copy_now(self) -> int:
-        return int(library().penstock_host_staging_copy_now(self._staging, *self._where()))
+        return int(testing().penstock_test_staging_copy_now(self._staging, *self._where()))
 
     def _where(self) -> tuple[ctypes.c_int64, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p]:
         to = ctypes.c_uint64(ctypes.addressof(self.target))
         return ctypes.c_int64(0), ctypes.c_int64(PAGE), to, ctypes.c_void_p(self.stream)
 
     def destroy(self) -> None:
-        library().penstock_host_staging_destroy(self._staging)
+        testing().penstock_test_staging_destroy(self._staging)
 
     def finish(self) -> None:
-        library().penstock_host_file_close(self._file)
+        testing().penstock_test_file_close(self._file)
         self.driver.destroy_stream(self.stream)
         assert not self.driver.counts().alive()
         self.driver.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.plan.floor import floor_bytes
-from penstock.runtime.session import HostSource
+from tests.native.session import HostSource
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, models, staged
 from tests.runtime.scenarios import SCENARIOS
 from tests.runtime.soft import SoftDriver

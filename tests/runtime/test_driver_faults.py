@@ -11,7 +11,7 @@ import pytest
 
 from penstock import errors
 from penstock.plan.floor import floor_bytes
-from penstock.runtime.session import HostSource
+from tests.native.session import HostSource
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, staged, write_model
 from tests.runtime.soft import Failure, SoftDriver
 

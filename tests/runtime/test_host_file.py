@@ -34,8 +34,8 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_bytes_are_the_files(path: Path) -> None:
     with host_file(path) as file:
-        assert core.penstock_host_file_bytes(file) == len(CONTENT)
-        assert ctypes.string_at(core.penstock_host_file_data(file), len(CONTENT)) == CONTENT
+        assert core.penstock_test_file_bytes(file) == len(CONTENT)
+        assert ctypes.string_at(core.penstock_test_file_data(file), len(CONTENT)) == CONTENT
 
 
 def test_a_file_that_cannot_be_mapped_is_refused_by_name(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_file_that_was_replaced_is_still_the_one_that_was_opened(path: Path, t
     with host_file(path) as file:
         other.replace(path)
         host("file_check", file)
-        assert ctypes.string_at(core.penstock_host_file_data(file), len(CONTENT)) == CONTENT
+        assert ctypes.string_at(core.penstock_test_file_data(file), len(CONTENT)) == CONTENT
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -95,7 +95,7 @@ def test_prefault_touches_what_it_is_told(tmp_path: Path, threads: int, offset: 
     with path.open("wb") as handle:
         handle.truncate((50 << 20) + 3)
     with host_file(path) as file:
-        length = core.penstock_host_file_bytes(file) if nbytes is None else nbytes
+        length = core.penstock_test_file_bytes(file) if nbytes is None else nbytes
         done = ctypes.c_int64()
         host("file_prefault", file, offset, length, threads, ctypes.byref(done))
         assert done.value == length
@@ -119,7 +119,7 @@ path = Path(sys.argv[1])
 size = path.stat().st_size
 scope = host_file(path)
 file = scope.__enter__()
-data = core.penstock_host_file_data(file)
+data = core.penstock_test_file_data(file)
 os.truncate(path, 2 * PAGE)
 if AFTER: faulthandler.enable()
 target = ctypes.create_string_buffer(size)
@@ -135,13 +135,13 @@ import threading
 def reads():
     target = ctypes.create_string_buffer(size)
     for _ in range(3):
-        assert core.penstock_host_guarded_copy(target, data, size) == 0
-        assert core.penstock_host_guarded_copy(target, data, 2 * PAGE) == 1
+        assert core.penstock_test_guarded_copy(target, data, size) == 0
+        assert core.penstock_test_guarded_copy(target, data, 2 * PAGE) == 1
         assert target.raw[:2 * PAGE] == path.read_bytes()
-        assert core.penstock_host_guarded_touch(data, 2 * PAGE + 1) == 0
-        assert core.penstock_host_guarded_touch(data + PAGE - 1, PAGE + 1) == 1
-        assert core.penstock_host_guarded_touch(data + PAGE - 1, PAGE + 2) == 0
-        assert core.penstock_host_guarded_touch(data + 2 * PAGE, 0) == 1
+        assert core.penstock_test_guarded_touch(data, 2 * PAGE + 1) == 0
+        assert core.penstock_test_guarded_touch(data + PAGE - 1, PAGE + 1) == 1
+        assert core.penstock_test_guarded_touch(data + PAGE - 1, PAGE + 2) == 0
+        assert core.penstock_test_guarded_touch(data + 2 * PAGE, 0) == 1
 threads = [threading.Thread(target=reads) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -167,7 +167,7 @@ def test_any_other_bus_error_is_told_and_ends_the_process(path: Path, handler: s
     child = run_child(
         TRUNCATED
         + """
-if sys.argv[3] == "True": core.penstock_host_guarded_touch(data, size)
+if sys.argv[3] == "True": core.penstock_test_guarded_touch(data, size)
 ctypes.string_at(data + 2 * PAGE, 1)
 """,
         path,
@@ -192,7 +192,7 @@ other.write_bytes(bytes(PAGE))
 with other.open("r+b") as handle:
     view = mmap.mmap(handle.fileno(), PAGE)
 os.truncate(other, 0)
-core.penstock_host_guarded_copy(target, data, size)
+core.penstock_test_guarded_copy(target, data, size)
 view[0]
 """,
         path,
@@ -213,7 +213,7 @@ with other.open("r+b") as handle:
     view = mmap.mmap(handle.fileno(), PAGE)
 address = ctypes.addressof(ctypes.c_char.from_buffer(view))
 os.truncate(other, 0)
-core.penstock_host_guarded_copy(address, data, PAGE)
+core.penstock_test_guarded_copy(address, data, PAGE)
 """,
         path,
         "none",
@@ -263,7 +263,7 @@ def test_registration_in_chunks(path: Path) -> None:
     with soft_device(PAGE) as device, host_file(path) as file:
         registration = register(device.driver, file, [PAGE, 3 * PAGE, WHOLE])
         assert (device.counts().registrations, device.counts().registered_bytes) == (3, WHOLE)
-        core.penstock_host_unregister(registration)
+        core.penstock_test_unregister(registration)
         assert device.counts().registrations == 0
 
 
@@ -292,7 +292,7 @@ def test_unregistering_goes_on_after_a_failure(path: Path) -> None:
     with soft_device(PAGE) as device, host_file(path) as file:
         registration = register(device.driver, file, [PAGE, 3 * PAGE, WHOLE])
         device.fail_at(1, "unregister_host")
-        core.penstock_host_unregister(registration)
+        core.penstock_test_unregister(registration)
         assert device.failed_call() == "unregister_host"
         assert device.counts().registrations == 0
 

@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import DriverCallError
 from penstock.plan.packed import BLOCK_BYTES
 from penstock.plan.plan import Plan
-from penstock.runtime.session import HostSource
+from tests.native.session import HostSource
 from tests.runtime.packed_models import PackedModel, random_packed, write_packed
 from tests.runtime.rig import INLINE, MS, PAGE, Rig, RunFailed, chain, staged
 from tests.runtime.test_driver_faults import Life, live_and_fail

@@ -18,7 +18,7 @@ from penstock.errors import (
     WeightsChangedError,
 )
 from penstock.native import core
-from penstock.runtime.session import HostSource
+from tests.native.session import HostSource
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenarios import SCENARIOS
 from tests.runtime.soft import SoftDriver

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import DriverCallError
 from penstock.plan.floor import floor_bytes
-from penstock.runtime.session import HostSource
 from penstock.schedule import Access, Schedule, Step
+from tests.native.session import HostSource
 from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, staged, write_model
 
 US = 1000

@@ -73,7 +73,7 @@ class Staged:
 
     @property
     def bytes_read(self) -> int:
-        return int(core.penstock_host_staging_bytes_read(self.handle))
+        return int(core.penstock_test_staging_bytes_read(self.handle))
 
 
 @contextmanager
@@ -84,11 +84,11 @@ def staging(path: Path, *, buffers: int = 3, threads: int = 2, copies: int = 64)
         handle = ctypes.c_void_p()
         host("staging_create", device.driver, file, BUFFER, buffers, threads, ctypes.byref(handle))
         try:
-            assert core.penstock_host_staging_host_bytes(handle) == buffers * BUFFER
+            assert core.penstock_test_staging_host_bytes(handle) == buffers * BUFFER
             yield Staged(device, handle)
             assert device.counts().peak_host_bytes == buffers * BUFFER
         finally:
-            core.penstock_host_staging_destroy(handle)
+            core.penstock_test_staging_destroy(handle)
         assert (device.counts().host_bytes, device.counts().events) == (0, events)
         assert threads_come_to(threads_before)
 
@@ -163,7 +163,7 @@ def test_left_in_the_middle_with_copies_under_way(path: Path) -> None:
         device.set_late()
         staged.next((0, BUFFER))
         staged.next((BUFFER, BUFFER))
-        core.penstock_host_staging_destroy(handle)
+        core.penstock_test_staging_destroy(handle)
         # Nothing waits here: destroying has.
         staged.compare()
         assert device.counts().host_bytes == 0
@@ -282,7 +282,7 @@ def tell_with_failure_at(number: int, device: SoftDevice, file: ctypes.c_void_p,
         staged.copied.clear()
         staged.follow([], [(1, 10)])
         staged.next((1, 10))
-    core.penstock_host_staging_destroy(handle)
+    core.penstock_test_staging_destroy(handle)
     # Destroying has waited for the last copies, even where waiting was made to fail. Nothing else waits here, so that
     # the failure falls on a call of the staging's own.
     staged.compare()
@@ -322,7 +322,7 @@ def test_two_rings_in_two_threads(path: Path) -> None:
                 for _ in range(5):
                     for pair in order:
                         host("staging_copy_next", handle, *pair, target, device.stream)
-                core.penstock_host_staging_destroy(handle)
+                core.penstock_test_staging_destroy(handle)
         except BaseException as problem:
             problems.append(problem)
 

@@ -75,16 +75,6 @@ class LinkSample:
 
 
 @dataclass(frozen=True)
-class HostSource:
-    """How the bytes of the file reach the device: registered in chunks, or through staging buffers."""
-
-    chunk_ends: tuple[int, ...] = ()
-    staging_buffer_bytes: int = 0
-    staging_buffers: int = 0
-    staging_threads: int = 0
-
-
-@dataclass(frozen=True)
 class FileSource:
     """The weights file as it is given to the core, which decides how its bytes reach the device, and checks memory."""
 
@@ -160,7 +150,7 @@ def _guarded(prepare: Callable[[int, int], None], errors: list[Exception]) -> Ca
     return call
 
 
-def _flat(extents: Sequence[tuple[int, int]]) -> Numbers:
+def flat(extents: Sequence[tuple[int, int]]) -> Numbers:
     numbers = [number for extent in extents for number in extent]
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
@@ -168,42 +158,10 @@ def _flat(extents: Sequence[tuple[int, int]]) -> Numbers:
 class Session:
     """Not for two threads at once. Everything raises one of Penstock's errors."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        path: Path,
-        source: HostSource,
-        *,
-        extents: Sequence[tuple[int, int]],
-        lru: bool,
-        device_index: int,
-        poison: bool,
-        packed: Numbers | None = None,
-    ) -> None:
-        """`extents`: as in FileSource. `packed`: the records of weights that are packed in the file."""
-        self._handle: int | None = None
-        ends = (ctypes.c_int64 * len(source.chunk_ends))(*source.chunk_ends)
-        self._core = core()
-        self._pid = os.getpid()
-        self._driver = driver  # outlives the session
-        self._handle = self._core.penstock_session_create(
-            driver.handle,
-            str(path).encode(),
-            _flat(extents),
-            len(extents),
-            int(lru),
-            ends,
-            len(source.chunk_ends),
-            source.staging_buffer_bytes,
-            source.staging_buffers,
-            source.staging_threads,
-            device_index,
-            int(poison),
-            packed,
-            0 if packed is None else len(packed),
-        )
-        if not self._handle:
-            raise last_exception()
+    def __init__(self, driver: Driver, handle: int) -> None:
+        """Over a session of the core, which is its own from now on."""
+        self._handle: int | None = handle
+        self._core, self._pid, self._driver = core(), os.getpid(), driver  # which outlives it
         self._preparation = _Preparation(None)
 
     @classmethod
@@ -224,7 +182,7 @@ class Session:
         progress = Progress(source.path)
         request = _OpenRequest(
             path=os.fsencode(source.path),
-            extents=ctypes.cast(_flat(source.extents), ctypes.c_void_p),
+            extents=ctypes.cast(flat(source.extents), ctypes.c_void_p),
             extent_count=len(source.extents),
             host_cap_bytes=-1 if source.cap_bytes is None else source.cap_bytes,
             extra_host_bytes=source.extra_bytes,
@@ -237,14 +195,11 @@ class Session:
             device_index=device_index,
             poison=int(poison),
         )
-        made = cls.__new__(cls)
-        made._core, made._pid, made._driver = core(), os.getpid(), driver
-        made._preparation = _Preparation(None)
         with progress:
-            made._handle = made._core.penstock_open(driver.handle, ctypes.byref(request)) or None
-        if made._handle is None:
+            handle = core().penstock_open(driver.handle, ctypes.byref(request))
+        if not handle:
             raise last_exception()
-        return made
+        return cls(driver, handle)
 
     @property
     def host_bytes(self) -> int:

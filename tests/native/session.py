@@ -1,0 +1,63 @@
+"""Sessions over sources that tests choose, by chunks and by buffers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from penstock.runtime.driver import Driver
+from penstock.runtime.failures import exception
+from penstock.runtime.records import Numbers
+from penstock.runtime.session import Session, flat
+from tests.native.driver import library
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """How the bytes of the file reach the device: registered in chunks, or through staging buffers."""
+
+    chunk_ends: tuple[int, ...] = ()
+    staging_buffer_bytes: int = 0
+    staging_buffers: int = 0
+    staging_threads: int = 0
+
+
+class HasHandle(Protocol):
+    @property
+    def handle(self) -> int | None: ...
+
+
+def make_session(
+    driver: HasHandle,
+    path: Path,
+    source: HostSource,
+    *,
+    extents: Sequence[tuple[int, int]],
+    lru: bool,
+    device_index: int,
+    poison: bool,
+    packed: Numbers | None = None,
+) -> Session:
+    """`extents`: as in FileSource. `packed`: the records of weights that are packed in the file."""
+    ends = (ctypes.c_int64 * len(source.chunk_ends))(*source.chunk_ends)
+    create = library().penstock_test_session_create
+    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    create.restype = i32
+    create.argtypes = [
+        *(pointer, ctypes.c_char_p, pointer, i64, i32, pointer, i64),
+        *(i64, i32, i32, i32, i32, pointer, i64, pointer),
+    ]
+    handle = pointer()
+    failure = create(
+        driver.handle, str(path).encode(), flat(extents), len(extents), int(lru), ends, len(ends),
+        source.staging_buffer_bytes, source.staging_buffers, source.staging_threads,
+        device_index, int(poison), packed, 0 if packed is None else len(packed), ctypes.byref(handle),
+    )  # fmt: skip
+    if failure:
+        raise exception(failure, library().penstock_test_error().decode())
+    assert handle.value is not None
+    # All that a session asks of a driver is its handle.
+    return Session(cast(Driver, driver), handle.value)
