@@ -15,8 +15,9 @@ from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# Of all methods over one ring, which is what nearly everybody runs.
-USUAL = Spacing(times=1.04, part_of_weights=1 / 2000)
+# Of all methods over one ring, which is what nearly everybody runs. With 1.04 the next smaller plan of a Llama had as
+# little as 0.97 of the speed of one for the budget; tests/executorch/test_plan_spacing.py asks for 0.98.
+USUAL = Spacing(times=1.025, part_of_weights=1 / 2000)
 # Of a delegate that gets a budget of its own, and of weights staged through host memory: rare, and as long to plan.
 RARE = Spacing(times=1.2, part_of_weights=1 / 200)
 
