@@ -1,5 +1,5 @@
-"""Plans for the packed weights of a .ptd, an entry of that file: for a process without Python. csrc/packed_plans.cpp
-reads it. No torch.
+"""Plans for the packed weights of a .ptd, an entry of that file: for a process without Python. csrc/payload.cpp reads
+it. No torch.
 
 A plan for packed weights knows how long each of their blocks is, so it can be made only when they are packed; and as it
 names weights and accesses, it is for one program. The entry is laid out as the payload of a .pte is, without code.
