@@ -168,9 +168,10 @@ class _Packer:
         """Where it is without packing. The entry with plans may need more room for the index."""
         if self.asked.plans is None:
             return self.plan.base_bytes
-        # As long as it could be: of whatever is packed the index loses the layout.
+        # As long as it could be: of whatever is packed the index loses the layout. Numbers that are not zero take the
+        # same room, whatever they are.
         records = [*self.plan.records, _plans_record(self.asked.plans, b"")]
-        room = encode_index(records, [Segment(1, 1)] * (len(records) + 1), 0)
+        room = encode_index(records, [*self.plan.segments[:-1], Segment(1, 1), Segment(1, 1)], 0)
         return max(self.plan.base_bytes, aligned_bytes(len(room)))
 
     def _finish(self, records: list[Record], segments: list[Segment], end_bytes: int) -> None:
