@@ -114,14 +114,19 @@ def llama() -> Table:
 
 
 # Between the budgets that are planned exactly the next smaller plan is taken.
-@pytest.mark.parametrize("percent", [10, 25, 50, 75, 90, 13.7, 17.1, 22.9, 28, 37.2, 44.4, 57, 66.6, 72, 84.2, 88, 93])
-def test_the_plan_in_the_file_is_as_fast_as_one_for_the_budget(llama: Table, percent: float) -> None:
+BETWEEN = (13.7, 17.1, 22.9, 28, 37.2, 44.4, 57, 66.6, 72, 84.2, 88, 93)
+
+
+@pytest.mark.parametrize(
+    ("percent", "least"), [*((percent, 0.98) for percent in (10, 25, 50, 75, 90)), *((each, 0.965) for each in BETWEEN)]
+)
+def test_the_plan_in_the_file_is_as_fast_as_one_for_the_budget(llama: Table, percent: float, least: float) -> None:
     """By the planner's own times, on each of the machines that stand for all where nothing was measured."""
     budget_bytes = int(llama.weight_bytes * percent / 100)
     stored, own = llama.taken(budget_bytes), llama.planner.plan(budget_bytes)
     machines = nominal(Menu(tuple(llama.schedules), llama.weights, llama.page_bytes, lambda access: access.gathered))
     seconds = [sum(predicted_s(plan, llama.schedules, one) for one in machines) for plan in (stored, own)]
-    assert seconds[1] / seconds[0] >= 0.98
+    assert seconds[1] / seconds[0] >= least
 
 
 def test_a_decoder_has_few_plans_and_all_that_it_needs(llama: Table) -> None:
@@ -136,7 +141,7 @@ def test_a_decoder_has_few_plans_and_all_that_it_needs(llama: Table) -> None:
     assert len(idle) == 2 and idle[-1].device_bytes == full_bytes
     budgets = [plan.device_bytes for plan in table.plans if plan not in idle]
     assert budgets[-1] - budgets[-2] == page_bytes < (budgets[1] - budgets[0]) / 2
-    assert len(table.plans) <= 140
+    assert len(table.plans) <= 110
 
 
 def test_packed_weights_have_plans_of_their_own() -> None:
