@@ -17,8 +17,8 @@ from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# Of all methods over one ring, which is what nearly everybody runs. Closer ones take longer to plan, and gain at most 3%
-# between the round parts, which have plans of their own: tests/executorch/test_plan_spacing.py.
+# Of all methods over one ring, as nearly everybody runs them. Closer ones take longer to plan, and gain at most 3%
+# between the round parts. Those have plans of their own: tests/executorch/test_plan_spacing.py.
 USUAL = Spacing(times=1.04, part_of_weights=1 / 2000)
 # The same for packed weights, of which a plan takes four times as long to find.
 PACKED = Spacing(times=1.06, part_of_weights=1 / 500)
