@@ -1,35 +1,59 @@
-// run_model model.pte model.ptd BUDGET ROWS COLUMNS [--set-budget BYTES]... < input > output
+// run_model model.pte model.ptd BUDGET ROWS COLUMNS [--runs N] [--set-budget BYTES]... < input > output
 //
 // Runs `forward` on one float32 matrix that is read raw from standard input; writes the first output raw. BUDGET is a
-// number of bytes, or "default": what was baked in, or else automatic. After each --set-budget it runs once more with
-// that budget, without loading anything again. What each run moved is printed to standard error.
+// number of bytes, or "default": what was baked in, or else automatic. After each --set-budget it runs again with
+// that budget, without loading anything again. --runs: so many times with each budget, once if nothing is said; the last
+// output is written. What the last run moved, and how long the runs took, is printed to standard error.
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/backend/backend_options_map.h>
 #include <executorch/runtime/backend/interface.h>
 #include <executorch/runtime/backend/options.h>
 
+#include <algorithm>
+#include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <string>
 #include <vector>
 
 using executorch::extension::from_blob;
 using executorch::extension::Module;
+using executorch::runtime::BackendOption;
 using executorch::runtime::BackendOptions;
 using executorch::runtime::Error;
 using executorch::runtime::LoadBackendOptionsMap;
 
 constexpr const char* kBackend = "PenstockBackend";
 
-bool run(Module& module, std::vector<float>& input, int rows, int columns) {
-  auto result = module.forward(from_blob(input.data(), {rows, columns}));
-  if (!result.ok()) {
-    std::fprintf(stderr, "not run: error 0x%x\n", (unsigned)result.error());
-    return false;
+struct Work {
+  Module& module;
+  std::vector<float>& input;
+  int rows;
+  int columns;
+  int runs;
+};
+
+// The time that a run took, in the median; negative where one failed. What it returns lies in main memory, so it is over.
+int64_t run(const Work& work) {
+  std::vector<int64_t> took_ns;
+  for (int i = 1; i <= work.runs; ++i) {
+    const auto began = std::chrono::steady_clock::now();
+    auto result = work.module.forward(from_blob(work.input.data(), {work.rows, work.columns}));
+    took_ns.push_back(std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count());
+    if (!result.ok()) {
+      std::fprintf(stderr, "not run: error 0x%x\n", (unsigned)result.error());
+      return -1;
+    }
+    if (i < work.runs) continue;
+    auto output = result->at(0).toTensor();
+    if (std::fwrite(output.const_data_ptr(), 1, output.nbytes(), stdout) != output.nbytes()) return -1;
   }
-  auto output = result->at(0).toTensor();
-  return std::fwrite(output.const_data_ptr(), 1, output.nbytes(), stdout) == output.nbytes();
+  std::nth_element(took_ns.begin(), took_ns.begin() + work.runs / 2, took_ns.end());
+  return took_ns[(size_t)work.runs / 2];
 }
 
 bool set_budget(const char* budget) {
@@ -40,31 +64,62 @@ bool set_budget(const char* budget) {
   return error == Error::Ok;
 }
 
+constexpr const char* kFigures[] = {
+    "weight_offload_budget", "weight_offload_plan", "weight_offload_plan_count", "weight_offload_device_bytes",
+    "weight_offload_peak_device_bytes", "weight_offload_runs", "weight_offload_last_run_bytes_streamed",
+    "weight_offload_last_run_bytes_hit", "weight_offload_last_run_bytes_in_place", "weight_offload_last_run_bytes_decoded",
+    "weight_offload_last_run_copies", "weight_offload_last_run_stall_ns", "weight_offload_link_bytes_per_s"};
+using Text = std::array<char, executorch::runtime::kMaxOptionValueLength>;
+
 // Every figure is a decimal number in a string: an int of ExecuTorch's has 32 bits.
-bool print_figures() {
-  BackendOptions<6> options;
-  bool fits = options.set_option("weight_offload_budget", "") == Error::Ok &&
-              options.set_option("weight_offload_device_bytes", "") == Error::Ok &&
-              options.set_option("weight_offload_runs", "") == Error::Ok &&
-              options.set_option("weight_offload_last_run_bytes_streamed", "") == Error::Ok &&
-              options.set_option("weight_offload_last_run_copies", "") == Error::Ok &&
-              options.set_option("weight_offload_link_bytes_per_s", "") == Error::Ok;
-  Error error = fits ? executorch::runtime::get_option(kBackend, options.view()) : Error::InvalidArgument;
+bool print_figures(int64_t run_ns) {
+  std::vector<BackendOption> options;
+  for (const char* name : kFigures) {
+    BackendOption option{};
+    std::strncpy(option.key, name, sizeof option.key - 1);
+    option.value = Text{};
+    options.push_back(option);
+  }
+  Error error = executorch::runtime::get_option(kBackend, {options.data(), options.size()});
   if (error != Error::Ok) {
     std::fprintf(stderr, "no figures: error 0x%x\n", (unsigned)error);
     return false;
   }
-  for (const auto& option : options.view())
-    if (auto* text = std::get_if<std::array<char, executorch::runtime::kMaxOptionValueLength>>(&option.value))
-      std::fprintf(stderr, "%s=%s\n", option.key, text->data());
+  std::map<std::string, double> found;
+  for (const BackendOption& option : options) {
+    const char* text = std::get<Text>(option.value).data();
+    std::fprintf(stderr, "%s=%s\n", option.key, text);
+    found[option.key] = std::atof(text);
+  }
+  std::fprintf(stderr, "run_ns=%lld\n", (long long)run_ns);
+  const double streamed_bytes = found["weight_offload_last_run_bytes_streamed"];
+  const double link_bytes_per_s = found["weight_offload_link_bytes_per_s"];
+  std::fprintf(stderr, "%.3f ms a run", (double)run_ns / 1e6);
+  // The link as it was timed when the plan was installed, with copies as the plan makes them.
+  if (streamed_bytes > 0 && link_bytes_per_s > 0)
+    std::fprintf(stderr, ", %.3f GB/s over a link of %.3f GB/s: %.0f%%", streamed_bytes / (double)run_ns,
+                 link_bytes_per_s / 1e9, 100e9 * streamed_bytes / (double)run_ns / link_bytes_per_s);
+  std::fprintf(stderr, "\n");
   return true;
+}
+
+bool run_and_print(const Work& work) {
+  const int64_t run_ns = run(work);
+  return run_ns >= 0 && print_figures(run_ns);
 }
 
 int main(int count, char** words) {
   bool understood = count >= 6 && count % 2 == 0;
-  for (int i = 6; i < count; i += 2) understood = understood && std::strcmp(words[i], "--set-budget") == 0;
-  if (!understood) {
-    std::fprintf(stderr, "usage: %s model.pte model.ptd BUDGET ROWS COLUMNS [--set-budget BYTES]... < input > output\n",
+  int runs = 1;
+  std::vector<const char*> budgets;
+  for (int i = 6; understood && i < count; i += 2) {
+    if (std::strcmp(words[i], "--set-budget") == 0) budgets.push_back(words[i + 1]);
+    else if (std::strcmp(words[i], "--runs") == 0) runs = std::atoi(words[i + 1]);
+    else understood = false;
+  }
+  if (!understood || runs < 1) {
+    std::fprintf(stderr,
+                 "usage: %s model.pte model.ptd BUDGET ROWS COLUMNS [--runs N] [--set-budget BYTES]... < input > output\n",
                  words[0]);
     return 2;
   }
@@ -90,8 +145,9 @@ int main(int count, char** words) {
     return 1;
   }
 
-  if (!run(module, input, rows, columns) || !print_figures()) return 1;
-  for (int i = 6; i < count; i += 2)
-    if (!set_budget(words[i + 1]) || !run(module, input, rows, columns) || !print_figures()) return 1;
+  const Work work{module, input, rows, columns, runs};
+  if (!run_and_print(work)) return 1;
+  for (const char* budget : budgets)
+    if (!set_budget(budget) || !run_and_print(work)) return 1;
   return 0;
 }

@@ -90,7 +90,9 @@ def read_weights(path: Path) -> tuple[str, dict[str, Found]]:
     text = content(keys.pop("penstock.json")[0])
     check_seal(text, raw[: offset + size])
     document = json.loads(text)
-    assert document["format"] == (3 if any("packed" in entry for entry in document["entries"]) else 2)
+    has_plans = any(entry["kind"] == "plans" for entry in document["entries"])
+    is_packed = any("packed" in entry for entry in document["entries"])
+    assert document["format"] == (4 if has_plans else 3 if is_packed else 2)
     found: dict[str, Found] = {}
     for entry in document["entries"]:
         for name in (entry["name"], *entry["aliases"]):

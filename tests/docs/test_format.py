@@ -122,6 +122,11 @@ REFUSALS: dict[str, tuple[str, ...]] = {
         "tests/weights/test_packed_damage.py::test_damaged_blocks_stay_within_their_buffers",
         "tests/weights/test_packed_damage.py::test_a_flipped_byte_anywhere_is_found",
     ),
+    "R27": ("tests/weights/test_packed_refusals.py::test_plans_that_are_none_are_refused",),
+    "R28": (
+        "tests/executorch/test_packed_plans.py::test_damaged_plans_are_refused",
+        "tests/executorch/test_packed_plans.py::test_plans_for_other_packed_weights_are_refused",
+    ),
 }
 
 

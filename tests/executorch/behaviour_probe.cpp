@@ -4,9 +4,10 @@
 //   run METHOD ROWS COLUMNS DTYPE HEX
 //   read NAME BYTES | write NAME HEX | reset
 //   budget BYTES               changes that of the loaded program
+//   figure NAME                what get_option has under it, in decimal digits
 //   close
 //
-// Answers: "ok [HEX]", or "refused STATUS KIND DETAIL TEXT" with what the delegate says of it.
+// Answers: "ok [HEX or digits]", or "refused STATUS KIND DETAIL TEXT" with what the delegate says of it.
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/backend/backend_options_map.h>
@@ -99,6 +100,20 @@ void set_budget(std::istream& words) {
   answer((int32_t)error);
 }
 
+void get_figure(std::istream& words) {
+  std::string name;
+  words >> name;
+  BackendOptions<1> options;
+  char key[executorch::runtime::kMaxOptionKeyLength]{};
+  std::snprintf(key, sizeof key, "weight_offload_%s", name.c_str());
+  Error error = options.set_option(key, "");
+  if (error == Error::Ok) error = executorch::runtime::get_option("PenstockBackend", options.view());
+  std::string digits;
+  if (error == Error::Ok)
+    digits = std::get<std::array<char, executorch::runtime::kMaxOptionValueLength>>(options.view()[0].value).data();
+  answer((int32_t)error, digits);
+}
+
 }  // namespace
 
 int main() {
@@ -125,6 +140,8 @@ int main() {
       answer(penstock_executorch_reset_state(""));
     } else if (command == "budget") {
       set_budget(words);
+    } else if (command == "figure") {
+      get_figure(words);
     } else {
       module.reset();
       answer(0);

@@ -79,6 +79,9 @@ class CppPlayer:
     def set_budget(self, budget_bytes: int) -> None:
         self._ask("budget", budget_bytes)
 
+    def figure(self, name: str) -> int:
+        return int(self._ask("figure", name))
+
     def read_state(self, name: str, like: Tensor) -> Tensor:
         found = self._ask("read", name, like.nbytes)
         return torch.frombuffer(bytearray.fromhex(found), dtype=like.dtype).view(like.shape)

@@ -85,23 +85,51 @@ def test_it_changes_the_budget_of_a_loaded_program(run_model: Run, lowered: Call
         plans = [(nbytes, module.plan_at(nbytes)) for nbytes in sizes]
         same = [nbytes for nbytes, plan in plans if plan is not None and plan.device_bytes == nbytes]
         budgets = [same[0], same[-1], same[0]]
-        expected, streamed, copies, held = [], [], [], []
+        expected, lasts, held = [], [], []
         for budget in budgets:
             module.set_budget(budget)
             expected.append(module(x)["hidden"])
-            streamed.append(module.last_run.bytes_streamed)
-            copies.append(module.last_run.copies)
+            lasts.append(module.last_run)
             held.append(module.device_memory()[0])
     done = run_model(lowered("chain"), budgets[0], x, *budgets[1:])
     assert done.returncode == 0, done.stderr
     found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(3, 5, WIDTH // 2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert figures(done.stderr, "budget") == budgets
-    assert figures(done.stderr, "last_run_bytes_streamed") == streamed and streamed[0] > 0 == streamed[1]
-    assert figures(done.stderr, "last_run_copies") == copies
+    for name in ("bytes_streamed", "bytes_hit", "bytes_in_place", "bytes_decoded", "copies"):
+        assert figures(done.stderr, f"last_run_{name}") == [getattr(last, name) for last in lasts]
+    assert lasts[0].bytes_streamed > 0 == lasts[1].bytes_streamed
+    assert len(figures(done.stderr, "last_run_stall_ns")) == 3
     assert figures(done.stderr, "device_bytes") == held
+    peaks = figures(done.stderr, "peak_device_bytes")
+    assert peaks == sorted(peaks) and peaks[0] <= budgets[0] and peaks[-1] <= max(budgets)
     assert figures(done.stderr, "runs") == [1, 2, 3]
-    assert [rate > 0 for rate in figures(done.stderr, "link_bytes_per_s")] == [True, False, True]
+    rates = figures(done.stderr, "link_bytes_per_s")
+    assert [rate > 0 for rate in rates] == [True, False, True]
+    # What a run took, and beside it what of the link that is: where nothing streamed, nothing of it.
+    times = [int(found) for found in re.findall(r"^run_ns=(\d+)$", done.stderr.decode(), re.MULTILINE)]
+    lines = re.findall(
+        r"^([\d.]+) ms a run(?:, ([\d.]+) GB/s over a link of ([\d.]+) GB/s: \d+%)?$", done.stderr.decode(), re.M
+    )
+    for (milliseconds, moved, link), run_ns, rate, last in zip(lines, times, rates, lasts, strict=True):
+        assert float(milliseconds) == pytest.approx(run_ns / 1e6, abs=0.001)
+        if last.bytes_streamed:
+            assert float(moved) == pytest.approx(last.bytes_streamed / run_ns, abs=0.001)
+            assert float(link) == pytest.approx(rate / 1e9, abs=0.001)
+        else:
+            assert not moved and not link
+
+
+def test_it_runs_as_often_as_it_is_asked_to(example: Path, lowered: Callable[[str], Path]) -> None:
+    x = random_rows(5)
+    program = lowered("chain")
+    once = run(example, program, 1 << 40, x)
+    words = [example, program, program.with_suffix(".ptd"), str(1 << 40), "5", str(WIDTH), "--runs", "7"]
+    often = subprocess.run(words, input=x.numpy().tobytes(), capture_output=True, check=True)
+    assert often.stdout == once.stdout and figures(often.stderr, "runs") == [7]
+    for wrong in (["--runs", "0"], ["--run", "7"], ["--runs"]):
+        refused = subprocess.run([*words[:6], *wrong], input=b"", capture_output=True, check=False)
+        assert refused.returncode == 2 and b"[--runs N]" in refused.stderr
 
 
 def test_a_budget_that_cannot_be_set_leaves_the_old_one(run_model: Run, lowered: Callable[[str], Path]) -> None:

@@ -17,7 +17,7 @@ from penstock.executorch import merge_weights
 from penstock.executorch.native import NativeModule
 from penstock.weight import Weight
 from penstock.weights import WeightsIndex, layout_identity, read_index, write_ptd
-from penstock.weights.packing import pack_entries
+from penstock.weights.packing import PackedFor, pack_entries
 from tests.harness import FAST, offloaded
 from tests.runtime.modules import EVERYTHING
 
@@ -65,7 +65,9 @@ def expected(program: Path) -> Tensor:
 @pytest.fixture(scope="module", params=["all but the table", "all"])
 def packed(request: pytest.FixtureRequest, program: Path) -> WeightsIndex:
     left = frozenset({TABLE} if request.param == "all but the table" else ())
-    return pack_entries(read_index(program.with_name("raw.ptd")), program.with_name(f"{request.param}.ptd"), left)
+    return pack_entries(
+        read_index(program.with_name("raw.ptd")), program.with_name(f"{request.param}.ptd"), PackedFor(left)
+    )
 
 
 @contextmanager
@@ -168,7 +170,7 @@ def test_packed_weights_of_another_model_are_refused(program: Path, tmp_path: Pa
     dtype, shape = ("float16", (WIDTH, WIDTH)) if change == "dtype" else ("bfloat16", (WIDTH // 2, 2 * WIDTH))
     weights[number] = Weight("layers.1.weight", dtype, shape, (0, 1))
     write_ptd(tmp_path / "other.ptd", weights, lambda w: [places[w.name]], identity=layout_identity(weights, ()))
-    index = pack_entries(read_index(tmp_path / "other.ptd"), tmp_path / "packed.ptd", frozenset({TABLE}))
+    index = pack_entries(read_index(tmp_path / "other.ptd"), tmp_path / "packed.ptd", PackedFor(frozenset({TABLE})))
     assert index["layers.1.weight"].packing is not None
     with (
         pytest.raises(WeightMismatchError, match=r"packed weight 'layers\.1\.weight' is .* the program needs"),

@@ -26,8 +26,9 @@ from penstock.schedule import Access, Schedule, Step
 from penstock.weight import ITEM_BYTES, Weight
 from penstock.weights import layout_identity, read_index, verify_checksums, write_ptd
 from penstock.weights.metadata import METADATA_FORMAT, PACKED_METADATA_FORMAT
+from penstock.weights.packed_for import PackedFor, PlansEntry
 from penstock.weights.packed_format import BLOCK_RAW_BYTES, KINDS, table_end_bytes
-from penstock.weights.packing import pack, raw_chunks, raw_content, read_blocks, require_raw, unpack
+from penstock.weights.packing import pack, pack_entries, raw_chunks, raw_content, read_blocks, require_raw, unpack
 from tests.cli.conftest import write_metadata
 from tests.runtime.programs import a_method, a_program
 from tests.weights.packed_cases import (
@@ -261,6 +262,28 @@ def test_what_a_program_gathers_from_stays_as_it_is(tmp_path: Path) -> None:
     single(tmp_path / "other.ptd", "bfloat16", gaussian("bfloat16", 64000))
     with pytest.raises(IdentityError, match="other.ptd has identity"):
         penstock.pack(tmp_path / "other.ptd", tmp_path / "none.ptd", program=tmp_path / "model.pt2")
+
+
+def test_plans_have_room_in_every_index(tmp_path: Path) -> None:
+    """Whatever the length of the index, also where it just fills a page, or would without them."""
+    raw = gaussian("bfloat16", 32768)
+    plans = PlansEntry(f"penstock.plans.{'0' * 32}", lambda blocks: bytes(100) if [*blocks] == ["w"] else b"")
+    bases = set()
+    for length in range(1, 260, 3):
+        names = [f"{number}.{'n' * length}" for number in range(16)]
+        weights = [Weight("empty", "uint8", (0,), (0,)), Weight("w", "bfloat16", (32768,), (0,))]
+        weights += [Weight(name, "uint8", (8,), (0,)) for name in names]
+        source = write_ptd(
+            tmp_path / "raw.ptd", weights, lambda item: [raw[: item.nbytes]], identity=layout_identity(weights, ())
+        )
+        packed = pack_entries(source, tmp_path / "packed.ptd", PackedFor(plans=plans))
+        assert [entry.kind for entry in packed] == [*["weight"] * 18, "plans"]
+        bases.add((source["w"].offset_bytes, packed["w"].offset_bytes))
+        verify_checksums(packed)
+        assert unpack(packed.path, tmp_path / "unpacked.ptd", overwrite=True)
+        assert (tmp_path / "unpacked.ptd").read_bytes() == source.path.read_bytes()
+    # Of some the index is a page longer with plans, of others not.
+    assert {after - before for before, after in bases} == {0, 4096}
 
 
 def test_what_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

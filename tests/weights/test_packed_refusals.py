@@ -43,8 +43,11 @@ def _packed(value: Any) -> Callable[[Crafted], None]:
 
 
 RECORDS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
-    "of a newer format": (lambda made: made.metadata.update(format=4), "has format 4, needs 2 or 3: a newer Penstock"),
-    "of an older format": (lambda made: made.metadata.update(format=1), "has format 1, needs 2 or 3: penstock.compile"),
+    "of a newer format": (lambda made: made.metadata.update(format=5), "has format 5, needs 2, 3 or 4: a newer"),
+    "of an older format": (
+        lambda made: made.metadata.update(format=1),
+        "has format 1, needs 2, 3 or 4: penstock.",
+    ),
     "packed in a file that may not": (lambda made: made.metadata.update(format=2), f"'w' has {LEAST_BYTES} bytes"),
     "not an object": (_packed(1), "entry 'w': packed has type int, needs dict"),
     "null": (_packed(None), "entry 'w': packed has type NoneType, needs dict"),
@@ -90,6 +93,44 @@ RECORDS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
 def test_records_that_cannot_be_packed_are_refused(tmp_path: Path, fault: str) -> None:
     change, message = RECORDS[fault]
     made = crafted()
+    change(made)
+    with pytest.raises(WeightsFileError, match=r"w\.ptd: ") as caught:
+        read_index(made.write(tmp_path / "w.ptd"))
+    assert message in str(caught.value)
+
+
+def with_plans() -> Crafted:
+    """The packed entry, and plans for it of 16 bytes."""
+    made = crafted()
+    layout = {"dtype": "uint8", "shape": [16], "dim_order": [0]}
+    plans = {"name": "penstock.plans.p", "aliases": [], **layout, "kind": "plans", "xxh3_64": "00112233445566aa"}
+    made.segments.append(Segment(-(-LEAST_BYTES // 4096) * 4096, 16))
+    made.named_data.append(NamedData("penstock.plans.p", 1, Layout(0, (16,), (0,))))
+    made.metadata.update(format=4, entries=[made.entry(0), plans])
+    return made
+
+
+def test_plans_are_taken(tmp_path: Path) -> None:
+    assert [entry.kind for entry in read_index(with_plans().write(tmp_path / "w.ptd"))] == ["weight", "plans"]
+
+
+PLANS: dict[str, tuple[Callable[[Crafted], Any], str]] = {
+    "in a file that may not": (lambda made: made.metadata.update(format=3), "kind has 'plans', needs weight or state"),
+    "of another name": (lambda made: made.entry(1).update(name="plans"), "name has 'plans', needs penstock.plans."),
+    "of another dtype": (lambda made: made.entry(1).update(dtype="int8"), "needs uint8 of one dimension"),
+    "of two dimensions": (lambda made: made.entry(1).update(shape=[4, 4], dim_order=[0, 1]), "needs uint8 of one dim"),
+    "packed": (
+        lambda made: made.entry(1).update(packed={"format": 3, "xxh3_64": "f" * 16}),
+        "dtype has 'uint8', needs",
+    ),
+    "of another length": (lambda made: made.entry(1).update(shape=[17]), "needs 17"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANS)
+def test_plans_that_are_none_are_refused(tmp_path: Path, fault: str) -> None:
+    change, message = PLANS[fault]
+    made = with_plans()
     change(made)
     with pytest.raises(WeightsFileError, match=r"w\.ptd: ") as caught:
         read_index(made.write(tmp_path / "w.ptd"))

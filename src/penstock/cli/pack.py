@@ -39,7 +39,11 @@ class PackReport:
 @click.command(short_help="Pack a weights file, without loss.")
 @click.argument("weights", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The packed .ptd.")
-@click.option("--program", type=click.Path(path_type=Path), help="Its .pt2 or .pte: what it gathers from stays.")
+@click.option(
+    "--program",
+    type=click.Path(path_type=Path),
+    help="Its .pt2 or .pte: what it gathers from stays; for a .pte plans are written with it.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
 def pack(weights: Path, output: Path, program: Path | None, overwrite: bool, as_json: bool) -> None:

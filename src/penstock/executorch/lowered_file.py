@@ -24,6 +24,8 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class LoweredFile:
+    # What tells it from other programs: a hash of its code.
+    name: str
     # The delegates as methods: what the .pt2 inside the .pte says of itself.
     program: Program
     page_bytes: int
@@ -44,7 +46,7 @@ def read_lowered(path: Path) -> LoweredFile:
     description = payload.description
     plan_bytes = tuple(plan.device_bytes for plan in description.plan_tables[0].plans)
     names = tuple(weight.names for weight in description.weights)
-    return LoweredFile(program, description.page_bytes, plan_bytes, names)
+    return LoweredFile(description.program, program, description.page_bytes, plan_bytes, names)
 
 
 def _payload(path: Path) -> bytes:

@@ -40,8 +40,7 @@ class StoredPlan:
     is_copying: bool = True
 
     def row(self) -> PlanRow:
-        (seal,) = struct.unpack("<q", struct.pack("<Q", checksum(self.numbers)))
-        return PlanRow(self.device_bytes, int(self.is_copying), len(self.numbers) // 8, seal)
+        return PlanRow(self.device_bytes, int(self.is_copying), len(self.numbers) // 8, record_seal(self.numbers))
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,12 @@ class Payload:
 def checksum(data: bytes) -> int:
     """As weights files have it, and penstock_checksum of the core computes it."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def record_seal(data: bytes) -> int:
+    """The checksum as a record holds it, whose numbers have signs."""
+    (seal,) = struct.unpack("<q", struct.pack("<Q", checksum(data)))
+    return int(seal)
 
 
 def pack_payload(description: Description, plans: Sequence[StoredPlan], code: bytes) -> bytes:
@@ -102,6 +107,6 @@ def payload_bytes(header: bytes) -> int:
 
 
 def sealed_parts(magic: bytes, *parts: bytes) -> bytes:
-    """Records, plans and code, as they are given."""
+    """Records, plans and code, as they are given. An entry of packed plans is laid out so, too."""
     body = _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
     return _HEAD.pack(magic, VERSION, checksum(body)) + body

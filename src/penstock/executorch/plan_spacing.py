@@ -1,7 +1,8 @@
 """For which budgets plans are made ahead, so that whoever takes the next smaller one streams hardly more.
 
-What counts is what a run moves over the link. Where little of the weights streams, a page more or less of the budget
-changes that by a large part: there the plans stand close together. Where nothing streams any more, one serves all.
+What counts is what a run moves over the link, and of packed weights what it decodes. Where that is little, a page more
+or less of the budget changes it by a large part: there the plans stand close together. Where it is nothing, one serves
+all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.plan.plan import MethodPlan, Plan
-from penstock.plan.tuning import COPY_OVERHEAD_BYTES
+from penstock.plan.tuning import COPY_OVERHEAD_BYTES, NOMINAL_DECODED_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S
 from penstock.schedule import Schedule
 
 # Of what all weights take. Budgets that people give are planned exactly.
@@ -22,7 +23,7 @@ SURPLUS = 1.1
 
 @dataclass(frozen=True)
 class Spacing:
-    """From one plan to the next larger one, what streams falls to no less than 1 / `times`, or by no more than
+    """From one plan to the next larger one, what a run costs falls to no less than 1 / `times`, or by no more than
     `part_of_weights` (at least what a copy costs beside its bytes), whichever leaves more room.
 
     A run reads every weight once on the device. A GPU of 4.8 TB/s beside a link of 55 GB/s takes for that as long as
@@ -51,28 +52,30 @@ class Spacing:
         return least_bytes, least_bytes / (1 - 1 / self.times)
 
 
-def link_bytes(plan: Plan, schedules: Sequence[Schedule]) -> int:
-    """What a run of each method moves over the link, by copies and by kernels: one plan serves all of them.
+def cost_bytes(plan: Plan, schedules: Sequence[Schedule]) -> float:
+    """What a run of each method moves over the link, by copies and by kernels: one plan serves all of them. What is
+    decoded counts for as much as the link moves in that time.
 
     Of a table that is gathered from kernels read next to nothing.
     """
-    return sum(_link_bytes(method, schedule) for method, schedule in zip(plan.methods, schedules, strict=True))
+    return sum(_cost_bytes(method, schedule) for method, schedule in zip(plan.methods, schedules, strict=True))
 
 
-def _link_bytes(plan: MethodPlan, schedule: Schedule) -> int:
+def _cost_bytes(plan: MethodPlan, schedule: Schedule) -> float:
     read_in_place = (
         placement.in_place_bytes
         for placement in plan.placements
         if not schedule.access_by_number[placement.number].gathered
     )
-    return plan.warm.bytes_streamed + sum(read_in_place)
+    decoded_bytes = plan.warm.bytes_decoded * NOMINAL_LINK_BYTES_PER_S / NOMINAL_DECODED_BYTES_PER_S
+    return plan.warm.bytes_streamed + sum(read_in_place) + decoded_bytes
 
 
 @dataclass(frozen=True)
 class _Planned:
     budget_bytes: int
     plan: Plan
-    link_bytes: int
+    cost_bytes: float
 
 
 def spaced_plans(
@@ -89,11 +92,11 @@ def spaced_plans(
 
     def planned(budget_bytes: int) -> _Planned:
         plan = plan_at(budget_bytes)
-        return _Planned(budget_bytes, plan, link_bytes(plan, schedules))
+        return _Planned(budget_bytes, plan, cost_bytes(plan, schedules))
 
     def between(low: _Planned, high: _Planned) -> int | None:
         """The budget to plan for next; None where nobody in between would gain by a plan."""
-        marks = spacing.mark(low.link_bytes, weight_bytes), spacing.mark(high.link_bytes, weight_bytes)
+        marks = spacing.mark(low.cost_bytes, weight_bytes), spacing.mark(high.cost_bytes, weight_bytes)
         gaps = marks[0] - marks[1]
         # The larger one serves all budgets from what it holds on.
         room_bytes = high.plan.device_bytes - low.budget_bytes
@@ -101,7 +104,7 @@ def spaced_plans(
             return None
         count = math.ceil(gaps * SURPLUS)
         middle_bytes = spacing.amount(marks[0] - gaps * (count // 2) / count, weight_bytes)
-        part = (low.link_bytes - middle_bytes) / (low.link_bytes - high.link_bytes)
+        part = (low.cost_bytes - middle_bytes) / (low.cost_bytes - high.cost_bytes)
         pages = min(max(1, round(room_bytes * part / page_bytes)), math.ceil(room_bytes / page_bytes) - 1)
         return low.budget_bytes + pages * page_bytes
 

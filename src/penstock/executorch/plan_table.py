@@ -1,4 +1,5 @@
-"""Plans for many budgets, made at export: a process without Python takes the largest that its budget allows."""
+"""Plans for many budgets, made at export, and for packed weights when they are packed: a process without Python takes
+the largest that its budget allows."""
 
 from __future__ import annotations
 
@@ -9,14 +10,18 @@ from penstock.executorch.description import PlanTable
 from penstock.executorch.payload import StoredPlan
 from penstock.executorch.plan_spacing import Spacing, spaced_plans
 from penstock.plan.check import check_plan
+from penstock.plan.packed import Begins
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# Of all methods over one ring, which is what nearly everybody runs.
+# Of all methods over one ring, as nearly everybody runs them. Closer ones take longer to plan, and gain at most 3%
+# between the round parts. Those have plans of their own: tests/executorch/test_plan_spacing.py.
 USUAL = Spacing(times=1.04, part_of_weights=1 / 2000)
+# The same for packed weights, of which a plan takes four times as long to find.
+PACKED = Spacing(times=1.06, part_of_weights=1 / 500)
 # Of a delegate that gets a budget of its own, and of weights staged through host memory: rare, and as long to plan.
 RARE = Spacing(times=1.2, part_of_weights=1 / 200)
 
@@ -29,10 +34,13 @@ class MadeTable:
     plans: tuple[StoredPlan, ...]
 
 
-def make_plan_tables(schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int) -> list[MadeTable]:
+def make_plan_tables(
+    schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int, begins: Begins | None = None
+) -> list[MadeTable]:
     """All methods over one ring; and where there are several, each of them by itself.
 
-    Where some weights are read in place, once more without: staging holds no weight in place.
+    Where some weights are read in place, once more without: staging holds no weight in place. `begins`: of packed
+    weights.
     """
     everything = tuple(range(len(schedules)))
     groups = [everything, *((number,) for number in everything if len(everything) > 1)]
@@ -41,17 +49,19 @@ def make_plan_tables(schedules: Sequence[Schedule], weights: Sequence[Weight], *
         chosen = [schedules[number] for number in methods]
         read = {access.weight for schedule in chosen for access in schedule.accesses}
         named = {weight.name: weight for weight in weights if weight.name in read}
-        planner = Planner(chosen, named, page_bytes=page_bytes, placement=placement)
+        packed = {name: blocks for name, blocks in (begins or {}).items() if name in named}
+        planner = Planner(chosen, named, page_bytes=page_bytes, placement=placement, begins=packed)
 
         def proved(budget_bytes: int) -> Plan:
             plan = planner.plan(budget_bytes)
             # Whoever reads the file knows no schedule: what a plan is trusted for is shown here.
-            check_plan(plan, chosen, named, budget_bytes=budget_bytes)
+            check_plan(plan, chosen, named, budget_bytes=budget_bytes, packed=packed)
             return plan
 
         # Pages are whole: the floor of a small program may exceed what its weights take.
         top_bytes = max(planner.floor_bytes, planner.full_bytes)
-        spacing = USUAL if methods == everything and placement == "auto" else RARE
+        usual = PACKED if packed else USUAL
+        spacing = usual if methods == everything and placement == "auto" else RARE
         weight_bytes = sum(weight.nbytes for weight in named.values())
         plans = spaced_plans(
             proved, chosen, planner.floor_bytes, top_bytes, weight_bytes, spacing, page_bytes=page_bytes

@@ -49,7 +49,7 @@ from penstock.torch_private.versions import check_torch_version
 from penstock.version import VERSION
 from penstock.weight import State, Weight
 from penstock.weights import Chunk, layout_identity, read_index, write_ptd
-from penstock.weights.packing import pack_entries
+from penstock.weights.packing import PackedFor, pack_entries
 from penstock.weights.partial import partial_file, restored_on_failure
 
 DEFAULT_METHOD = "forward"
@@ -190,7 +190,7 @@ def _write_ptd(
     )
     if pack_weights:
         try:
-            pack_entries(read_index(unpacked), path, program.gathered_weights)
+            pack_entries(read_index(unpacked), path, PackedFor(program.gathered_weights))
         finally:
             unpacked.unlink()
 

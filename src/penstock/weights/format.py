@@ -41,6 +41,8 @@ DIM_LIMIT = 2**31 - 1
 RANK_LIMIT = 256
 
 METADATA_KEY = "penstock.json"
+# Before the name of a program, the key of the plans for its packed weights.
+PLANS_PREFIX = "penstock.plans."
 
 # ExecuTorch's ScalarType by torch's dtype names. float8_e8m0fnu has no number there, and the schema leaves the complex
 # numbers out ("currently not implemented"): entries of these dtypes are written without a tensor layout.

@@ -17,7 +17,7 @@ from penstock.errors import WeightsFileError
 from penstock.printable import printable
 from penstock.schema import SchemaError, parse_json
 from penstock.sealed_text import sealed, unsealed
-from penstock.weights.format import METADATA_KEY
+from penstock.weights.format import METADATA_KEY, PLANS_PREFIX
 from penstock.weights.packed_format import KINDS as PACKED_KINDS
 from penstock.weights.packed_format import VERSIONS as PACKED_VERSIONS
 from penstock.weights.packed_format import Packing, kind_of, versions_of
@@ -25,7 +25,9 @@ from penstock.weights.packed_format import Packing, kind_of, versions_of
 METADATA_FORMAT = 2
 # Of files with a packed entry. All others keep the number above, and are read where packing is unknown.
 PACKED_METADATA_FORMAT = 3
-KINDS = ("weight", "state")
+# Of packed files with plans for a program.
+PLANS_METADATA_FORMAT = 4
+KINDS = ("weight", "state", "plans")
 _PACKED_FORMATS = sorted({*PACKED_VERSIONS.values()})
 
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
@@ -74,6 +76,8 @@ def encode_metadata(identity: str, records: Sequence[Record], head: bytes) -> by
     ]
     packed = any(record.packing is not None for record in records)
     version = PACKED_METADATA_FORMAT if packed else METADATA_FORMAT
+    if any(record.kind == "plans" for record in records):
+        version = PLANS_METADATA_FORMAT
     document = {"format": version, "identity": identity, "entries": entries}
     return sealed(json.dumps(document, separators=(",", ":")), head)
 
@@ -89,11 +93,11 @@ def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
     try:
         top = _Object(path, METADATA_KEY, parse_json(raw.decode()))
         version = top.typed("format", int)
-        if version not in (METADATA_FORMAT, PACKED_METADATA_FORMAT):
+        if version not in (METADATA_FORMAT, PACKED_METADATA_FORMAT, PLANS_METADATA_FORMAT):
             hint = "penstock.compile again" if version < METADATA_FORMAT else "a newer Penstock wrote it"
             raise WeightsFileError(
-                f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT} or {PACKED_METADATA_FORMAT}:"
-                f" {hint}"
+                f"{path}: {METADATA_KEY} has format {version}, needs {METADATA_FORMAT}, {PACKED_METADATA_FORMAT} or"
+                f" {PLANS_METADATA_FORMAT}: {hint}"
             )
         unsealed(raw, head)
     except UnicodeDecodeError as error:
@@ -113,8 +117,11 @@ def _record(entry: _Object, version: int) -> Record:
     name = entry.text("name")
     entry = _Object(entry.path, f"{METADATA_KEY} entry {printable(name)!r}", entry.value)
     kind = entry.text("kind")
-    if kind not in KINDS:
-        entry.fail("kind", kind, " or ".join(KINDS))
+    known = KINDS if version == PLANS_METADATA_FORMAT else KINDS[:2]
+    if kind not in known:
+        entry.fail("kind", kind, " or ".join(known))
+    if kind == "plans":
+        _check_plans(entry, name)
     return Record(
         name=name,
         aliases=entry.items("aliases", str),
@@ -123,8 +130,19 @@ def _record(entry: _Object, version: int) -> Record:
         dim_order=entry.items("dim_order", int),
         kind=kind,
         checksum=_checksum(entry),
-        packing=_packing(entry) if version == PACKED_METADATA_FORMAT and "packed" in entry.value else None,
+        packing=_packing(entry) if version >= PACKED_METADATA_FORMAT and "packed" in entry.value else None,
     )
+
+
+def _check_plans(entry: _Object, name: str) -> None:
+    """Bytes for whoever runs the program of that name: no tensor of it."""
+    if not name.startswith(PLANS_PREFIX):
+        entry.fail("name", name, f"{PLANS_PREFIX} and the name of a program, as it holds plans")
+    shape = entry.items("shape", int)
+    if entry.text("dtype") != "uint8" or len(shape) != 1:
+        entry.fail(
+            "dtype", f"{entry.text('dtype')} of shape {list(shape)}", "uint8 of one dimension, as it holds plans"
+        )
 
 
 def _packing(entry: _Object) -> Packing:

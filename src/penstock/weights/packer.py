@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import xxhash
@@ -19,8 +21,8 @@ from penstock.weight import State, Weight
 from penstock.weights.block_codec import PIECE_RAW_BYTES, Slot, Workers, read_into, workers
 from penstock.weights.format import aligned_bytes
 from penstock.weights.index import Entry, WeightsIndex, read_index
-from penstock.weights.left_raw import left_raw
 from penstock.weights.metadata import Record, encode_metadata
+from penstock.weights.packed_for import PackedFor, PlansEntry, packed_for
 from penstock.weights.packed_format import (
     BLOCK_RAW_BYTES,
     HEADER,
@@ -33,6 +35,7 @@ from penstock.weights.packed_format import (
     layout_checksum,
     table_end_bytes,
 )
+from penstock.weights.packed_reader import Blocks
 from penstock.weights.partial import PartialFile, partial_file
 from penstock.weights.raw_chunks import chunks_by
 from penstock.weights.tables import Segment
@@ -58,7 +61,8 @@ def pack(
     """Writes a .ptd with the weights of another one packed: the same values to the bit, in fewer bytes.
 
     program    the .pt2 or .pte of the weights: what it gathers rows from stays as it is, to be read in place; of a .pte
-               so does what no delegate of ours reads
+               so does what no delegate of ours reads, and plans for what is packed are written with it, for processes
+               without Python
     on_bytes   is told how many bytes of the source are done, again and again
     overwrite  replace an existing file
 
@@ -66,14 +70,12 @@ def pack(
     stays as it is.
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
-    left = frozenset() if program is None else left_raw(Path(program), source)
-    return pack_entries(source, target, left, on_bytes)
+    asked = PackedFor() if program is None else packed_for(Path(program), source)
+    return pack_entries(source, target, asked, on_bytes)
 
 
-def pack_entries(
-    source: WeightsIndex, target: Path, left: frozenset[str], on_bytes: OnBytes | None = None
-) -> WeightsIndex:
-    """`left` stay as they are, by any of their names. An older file is replaced."""
+def pack_entries(source: WeightsIndex, target: Path, asked: PackedFor, on_bytes: OnBytes | None = None) -> WeightsIndex:
+    """An older file is replaced."""
     for entry in source.unique_entries:
         if entry.packing is not None:
             raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
@@ -82,7 +84,7 @@ def pack_entries(
         # It needs less than the source. To ask for all of that would refuse disks that have the room, and take time
         # where files are memory.
         with partial_file(target, source.file_bytes, reserved=False) as partial:
-            _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, left).write()
+            _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, asked).write()
             written = read_index(partial.partial)
     return replace(written, path=target)
 
@@ -126,53 +128,69 @@ class _Packer:
     plan: FilePlan
     held: Workers
     on_bytes: OnBytes
-    left: frozenset[str]
+    asked: PackedFor
 
     def write(self) -> None:
         records: list[Record] = []
         segments: list[Segment] = []
         checksums: list[Future[int] | None] = []
+        blocks: dict[str, Blocks] = {}
         end_bytes = 0
         for record, entry in zip(self.plan.records, self.source.unique_entries, strict=True):
-            offset_bytes = self.plan.base_bytes + end_bytes
-            packed_bytes = self._pack(entry, offset_bytes) if self._may_pack(record) else None
-            if packed_bytes is None:
+            offset_bytes = self.base_bytes + end_bytes
+            packed = self._pack(entry, offset_bytes) if self._may_pack(record) else None
+            if packed is None:
                 self._copy(entry, offset_bytes)
                 size_bytes, checksum = entry.length_bytes, None
             else:
-                size_bytes = packed_bytes
+                blocks[entry.name] = packed
+                size_bytes = packed.data_offset_bytes + packed.begins_bytes[-1]
                 # The table, which comes first, was known last: so the bytes are read again, while others are packed.
                 checksum = self.held.pool.submit(_checksum, self.target.fd, offset_bytes, size_bytes)
             records.append(replace(record, checksum=entry.checksum or 0))
             checksums.append(checksum)
             segments.append(Segment(end_bytes, size_bytes))
             end_bytes = aligned_bytes(end_bytes + size_bytes)
-        self._finish(
-            [
-                record if found is None else replace(record, packing=Packing(KINDS[record.dtype], found.result()))
-                for record, found in zip(records, checksums, strict=True)
-            ],
-            segments,
-            end_bytes,
-        )
+        records = [
+            record if found is None else replace(record, packing=Packing(KINDS[record.dtype], found.result()))
+            for record, found in zip(records, checksums, strict=True)
+        ]
+        if self.asked.plans is not None and blocks:
+            content = self.asked.plans.content(blocks)
+            self.target.write(self.base_bytes + end_bytes, content)
+            records.append(_plans_record(self.asked.plans, content))
+            segments.append(Segment(end_bytes, len(content)))
+            end_bytes = aligned_bytes(end_bytes + len(content))
+        self._finish(records, segments, end_bytes)
+
+    @cached_property
+    def base_bytes(self) -> int:
+        """Where it is without packing. The entry with plans may need more room for the index."""
+        if self.asked.plans is None:
+            return self.plan.base_bytes
+        # As long as it could be: of whatever is packed the index loses the layout. Numbers that are not zero take the
+        # same room, whatever they are.
+        records = [*self.plan.records, _plans_record(self.asked.plans, b"")]
+        room = encode_index(records, [*self.plan.segments[:-1], Segment(1, 1), Segment(1, 1)], 0)
+        return max(self.plan.base_bytes, aligned_bytes(len(room)))
 
     def _finish(self, records: list[Record], segments: list[Segment], end_bytes: int) -> None:
-        """The metadata behind everything, the tables before it. These have lost layouts, so there is room for them."""
+        """The metadata behind everything, the tables before it, where there is room for them."""
         identity = self.source.identity or ""
         metadata_bytes = len(encode_metadata(identity, records, b""))
-        head = encode_index(records, [*segments, Segment(end_bytes, metadata_bytes)], self.plan.base_bytes)
-        assert len(head) <= self.plan.base_bytes
+        head = encode_index(records, [*segments, Segment(end_bytes, metadata_bytes)], self.base_bytes)
+        assert len(head) <= self.base_bytes
         self.target.write(0, head)
-        self.target.write(self.plan.base_bytes + end_bytes, encode_metadata(identity, records, head))
-        self.target.shorten(self.plan.base_bytes + end_bytes + metadata_bytes)
+        self.target.write(self.base_bytes + end_bytes, encode_metadata(identity, records, head))
+        self.target.shorten(self.base_bytes + end_bytes + metadata_bytes)
 
     def _may_pack(self, record: Record) -> bool:
         entry = self.source[record.name]
         large = entry.raw_bytes >= BLOCK_RAW_BYTES
-        return record.kind == "weight" and record.dtype in KINDS and large and not self.left & {*record.names}
+        return record.kind == "weight" and record.dtype in KINDS and large and not self.asked.left & {*record.names}
 
-    def _pack(self, entry: Entry, offset_bytes: int) -> int | None:
-        """Writes the entry packed, and returns its size; None where that would save too little."""
+    def _pack(self, entry: Entry, offset_bytes: int) -> Blocks | None:
+        """Writes the entry packed; None where that would save too little. Places of blocks are those in the entry."""
         kind, what = KINDS[entry.dtype], f"{self.source.path}: entry {printable(entry.name)!r}"
         most_bytes = entry.raw_bytes * _MOST_PERCENT // 100
         count = block_count(entry.raw_bytes)
@@ -204,7 +222,8 @@ class _Packer:
         header = HEADER.pack(MAGIC, VERSIONS[kind], kind, entry.raw_bytes, BLOCK_RAW_BYTES, count, layout)
         table = struct.pack(f"<{count}I", *(size // UNIT_BYTES for size in sizes))
         self.target.write(offset_bytes, (header + table).ljust(table_end_bytes(count), b"\0"))
-        return end_bytes
+        begins_bytes = array("q", itertools.accumulate(sizes, initial=0))
+        return Blocks(kind, entry.raw_bytes, table_end_bytes(count), begins_bytes)
 
     def _copy(self, entry: Entry, offset_bytes: int) -> None:
         digest = xxhash.xxh3_64()
@@ -218,6 +237,10 @@ class _Packer:
         # What packing has left behind it, where it was given up.
         zeros_bytes = aligned_bytes(end_bytes) - end_bytes
         self.target.write(end_bytes, bytes(zeros_bytes))
+
+
+def _plans_record(plans: PlansEntry, content: bytes) -> Record:
+    return Record(plans.name, (), "uint8", (len(content),), (0,), "plans", xxhash.xxh3_64_intdigest(content))
 
 
 def _checksum(fd: int, offset_bytes: int, count_bytes: int) -> int:
@@ -249,6 +272,7 @@ def _sources(index: WeightsIndex) -> list[Weight | State]:
         if entry.kind == "state"
         else Weight(entry.name, entry.dtype, entry.shape, entry.dim_order, tuple(aliases.get(entry.name, ())))
         for entry in index.unique_entries
+        if entry.kind != "plans"
     ]
 
 

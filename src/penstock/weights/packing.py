@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.weights.packed_for import PackedFor
 from penstock.weights.packed_format import Packing
 from penstock.weights.packed_reader import Blocks, read_blocks, require_raw
 from penstock.weights.packer import pack, pack_entries, unpack
@@ -9,6 +10,7 @@ from penstock.weights.raw_chunks import raw_chunks, raw_content
 
 __all__ = [
     "Blocks",
+    "PackedFor",
     "Packing",
     "pack",
     "pack_entries",

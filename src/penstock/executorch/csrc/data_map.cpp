@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 
 #include "load_error.h"
@@ -54,6 +55,17 @@ void place_packed(WeightsPlace& place, const Payload& payload, const std::vector
       place.packed.largest_block_bytes = std::max(place.packed.largest_block_bytes,
                                                   entry.begins_bytes[block] - entry.begins_bytes[block - 1]);
   }
+}
+
+// A file that was packed for this program has plans for its packed weights. Another one has none: then those of the program
+// will do.
+void place_plans(WeightsPlace& place, const Payload& payload, const NamedDataMap& data) {
+  if (place.packed.weights.empty()) return;
+  auto found = data.get_data(packed_plans_key(payload));
+  if (!found.ok()) return;
+  auto held = std::make_shared<FreeableBuffer>(std::move(*found));
+  place.packed.plan_tables = read_packed_plans(held->data(), held->size(), payload, place.packed);
+  place.packed.plans_memory = std::move(held);
 }
 
 }  // namespace
@@ -115,6 +127,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     throw LoadError(Kind::weights_file, "the weights file " + place.path + " cannot be read");
   place.file_bytes = status.st_size;
   place_packed(place, payload, packed);
+  place_plans(place, payload, data);
   return place;
 }
 

@@ -97,8 +97,7 @@ Description read_parts(RecordReader& in) {
   for (size_t i = in.length(5); i > 0; --i) out.weights.push_back(read_weight(in));
   for (size_t i = in.length(6); i > 0; --i) out.states.push_back(read_state(in));
   for (size_t i = in.length(4); i > 0; --i) out.methods.push_back(read_method(in, out.states.size()));
-  for (size_t i = in.length(5); i > 0; --i)
-    out.plan_tables.push_back(read_plan_table(in, out.methods.size(), out.weights.size()));
+  out.plan_tables = read_plan_tables(in, out.methods.size(), out.weights.size());
   in.finish();
   if (out.methods.empty() || out.plan_tables.empty())
     refuse("the program has " + std::to_string(out.plan_tables.size()) + " plan tables and " +
@@ -107,6 +106,12 @@ Description read_parts(RecordReader& in) {
 }
 
 }  // namespace
+
+std::vector<PlanTable> read_plan_tables(RecordReader& in, size_t methods, size_t weights) {
+  std::vector<PlanTable> tables;
+  for (size_t i = in.length(5); i > 0; --i) tables.push_back(read_plan_table(in, methods, weights));
+  return tables;
+}
 
 Description read_description(const void* record, size_t bytes) {
   if (bytes % sizeof(int64_t)) refuse("the program's record has " + std::to_string(bytes) + " bytes, no whole numbers");

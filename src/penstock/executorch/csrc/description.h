@@ -7,6 +7,10 @@
 #include <string>
 #include <vector>
 
+namespace penstock {
+class RecordReader;
+}
+
 namespace penstock_executorch {
 
 struct WeightFacts {
@@ -100,5 +104,8 @@ struct Description {
 // A flat record, as src/penstock/executorch/description.py has it. Throws LoadError(package), also where parts of it do
 // not go together. The plans are told of, not found.
 Description read_description(const void* record, size_t bytes);
+
+// The next of a record, for a program of so many methods and weights. Throws LoadError(package) and what the reader throws.
+std::vector<PlanTable> read_plan_tables(penstock::RecordReader& in, size_t methods, size_t weights);
 
 }  // namespace penstock_executorch

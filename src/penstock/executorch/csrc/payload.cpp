@@ -23,8 +23,11 @@ constexpr size_t kSealedFrom = 24;
 
 [[noreturn]] void refuse(const std::string& text) { throw LoadError(Kind::package, text); }
 
+const char* const kLowerAgain = "lower it again, with penstock.executorch.export or with CudaPartitioner";
+const char* const kPackAgain = "pack the weights again: penstock unpack, and then penstock pack --program with the .pte";
+
 // The header, checked; the parts follow it one after the other.
-Header opened(const void* data, size_t bytes, const char* magic, const char* what) {
+Header opened(const void* data, size_t bytes, const char* magic, const char* what, const char* remedy = kLowerAgain) {
   Header header;
   if (!data || bytes < sizeof header)
     refuse(std::string(what) + " has " + std::to_string(bytes) + " bytes, its header needs " +
@@ -34,8 +37,7 @@ Header opened(const void* data, size_t bytes, const char* magic, const char* wha
     refuse(std::string(what) + " does not begin as one does: it was not written by Penstock");
   if (header.version != (uint64_t)penstock::kRecordVersion)
     refuse(std::string(what) + " has format version " + std::to_string(header.version) +
-           ", and this release reads version " + std::to_string(penstock::kRecordVersion) +
-           ": lower it again, with penstock.executorch.export or with CudaPartitioner");
+           ", and this release reads version " + std::to_string(penstock::kRecordVersion) + ": " + remedy);
   size_t left = bytes - sizeof header;
   for (uint64_t part : {header.record_bytes, header.plans_bytes, header.code_bytes}) {
     if (part > left) refuse(std::string(what) + " is truncated: it has " + std::to_string(bytes) + " bytes");
@@ -49,12 +51,12 @@ Header opened(const void* data, size_t bytes, const char* magic, const char* wha
 }
 
 // The plans of all tables follow one another. Each is the one that was proved and written here.
-void find_plans(std::vector<PlanTable>& tables, const char* at, size_t bytes) {
+void find_plans(std::vector<PlanTable>& tables, const char* at, size_t bytes, const char* whose = "the program") {
   const char* end = at + bytes;
   for (PlanTable& table : tables)
     for (size_t i = 0; i < table.plans.size(); ++i) {
       StoredPlan& plan = table.plans[i];
-      if (plan.count > (size_t)(end - at) / sizeof(int64_t)) refuse("the plans of the program are truncated");
+      if (plan.count > (size_t)(end - at) / sizeof(int64_t)) refuse(std::string("the plans of ") + whose + " are truncated");
       plan.numbers = at;
       at += plan.count * sizeof(int64_t);
       if (core().checksum(plan.numbers, at - plan.numbers) != plan.seal)
@@ -62,7 +64,7 @@ void find_plans(std::vector<PlanTable>& tables, const char* at, size_t bytes) {
                listed(table.methods) +
                " is not the one that was written: its numbers do not have the checksum that the description names");
     }
-  if (at != end) refuse("the program holds plans that its description does not list");
+  if (at != end) refuse(std::string(whose) + " holds plans that its description does not list");
 }
 
 constexpr int64_t kMostSlotsBytes = 24 << 20;
@@ -121,11 +123,38 @@ Payload read_payload(const void* data, size_t bytes) {
   return out;
 }
 
+std::string packed_plans_key(const Payload& payload) { return "penstock.plans." + payload.program; }
+
+std::vector<PlanTable> read_packed_plans(const void* data, size_t bytes, const Payload& payload,
+                                         const PackedWeights& packed) {
+  const std::string what = "entry '" + packed_plans_key(payload) + "' of the weights file";
+  try {
+    Header header = opened(data, bytes, "PNSTKPLN", what.c_str(), kPackAgain);
+    const char* start = static_cast<const char*>(data) + sizeof header;
+    penstock::RecordReader in(start, header.record_bytes / sizeof(int64_t), what.c_str());
+    const std::string program = in.text();
+    const auto seal = (uint64_t)in.next();
+    std::vector<PlanTable> tables = read_plan_tables(in, payload.methods.size(), payload.weights.size());
+    in.finish();
+    if (program != payload.program) refuse(what + " is for program " + program);
+    if (tables.empty()) refuse(what + " holds no plans");
+    if (seal != core().checksum(packed.numbers.data(), (int64_t)(packed.numbers.size() * sizeof(int64_t))))
+      refuse(what + " is for other packed weights than the file has: " + kPackAgain);
+    find_plans(tables, start + header.record_bytes, header.plans_bytes, what.c_str());
+    return tables;
+  } catch (const LoadError& error) {
+    throw LoadError(Kind::weights_file, error.what());
+  } catch (const penstock::RecordError& error) {
+    throw LoadError(Kind::weights_file, error.what());
+  }
+}
+
 PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
                           const PackedWeights& packed) {
-  for (const PlanTable& table : payload.plan_tables) {
+  const bool is_planned = !packed.plan_tables.empty();
+  for (const PlanTable& table : is_planned ? packed.plan_tables : payload.plan_tables) {
     if (table.methods != methods || (staged && !table.in_place.empty())) continue;
-    if (packed.weights.empty()) return table;
+    if (packed.weights.empty() || is_planned) return table;
     if (std::optional<PlanTable> found = with_slots(table, payload, packed)) return *found;
   }
   refuse("the program holds no plans for methods " + listed(methods) +

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -31,6 +32,9 @@ struct PackedWeights {
   // Numbers of Description::weights.
   std::set<int64_t> weights;
   int64_t largest_block_bytes = 0;
+  // Plans for them, where the file has some for this program; and the memory that these point into.
+  std::vector<PlanTable> plan_tables;
+  std::shared_ptr<const void> plans_memory;
 };
 
 struct Payload : Description {
@@ -44,8 +48,16 @@ struct Payload : Description {
 DelegateRef read_delegate_ref(const void* data, size_t bytes);
 Payload read_payload(const void* data, size_t bytes);
 
+// The key of plans for packed weights in the weights file: that of this program.
+std::string packed_plans_key(const Payload& payload);
+// What stands there: src/penstock/executorch/packed_plans.py writes it. The tables point into the bytes. Throws
+// LoadError(weights_file) where it is damaged, or for other packed weights than these.
+std::vector<PlanTable> read_packed_plans(const void* data, size_t bytes, const Payload& payload,
+                                         const PackedWeights& packed);
+
 // The plans for these delegates; `staged`: only those that read nothing in place will do. With packed weights, those that
-// read none of them in place, with slots. Throws LoadError(package).
+// were made for them; where there are none, those of the program that read none of them in place, with slots. Throws
+// LoadError(package).
 PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool staged,
                           const PackedWeights& packed);
 

@@ -1,44 +1,82 @@
-"""Which entries of a weights file stay as they are when it is packed, because of its program. No torch."""
+"""What a program asks of the file that its weights are packed into: which entries stay as they are; and plans, where it
+can be run without Python. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import IdentityError, MissingWeightError, WeightMismatchError
 from penstock.printable import printable
+from penstock.weights.format import PLANS_PREFIX
 from penstock.weights.index import Entry, WeightsIndex
+from penstock.weights.packed_reader import Blocks
 
 if TYPE_CHECKING:
     from penstock.executorch.lowered_file import LoweredFile
 
 
-def left_raw(program: Path, index: WeightsIndex) -> frozenset[str]:
-    """Of each of them one name or several. Refuses a program that the file is not for."""
+@dataclass(frozen=True)
+class PlansEntry:
+    """Plans for what was packed, as an entry of the file."""
+
+    name: str
+    # By the first names of entries: the blocks of each that was packed, which plans depend on.
+    content: Callable[[Mapping[str, Blocks]], bytes]
+
+
+@dataclass(frozen=True)
+class PackedFor:
+    # Of each entry that stays as it is, one name or several.
+    left: frozenset[str] = frozenset()
+    plans: PlansEntry | None = None
+
+
+def packed_for(program: Path, index: WeightsIndex) -> PackedFor:
+    """Refuses a program that the file is not for."""
     return _of_pte(program, index) if program.suffix == ".pte" else _of_pt2(program, index)
 
 
-def _of_pt2(path: Path, index: WeightsIndex) -> frozenset[str]:
+def _of_pt2(path: Path, index: WeightsIndex) -> PackedFor:
     from penstock.program import read_program  # which imports this room
 
     program = read_program(path)
     if program.identity != index.identity:
         raise IdentityError(f"{index.path} has identity {index.identity}, {path} needs {program.identity}")
-    return program.gathered_weights
+    return PackedFor(program.gathered_weights)
 
 
-def _of_pte(path: Path, index: WeightsIndex) -> frozenset[str]:
+def _of_pte(path: Path, index: WeightsIndex) -> PackedFor:
     from penstock.executorch.file_seal import check_seal
     from penstock.executorch.lowered_file import read_lowered
 
     check_seal(path)
     lowered = read_lowered(path)
     found = _entries(path, lowered, index)
-    gathered = {found[name].name for name in lowered.program.gathered_weights}
+    first_names = {name: entry.alias_of or entry.name for name, entry in found.items()}
+    gathered = {first_names[name] for name in lowered.program.gathered_weights}
     # What no delegate of ours reads, ExecuTorch reads itself: it knows no packed tensors.
-    streamed = {entry.alias_of or entry.name for entry in found.values()}
-    others = {entry.name for entry in index.unique_entries if entry.name not in streamed}
-    return frozenset(gathered | others)
+    others = {entry.name for entry in index.unique_entries} - {*first_names.values()}
+    return PackedFor(frozenset(gathered | others), _plans(lowered, first_names))
+
+
+def _plans(lowered: LoweredFile, first_names: Mapping[str, str]) -> PlansEntry:
+    from penstock.executorch.packed_plans import make_packed_plans
+
+    program = lowered.program
+
+    def content(blocks: Mapping[str, Blocks]) -> bytes:
+        return make_packed_plans(
+            lowered.name,
+            [method.schedule for method in program.methods],
+            program.weights,
+            {name: blocks[first] for name, first in first_names.items() if first in blocks},
+            page_bytes=lowered.page_bytes,
+        )
+
+    return PlansEntry(f"{PLANS_PREFIX}{lowered.name}", content)
 
 
 def _entries(path: Path, lowered: LoweredFile, index: WeightsIndex) -> dict[str, Entry]:

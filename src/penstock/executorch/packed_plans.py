@@ -1,0 +1,48 @@
+"""Plans for the packed weights of a .ptd, an entry of that file: for a process without Python. csrc/payload.cpp reads
+it. No torch.
+
+A plan for packed weights knows how long each of their blocks is, so it can be made only when they are packed; and as it
+names weights and accesses, it is for one program. The entry is laid out as the payload of a .pte is, without code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.executorch.description import PlanTable
+from penstock.executorch.payload import record_seal, sealed_parts
+from penstock.executorch.plan_table import make_plan_tables
+from penstock.record import to_record
+from penstock.runtime.records import packed_numbers
+from penstock.schedule import Schedule
+from penstock.schema import Signed
+from penstock.weight import Weight
+from penstock.weights.packed_reader import Blocks
+
+PLANS_MAGIC = b"PNSTKPLN"
+
+
+@dataclass(frozen=True)
+class PackedPlans:
+    program: str
+    # Of the packed weights, as the core is told of them: plans for others are not for these.
+    packed_seal: Signed
+    plan_tables: tuple[PlanTable, ...]
+
+
+def make_packed_plans(
+    program: str,
+    schedules: Sequence[Schedule],
+    weights: Sequence[Weight],
+    blocks: Mapping[str, Blocks],
+    *,
+    page_bytes: int,
+) -> bytes:
+    """`blocks`: of those of the weights that are packed; their places count from the beginnings of their entries."""
+    numbers = packed_numbers((number, 0, blocks[w.name]) for number, w in enumerate(weights) if w.name in blocks)
+    begins = {name: one.begins_bytes for name, one in blocks.items()}
+    tables = make_plan_tables(schedules, weights, page_bytes=page_bytes, begins=begins)
+    record = PackedPlans(program, record_seal(bytes(numbers)), tuple(table.row for table in tables))
+    plans = b"".join(plan.numbers for table in tables for plan in table.plans)
+    return sealed_parts(PLANS_MAGIC, to_record(record), plans, b"")
