@@ -91,7 +91,8 @@ class CopiedIn:
         coming = self._copy(0)
         for number, block in enumerate(self.layers):
             far, copied = coming
-            coming = self._copy((number + 1) % len(self.layers))
+            if number + 1 < len(self.layers):
+                coming = self._copy(number + 1)
             q, k, v = projections(block, x, self.shape)
             new = torch.stack((k, v))
             copied.wait()
