@@ -136,6 +136,15 @@ def main() -> int:
     )
     # In whole pages.
     all_bytes = full_bytes + cache_bytes
+    measured = {
+        "environment": environment(options.device),
+        "options": {name: getattr(options, name) for name in ("layers", "batch", "positions", "fill")},
+        "weight_bytes": program.weight_bytes,
+        "cache_bytes": cache_bytes,
+        "link_bytes_per_s": link,
+        "resident_s": resident_s,
+        "of_both_s": of_both_s,
+    }
     points = []
     for total_bytes in _totals(options, all_bytes, granted.beside_weights_bytes):
         host_bytes = max(0, granted.beside_weights_bytes + all_bytes - total_bytes)
@@ -152,17 +161,9 @@ def main() -> int:
         print(
             f"| {total_bytes / 2**30:.1f} GiB, {host_percent:.0f}% far | {bound_s * 1e3:.2f} ms | {cells} |", flush=True
         )
-    stored = {
-        "environment": environment(options.device),
-        "options": {name: getattr(options, name) for name in ("layers", "batch", "positions", "fill")},
-        "weight_bytes": program.weight_bytes,
-        "cache_bytes": cache_bytes,
-        "link_bytes_per_s": link,
-        "resident_s": resident_s,
-        "of_both_s": of_both_s,
-        "points": [dataclasses.asdict(point) for point in points],
-    }
-    (options.out / "weights-and-cache.json").write_text(json.dumps(stored, indent=1))
+        # Whatever comes after it: a point takes long.
+        stored = {**measured, "points": [dataclasses.asdict(point) for point in points]}
+        (options.out / "weights-and-cache.json").write_text(json.dumps(stored, indent=1))
     return int(any(point.equal is False for point in points))
 
 
@@ -245,8 +246,8 @@ def _point(
         if module.budget_bytes < module.full_bytes and placement == "auto":
             with torch.no_grad():
                 module(*inputs)
-            # Below the floor of copying everything is read in place, and there are no copies to measure.
-            for in_place in (False, True) if module.last_run.copies else (True,):
+            # Below the floor of copying everything is read in place: there are no copies to measure.
+            for in_place in (False, True) if module.last_run.copies else ():
                 with module.calibrate(in_place=in_place), torch.no_grad():
                     for _ in range(CALIBRATING_RUNS):
                         module(*inputs)
