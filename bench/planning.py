@@ -12,8 +12,7 @@ import random
 import time
 from collections.abc import Iterable
 
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight

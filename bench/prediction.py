@@ -25,7 +25,7 @@ from torch import Tensor
 import penstock
 from bench.suite.measure import WARM_UP_RUNS, measure_link, synchronize, time_back_to_back, time_host, time_synchronised
 from penstock.errors import BelowFloorError
-from penstock.plan.bound import lower_bound_s
+from penstock.plan.calibration import lower_bound_s
 from penstock.plan.simulator import Boundary, decoded_per_s, simulate
 from penstock.program import Method, Program, TensorSpec
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import floor_bytes
+from penstock.plan.in_place import read_directly_by_default, stand_ins
 from penstock.program import Program
 from penstock.schedule import Schedule
 from penstock.verify.module import PoisonedModule

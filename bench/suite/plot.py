@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.suite.result import RAN, Row, Yardsticks, derive
-from penstock.plan.bound import lower_bound_s
+from penstock.plan.calibration import lower_bound_s
 
 Value = Callable[[Row], float | None]
 

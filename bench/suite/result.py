@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.plan.bound import lower_bound_s
+from penstock.plan.calibration import lower_bound_s
 
 # Eager and compiled kernels round bf16 differently, layer after layer; what is above this is another result.
 WRONG_ABOVE = 0.05

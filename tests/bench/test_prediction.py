@@ -12,7 +12,7 @@ import pytest
 from bench.prediction import _shape
 
 import penstock
-from penstock.plan.bound import lower_bound_s
+from penstock.plan.calibration import lower_bound_s
 from tests.bench.finished import ROOT, Finished
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from penstock.cli.curve_picture import MissingPackageError
 from penstock.cli.step_times_file import step_times_text
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.planner import Planner
 from penstock.plan.simulator import simulate
 from penstock.program import read_program

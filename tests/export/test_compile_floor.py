@@ -15,8 +15,8 @@ import penstock
 import penstock.export.compile as compile_module
 from penstock.errors import BelowFloorError
 from penstock.export.method import CompiledMethod
-from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import floor_bytes
+from penstock.plan.in_place import read_directly_by_default, stand_ins
 from penstock.plan.pages import CUDA_PAGE_BYTES, page_bytes_on, soft_page_bytes
 from penstock.plan.planner import Planner
 from penstock.program import Program, read_program

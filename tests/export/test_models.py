@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import floor_bytes
+from penstock.plan.in_place import read_directly_by_default, stand_ins
 from penstock.weights import read_index, verify_checksums
 from tests.harness import bits, compare_runs, compiled, exact_floor_bytes, leaves, resident_twin
 from tests.zoo import Case, decoder, export, hf, quantized, unet

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from penstock.plan.candidates import Draft, Streaming, draft, least_ring
+from penstock.plan.menu import Menu
 from penstock.plan.menu_planner import FloorPlan
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
@@ -23,3 +25,11 @@ def placed_floor(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *
 
 def full_bytes(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, page_bytes: int) -> int:
     return Planner(schedules, weights, page_bytes=page_bytes).full_bytes
+
+
+def drafted_with(
+    streaming: Streaming, menu: Menu, budget_pages: int, cap: int, ahead_pages: int, part: float = 0.0
+) -> Draft | None:
+    """With a ring that lets copies run so many pages ahead."""
+    least_pages = least_ring(streaming, menu, budget_pages, cap, part)
+    return None if least_pages is None else draft(streaming, menu, budget_pages, cap, least_pages + ahead_pages, part)

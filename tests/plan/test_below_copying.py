@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import BelowFloorError
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.check import check_plan
-from penstock.plan.link import Link
 from penstock.plan.menu import Menu
 from penstock.plan.nominal import nominal
 from penstock.plan.plan import Plan

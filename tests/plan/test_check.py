@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from penstock.plan.candidates import EVEN, Streaming
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.fill import EVEN, Fill
 from penstock.plan.menu import Menu
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.planner import Planner
-from penstock.plan.residency import streaming
 from penstock.schedule import Schedule
 from penstock.weight import Weight
+from tests.plan.planning import drafted_with
 from tests.plan.test_floor import chain, weights_of
 
 NAMES = [f"w{index}" for index in range(12)]
@@ -31,8 +31,8 @@ BUDGET_BYTES = 60 * 4096
 @pytest.fixture
 def plan() -> Plan:
     menu = Menu((SCHEDULE,), WEIGHTS, 4096)
-    draft = Fill(streaming(menu.demand, NAMES), BUDGET_BYTES // 4096, menu).draft(EVEN, ahead_pages=1)
-    made = None if draft is None else draft.plan()
+    drafted = drafted_with(Streaming.of(menu.demand, NAMES), menu, BUDGET_BYTES // 4096, EVEN, ahead_pages=6)
+    made = None if drafted is None else drafted.plan()
     assert made is not None
     check_plan(made, [SCHEDULE], WEIGHTS, budget_bytes=BUDGET_BYTES)
     assert len(made.methods[0].stays) == 12 and made.ring_bytes and made.fills

@@ -7,10 +7,8 @@ import random
 
 import pytest
 
-from penstock.plan.bound import lower_bound_s
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link, lower_bound_s
 from penstock.plan.check import check_plan
-from penstock.plan.link import Link
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.plan.simulator import simulate

@@ -10,21 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link
+from penstock.plan.candidates import Streaming
 from penstock.plan.check import check_plan
-from penstock.plan.fill import Fill
-from penstock.plan.link import Link
 from penstock.plan.menu import Menu
 from penstock.plan.menu_planner import MenuPlanner
 from penstock.plan.packed import BLOCK_BYTES
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
-from penstock.plan.residency import streaming
-from penstock.plan.search import Room
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import AS_FAST
 from penstock.schedule import Schedule
 from penstock.weight import Weight
+from tests.plan.planning import drafted_with
 from tests.plan.test_floor import weights_of
 from tests.plan.test_packed import begins_of
 from tests.plan.test_split import linear
@@ -65,14 +63,15 @@ def test_beside_every_cap_ring_and_part_there_is(seed: int) -> None:
     planner = MenuPlanner(menu)
     calibration = timed(menu, draw.choice([0.0, 1e-4, 4e-4]), draw.choice([100e9, 5e9, 0.5e9]))
     budget_bytes = planner.floor_bytes + (menu.full_pages * PAGE - planner.floor_bytes) * draw.randint(1, 9) // 10
-    room = Room(menu, budget_bytes, menu.slots(budget_bytes, planner._streaming_floor_bytes), {})
-    fill = Fill(streaming(menu.demand, menu.demand.nbytes), room.pages, menu)
+    slots = menu.slots(budget_bytes, planner._streaming_floor_bytes)[0]
+    room_pages = (budget_bytes - slots.total_bytes) // PAGE
+    streaming = Streaming.of(menu.demand, menu.demand.nbytes)
     best_s, tried = float("inf"), 0
     for cap, ahead, eighths in itertools.product(range(0, 9), range(0, 9), range(0, 9)):
-        draft = fill.draft(cap, ahead, eighths / 8)
-        plan = None if draft is None else draft.plan()
+        drafted = drafted_with(streaming, menu, room_pages, cap, ahead, eighths / 8)
+        plan = None if drafted is None else drafted.plan()
         if plan is not None:
-            whole = room.finished(plan)
+            whole = menu.finished(plan, budget_bytes, {}, slots)
             check(whole, menu, budget_bytes)
             best_s, tried = min(best_s, predicted_s(whole, menu.schedules, calibration)), tried + 1
     assert tried > 20
@@ -141,8 +140,7 @@ def test_slots_are_few_and_large_where_copies_cost_much_and_more_where_they_run_
         plan = planner.plan(budget_bytes, calibration)
         check(plan, menu, budget_bytes)
         assert plan.slots is not None
-        total_bytes = plan.ranges[plan.slots.range_index].nbytes
-        divided = menu.slot_sizes(total_bytes)
+        divided = menu.slots(budget_bytes, planner._streaming_floor_bytes)
         assert len({one.count for one in divided}) > 1
         others = [replace(plan, slots=replace(plan.slots, count=one.count, nbytes=one.nbytes)) for one in divided]
         predicted = [predicted_s(other, menu.schedules, calibration) for other in others]

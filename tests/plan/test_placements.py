@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import BelowFloorError
 from penstock.placement_names import PLANNED
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.check import PlanError, check_plan
-from penstock.plan.link import Link
 from penstock.plan.menu import Menu
 from penstock.plan.menu_planner import MenuPlanner
 from penstock.plan.plan import DIRECT, Plan

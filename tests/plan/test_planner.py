@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BelowFloorError, ScheduleError
-from penstock.plan.bound import lower_bound_s
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link, lower_bound_s
 from penstock.plan.check import check_plan
 from penstock.plan.floor import floor_bytes
-from penstock.plan.link import Link
 from penstock.plan.plan import NO_RANGE, Plan
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step

@@ -38,7 +38,7 @@ def fewest_pages(schedule: Schedule, pages: dict[str, int], budgets: list[int]) 
             if joined.always != method.always:
                 # Held all the time, which is another choice.
                 continue
-            total = resident + peak_load(joined, pages)
+            total = resident + peak_load([joined], pages)
             copied = sum(pages[live.weight] for live in joined.live_ranges)
             for budget in budgets:
                 if total <= budget and copied < best[budget]:
@@ -96,7 +96,7 @@ def test_what_is_read_again_soonest_stays_and_what_is_read_later_goes() -> None:
     steps = ["far", others[0], "near", *others[1:4], "near", *others[4:7], "far", *others[7:]]
     pages = dict.fromkeys(("near", "far", *others), 4)
     kept = keep(live_ranges(chain(*steps), pages.keys()), pages, 4 * 4, RULES[0])
-    assert kept is not None and peak_load(kept, pages) <= 4 * 4 and not kept.always
+    assert kept is not None and peak_load([kept], pages) <= 4 * 4 and not kept.always
     assert {live.positions for live in kept.live_ranges if len(live.positions) > 1} == {(2, 6), (10, 0)}
     # With room for none nothing is kept, and with less than what every step needs there is nothing to plan.
     assert all(len(live.positions) == 1 for live in _kept(steps, pages, 3 * 4).live_ranges)

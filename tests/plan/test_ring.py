@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.demand import Demand
+from penstock.plan.assembly import assemble
+from penstock.plan.check import check_plan
 from penstock.plan.live_ranges import LiveRange, MethodRanges, live_ranges
-from penstock.plan.ring import Ring, allocate, lay, loads, peak_load, reading_load, shortest
+from penstock.plan.pages import Demand
+from penstock.plan.ring import Ring, allocate, loads, peak_load, shortest
 from tests.plan.test_floor import chain, weights_of
 
 
@@ -23,9 +25,9 @@ def cycle(step_count: int, *live_ranges: tuple[int, int, int]) -> tuple[MethodRa
     }
 
 
-def ring_of(method: MethodRanges, pages: dict[str, int], enough_pages: int = 0) -> Ring:
-    page_count, cut = shortest(method, pages, enough_pages=enough_pages)
-    ring = allocate(method, pages, cut)
+def ring_of(method: MethodRanges, pages: dict[str, int]) -> Ring:
+    page_count, cut = shortest(method, pages)
+    ring = allocate(method, pages, cut, leads=True)
     assert ring is not None and ring.page_count == page_count
     return ring
 
@@ -65,7 +67,7 @@ def fewest_pages(method: MethodRanges, pages: dict[str, int]) -> int:
 
         return place(0)
 
-    limit = peak_load(method, pages)
+    limit = peak_load([method], pages)
     while not fits(limit):
         limit += 1
     return limit
@@ -103,7 +105,7 @@ def test_pages_wait_for_whoever_read_them_last_and_are_free_before_they_are_need
         tuple(live._replace(first_step=min(live.begin_step + 1, live.end_step)) for live in method.live_ranges),
         frozenset(),
     )
-    load = peak_load(method, pages) if leads else reading_load(method, pages)
+    load = peak_load([method], pages, leads=leads)
     ring = allocate(method, pages, cut % count, ring_pages=load + more_pages, leads=leads)
     if ring is None:
         # On a cycle the load may not be enough, but what crosses any cut has no more than the load.
@@ -137,7 +139,7 @@ def test_pages_that_were_read_longest_ago_are_taken_first() -> None:
 
 def test_a_weight_that_stays_long_does_not_hold_up_the_others() -> None:
     method, pages = cycle(8, (0, 1, 2), (1, 6, 1), (2, 1, 2), (3, 1, 2), (4, 1, 2), (5, 1, 2), (6, 1, 2))
-    ring = allocate(method, pages, 0, ring_pages=5)
+    ring = allocate(method, pages, 0, ring_pages=5, leads=True)
     assert ring is not None and len(holders(method, ring)) == sum(loads(method, pages))
 
 
@@ -150,11 +152,14 @@ def test_parts_are_copied_as_their_pages_come_free_and_not_too_small() -> None:
     demand = Demand.of([chain(*names)], weights, page_bytes)
     ring = allocate(method, pages, 0, ring_pages=20, leads=False)
     assert ring is not None
-    ((_, _, c, _),), ring_pages = lay([method], [ring], demand)
-    assert ring_pages == 20
+    plan = assemble(demand, pages, [method], [ring])
+    assert plan.ring_bytes == 20 * page_bytes
     # Eight pages of a, read in step 0, and eight of b, read in step 1.
-    assert [(part.first_page, part.page_count, part.blocked_until) for part in c.parts] == [(0, 8, 0), (8, 8, 1)]
-    assert sum(length for _, length in c.extents) == 16
+    copies = [copy for copy in plan.methods[0].copies if copy.piece.weight == "c"]
+    assert [(copy.piece.weight_offset_bytes, copy.piece.nbytes, copy.wait_step) for copy in copies] == [
+        (0, 8 * page_bytes, 0),
+        (8 * page_bytes, 8 * page_bytes, 1),
+    ]
 
 
 def test_seldom_and_little_above_the_optimum() -> None:
@@ -186,7 +191,7 @@ def test_never_below_the_optimum_and_at_most_a_third_above(case: tuple[int, list
 def test_where_nothing_crosses_the_cut_the_load_is_enough(case: tuple[int, list[tuple[int, int, int]]]) -> None:
     count, live_ranges = case
     method, pages = cycle(count, *((begin, min(length, count - begin), held) for begin, length, held in live_ranges))
-    assert shortest(method, pages)[0] == peak_load(method, pages)
+    assert shortest(method, pages)[0] == peak_load([method], pages)
 
 
 def test_loads_wrap() -> None:
@@ -195,9 +200,16 @@ def test_loads_wrap() -> None:
     assert loads(method, {"w1": 7}) == [7, 0, 0, 0]
 
 
-def test_the_first_cut_that_is_good_enough_is_taken() -> None:
-    method, pages = cycle(5, (0, 3, 1), (1, 3, 1), (2, 3, 1), (3, 3, 1), (4, 3, 1))
-    assert shortest(method, pages)[0] == shortest(method, pages, enough_pages=9)[0] == 5
+def test_pages_that_nobody_has_are_none_of_the_plan() -> None:
+    """A ring may be longer than what its ranges ever take."""
+    names = ["a", "b", "c", "d"]
+    method, weights = live_ranges(chain(*names), frozenset(names)), weights_of(**dict.fromkeys(names, 100))
+    demand = Demand.of([chain(*names)], weights, 100)
+    ring = allocate(method, dict.fromkeys(names, 1), 0, ring_pages=9, leads=False)
+    assert ring is not None and ring.page_count == 9
+    plan = assemble(demand, dict.fromkeys(names, 1), [method], [ring])
+    assert plan.ring_bytes == 400
+    check_plan(plan, [chain(*names)], weights)
 
 
 # ---- live ranges

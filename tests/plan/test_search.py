@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link
+from penstock.plan.candidates import EVEN, Draft, Streaming
 from penstock.plan.check import check_plan
-from penstock.plan.fill import EVEN, Draft, Fill
-from penstock.plan.link import Link
 from penstock.plan.menu import Menu
 from penstock.plan.planner import Planner
-from penstock.plan.residency import streaming
-from penstock.plan.search import Room, Search, least
+from penstock.plan.search import Found, Judge, Search, least
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import AS_FAST
 from penstock.schedule import Schedule
+from tests.plan.planning import drafted_with
 from tests.plan.test_floor import chain, weights_of
 from tests.plan.test_planner import programs
 
@@ -52,23 +51,26 @@ def equal_weights(count: int, pages: int) -> Menu:
     return Menu((chain(*names),), weights_of(**dict.fromkeys(names, pages * PAGE)), PAGE)
 
 
-def fill(menu: Menu, budget_pages: int) -> Fill:
-    return Fill(streaming(menu.demand, menu.demand.nbytes), budget_pages, menu)
+def every(menu: Menu) -> Streaming:
+    """All weights may stream."""
+    return Streaming.of(menu.demand, menu.demand.nbytes)
 
 
 @pytest.mark.parametrize("cap", [EVEN, 1, 2, 3, 5])
 @pytest.mark.parametrize("budget_pages", [10, 17, 25, 31])
 def test_a_draft_keeps_to_its_cap_and_fills_the_budget_to_the_page(cap: int, budget_pages: int) -> None:
-    choices = fill(equal_weights(8, 5), budget_pages)
-    draft = choices.draft(cap, ahead_pages=2)
-    if draft is None:
+    menu = equal_weights(8, 5)
+    drafted = drafted_with(every(menu), menu, budget_pages, cap, ahead_pages=2)
+    if drafted is None:
         # Suffixes of so few pages leave more resident than there is room for.
         assert cap and 8 * (5 - cap) + cap + 2 > budget_pages
         return
-    assert choices.chosen.resident_pages(draft.suffixes) + draft.ring_pages == budget_pages
-    assert max(draft.suffixes.values()) <= (cap or 5)
+    assert drafted.total_pages == budget_pages
+    assert max(drafted.suffixes.values()) <= (cap or 5)
     if cap != EVEN:
-        assert sum(suffix < cap for suffix in draft.suffixes.values()) <= 1, "whole suffixes, and one for the rest"
+        assert sum(suffix < cap for suffix in drafted.suffixes.values()) <= 1, "whole suffixes, and one for the rest"
+    else:
+        assert max(drafted.suffixes.values()) - min(drafted.suffixes.values()) <= 1, "as equal as they can be"
 
 
 def test_suffixes_are_spread_over_the_schedule_and_seldom_streamed_weights_go_first() -> None:
@@ -77,33 +79,32 @@ def test_suffixes_are_spread_over_the_schedule_and_seldom_streamed_weights_go_fi
         weights_of(a=4 * PAGE, b=4 * PAGE, c=4 * PAGE, d=4 * PAGE, e=4 * PAGE, f=4 * PAGE, often=4 * PAGE),
         PAGE,
     )
-    draft = fill(menu, 28 - 12 + 5).draft(4, ahead_pages=1)
-    assert draft is not None and draft.ring_pages == 5
-    assert list(draft.suffixes) == ["a", "c", "e"] or list(draft.suffixes) == ["b", "d", "f"]
+    drafted = drafted_with(every(menu), menu, 28 - 12 + 5, 4, ahead_pages=1)
+    assert drafted is not None and drafted.ring_pages == 5
+    assert list(drafted.suffixes) == ["a", "c", "e"] or list(drafted.suffixes) == ["b", "d", "f"]
 
 
 def test_copies_alone_take_no_longer_than_the_plan() -> None:
     menu = equal_weights(8, 5)
     calibration = timed(list(menu.schedules), random.Random(1))
-    choices = fill(menu, 22)
     tried = 0
-    for cap, ahead in itertools.product(choices.caps, range(4)):
-        draft = choices.draft(cap, ahead)
-        plan = None if draft is None else draft.plan()
-        if draft is not None and plan is not None:
+    for cap, ahead in itertools.product(range(6), range(4)):
+        drafted = drafted_with(every(menu), menu, 22, cap, ahead)
+        plan = None if drafted is None else drafted.plan()
+        if drafted is not None and plan is not None:
             tried += 1
-            assert draft.least_s(calibration, menu, 22) <= predicted_s(plan, menu.schedules, calibration) * (1 + 1e-9)
+            seconds = predicted_s(plan, menu.schedules, calibration)
+            assert drafted.least_s(calibration, menu, 22) <= seconds * (1 + 1e-9)
     assert tried > 8
 
 
 def test_of_equally_fast_plans_the_one_that_moves_least_is_taken() -> None:
-    choices = fill(equal_weights(6, 4), 20)
-    plans = [draft.plan() for ahead in (0, 2) if (draft := choices.draft(4, ahead)) is not None]
-    short, long = plans
+    menu = equal_weights(6, 4)
+    short, long = [one.plan() for ahead in (0, 2) if (one := drafted_with(every(menu), menu, 20, 4, ahead)) is not None]
     assert short is not None and long is not None
     assert short.methods[0].warm.bytes_streamed < long.methods[0].warm.bytes_streamed
-    assert least([(1.0, long), (1.0001, short)]) is short
-    assert least([(1.0, long), (1.01, short)]) is long
+    assert least([Found(1.0, long), Found(1.0001, short)]).plan is short
+    assert least([Found(1.0, long), Found(1.01, short)]).plan is long
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -114,18 +115,18 @@ def test_beside_all_suffixes_and_rings_there_are(seed: int) -> None:
     sizes = {name: draw.randint(1, 3) for name in names}
     schedules = [chain(*names)]
     menu = Menu(tuple(schedules), weights_of(**{name: size * PAGE for name, size in sizes.items()}), PAGE)
-    demand = menu.demand
     calibration = timed(schedules, draw)
     budget_pages = max(6, sum(sizes.values()) * 2 // 3)
-    chosen = streaming(demand, demand.nbytes)
+    chosen = every(menu)
     best_s = float("inf")
     for suffixes in itertools.product(*(range(size + 1) for size in sizes.values())):
         kept = {name: suffix for name, suffix in zip(names, suffixes, strict=True) if suffix}
         ring_pages = budget_pages - chosen.resident_pages(kept)
         if not kept or ring_pages < 1:
             continue
-        plan = Draft(chosen, kept, ring_pages).plan()
+        plan = Draft(chosen.without(frozenset(chosen.stays.keys() - kept.keys())), kept, ring_pages).plan()
         if plan is not None:
             best_s = min(best_s, predicted_s(plan, schedules, calibration))
-    found = Search([chosen], Room(menu, budget_pages * PAGE, None, {}), [calibration], 1).run()
-    assert min(seconds for seconds, _ in found) <= best_s * 1.06
+    judge = Judge(menu, [calibration], is_measured=True, host_times={}, is_draft=False)
+    found = Search(judge, budget_pages * PAGE, [], [chosen]).run()
+    assert min(one.seconds for one in found) <= best_s * 1.06

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.bound import lower_bound_s
-from penstock.plan.link import Link, fit_link
+from penstock.plan.calibration import Link, fit_link, lower_bound_s
 from penstock.plan.plan import Copy, MethodPlan, Piece, Placement, Slots, Stay
 from penstock.plan.simulator import Span, Timing, simulate
 from penstock.schedule import Schedule, Step

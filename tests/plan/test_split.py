@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import BelowFloorError
-from penstock.plan.calibration import Calibration
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.check import check_plan
-from penstock.plan.link import Link
+from penstock.plan.in_place import FreePages, SplittableWeight, allocate_prefixes, host_times
 from penstock.plan.menu import Menu
 from penstock.plan.menu_planner import MenuPlanner
 from penstock.plan.plan import DIRECT, SPLIT_ROWS, Plan
 from penstock.plan.planner import Planner
-from penstock.plan.prefixes import Spare, SplittableWeight, allocate_prefixes, host_curves
 from penstock.plan.simulator import simulate
 from penstock.plan.tuning import PREFIX_GRAIN_ROWS
 from penstock.schedule import Schedule
@@ -223,12 +222,12 @@ def test_a_program_without_linear_weights_plans_as_without_times() -> None:
 def shared(rows: dict[str, int], pages: int, times: dict[str, tuple[float, float]] | None = None) -> dict[str, int]:
     """Rows of the prefixes, and of weights held whole."""
     weights = matrices(**rows)
-    curves = {}
+    known = {}
     if times is not None:
         resident_s, direct_s = zip(*times.values(), strict=True)
         schedule = linear(chain(*times), rows)
-        curves = host_curves([schedule], Calibration(Link(1e9), {"forward": resident_s}, {"forward": direct_s}))
-    found = allocate_prefixes(list(weights.values()), [], curves, Spare(pages, PAGE, 256))
+        known = host_times([schedule], Calibration(Link(1e9), {"forward": resident_s}, {"forward": direct_s}))
+    found = allocate_prefixes(list(weights.values()), [], known, FreePages(pages, PAGE, 256))
     taken = sum(-(-nbytes // PAGE) for nbytes in found.prefix_bytes.values())
     held_bytes = sum(-(-weights[name].nbytes // 256) * 256 for name in found.whole)
     assert taken + -(-held_bytes // PAGE) <= pages
@@ -271,8 +270,8 @@ def test_with_times_memory_goes_where_it_saves_the_most() -> None:
     assert shared(rows, 32, {"x": (0.0, 1e-3), "y": (0.0, 1e-2)}) == {"y": 1024}
     # But arithmetic hides half of it: the other half is what it gets.
     assert shared(rows, 32, {"x": (0.0, 1e-3), "y": (5e-3, 1e-2)}) == {"x": 512, "y": 512}
-    # Where the free part of both is less than a page, equal parts hide more than the best parts in whole pages.
-    assert shared(rows, 32, {"x": (1e-5, 1e-3), "y": (1e-5, 1.001e-3)}) == {"x": 512, "y": 512}
+    # The last rows of y would be free, and less than a page of them is: so x gets the pages.
+    assert shared(rows, 32, {"x": (1e-5, 1e-3), "y": (1e-5, 1.001e-3)}) == {"x": 128, "y": 896}
 
 
 def test_the_times_of_all_methods_count() -> None:
@@ -280,12 +279,14 @@ def test_the_times_of_all_methods_count() -> None:
     schedules = [linear(chain("x", "y", method=name), weights) for name in ("prefill", "decode")]
     resident_s = {"prefill": (9e-3, 0.0), "decode": (0.0, 0.0)}
     direct_s = {"prefill": (1e-2, 2e-3), "decode": (1e-3, 1e-3)}
-    curve = host_curves(schedules, Calibration(Link(1e9), resident_s, direct_s))["x"]
+    times = host_times(schedules, Calibration(Link(1e9), resident_s, direct_s))["x"]
+    weight = SplittableWeight("x", 1024 * ROW, 1024, PAGE, times)
+    added_s = [weight.added_s((1 - part) * weight.nbytes) for part in (0, 0.5, 0.9, 1)]
     # Decoding pays for every byte, and prefill for the last tenth.
-    assert [curve.seconds(ratio) for ratio in (0, 0.5, 0.9, 1)] == pytest.approx([0, 0.5e-3, 0.9e-3, 2e-3])
+    assert added_s == pytest.approx([0, 0.5e-3, 0.9e-3, 2e-3])
     # A method that was not timed both ways says nothing, and then the others say too little.
-    assert host_curves(schedules, Calibration(Link(1e9), resident_s, {"decode": (1e-3, 1e-3)})) == {}
-    assert host_curves(schedules, None) == {}
+    assert host_times(schedules, Calibration(Link(1e9), resident_s, {"decode": (1e-3, 1e-3)})) == {}
+    assert host_times(schedules, None) == {}
 
 
 def test_a_step_takes_its_part_of_the_time_in_place_and_no_less_than_resident() -> None:

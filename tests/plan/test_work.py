@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.plan import fill, residency, ring
+from penstock.plan import candidates, ring
 from penstock.plan.check import check_plan
 from penstock.plan.planner import Planner
 from penstock.schedule import Schedule
@@ -64,8 +64,8 @@ def gone_through(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     # As the floor calls it, and as drafts do.
     counted(ring, "allocate", "floor", lambda method: len(method.live_ranges))
-    counted(fill, "allocate", "drafts", lambda method: len(method.live_ranges))
-    counted(residency, "live_ranges", "live_ranges", lambda schedule: len(schedule.accesses))
+    counted(candidates, "allocate", "drafts", lambda method: len(method.live_ranges))
+    counted(candidates, "live_ranges", "live_ranges", lambda schedule: len(schedule.accesses))
     return passed
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.runtime import plan_installer as installer_file
 from penstock.runtime.calibration import calibration_of, check_calibration

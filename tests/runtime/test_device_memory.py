@@ -12,8 +12,7 @@ from torch import Tensor
 import penstock
 from penstock.errors import BelowFloorError, BudgetError
 from penstock.plan.cache_share import WeightsRange
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.runtime.automatic_budget import activation_bound_bytes
 from penstock.runtime.device_memory import grant, weights_range
 from tests.runtime.modules import SCRIPTS, play, same

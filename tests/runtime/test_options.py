@@ -15,8 +15,7 @@ import penstock
 from penstock.direct.launch_shape import Limits
 from penstock.errors import HostMemoryError, PenstockError
 from penstock.placement_names import PLACEMENTS
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.program import Program
 from penstock.renamed import OPTIONS
 from penstock.runtime.options import REFUSALS, Asked, Options, judge

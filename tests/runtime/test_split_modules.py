@@ -16,8 +16,7 @@ from penstock.direct import availability
 from penstock.direct.failures import KernelCompileError, KernelDeviceError
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
 from penstock.placement_names import PLANNED
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.runtime.options import Asked, judge
 from penstock.runtime.session import Session
 from penstock.verify.module import PoisonedModule

@@ -17,8 +17,8 @@ from penstock.cli.pretrained import one_line
 from penstock.errors import CheckpointError, UnsupportedProgramError
 from penstock.models.pretrained import DECODE_TOKENS, decode_tokens_of
 from penstock.models.transformers_private import build_model
-from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
+from penstock.plan.in_place import read_directly_by_default, stand_ins
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import ITEM_BYTES, Weight
 

@@ -296,7 +296,7 @@ def _budgets(
 
 
 def _budget(size: CheckpointSize, what: str, budget_bytes: int, link: float, memory: float | None) -> BudgetRow:
-    from penstock.plan.bound import lower_bound_s
+    from penstock.plan.calibration import lower_bound_s
 
     read, experts = size.read_bytes, size.experts
     resident_s = 0.0 if memory is None else read / memory

@@ -16,7 +16,7 @@ from penstock.printable import printable
 if TYPE_CHECKING:
     from penstock.cli.plan_report import GpuRow, PlanReport, StepTimes
     from penstock.cli.subject import Subject
-    from penstock.plan.link import Link
+    from penstock.plan.calibration import Link
     from penstock.program import Program
 
 _LINK_SHARE_ONLY = (
@@ -165,7 +165,7 @@ def _times(
     """What is given on the command line about the link holds; then what was measured."""
     from penstock.cli.plan_report import estimated_step_s
     from penstock.cli.step_times_file import read_step_times
-    from penstock.plan.link import Link
+    from penstock.plan.calibration import Link
 
     if copy_latency_us is not None and link_rate is None:
         raise click.UsageError("--copy-latency-us belongs to --link, which is not given")

@@ -14,12 +14,9 @@ from typing import Literal
 
 from penstock.cli.plan_placements import PlacementRow
 from penstock.cli.subject import Subject
-from penstock.plan.bound import lower_bound_s
-from penstock.plan.calibration import Calibration
-from penstock.plan.in_place import in_place_by_step
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link, lower_bound_s
 from penstock.plan.plan import MethodPlan, Plan, Slots
-from penstock.plan.simulator import simulate
+from penstock.plan.simulator import in_place_by_step, simulate
 from penstock.schedule import Schedule, Step
 
 StepTimes = Literal["measured", "estimated", "unknown"]

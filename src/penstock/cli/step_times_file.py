@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.regular_file import open_regular
 
 # A hundred thousand steps take 2 MB.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from penstock.errors import PackageError, ScheduleError
 from penstock.executorch.lowered_file import read_lowered
-from penstock.plan.direct import read_directly_by_default, stand_ins
 from penstock.plan.floor import Floor, floor_bytes
+from penstock.plan.in_place import read_directly_by_default, stand_ins
 from penstock.plan.pages import page_bytes_on
 from penstock.plan.planner import Planner
 from penstock.program import Program, read_program

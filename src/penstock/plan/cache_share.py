@@ -2,7 +2,8 @@
 
 What is not on the device crosses the link in every run: a weight is streamed, a position that is filled is read in
 place. A cache is taken to be filled as far as tuning.CACHE_FILL; positions behind that are not read, and the last to
-get memory. `plan.ratios` finds the shares, and rounding to whole blocks leaves the rest to the weights.
+get memory. What a byte costs on the link does not depend on how many there are, so whoever costs the most comes first;
+rounding to whole blocks leaves the rest to the weights.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.plan.ratios import Operation, TimeCurve, allocate
 from penstock.plan.tuning import CACHE_FILL, FAR_READ_COST
 
-_WEIGHTS = "weights"
-# More than a ratio of terabytes is off by, and less than a byte.
+# More than a part of terabytes is off by, and less than a byte.
 _ROUNDING_BYTES = 0.01
 
 
@@ -60,22 +59,12 @@ def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup])
     """`room_bytes` are at least the floor of the weights. All of it is given: what positions leave is the weights'."""
     if room_bytes < weights.floor_bytes:
         raise ValueError(f"{room_bytes} bytes for weights and caches; weights alone need {weights.floor_bytes}")
-    # Of what costs nothing the first goes first: that copies are hidden was measured, how long texts are was not.
-    operations = []
-    if weights.full_bytes > weights.floor_bytes:
-        operations.append(Operation(_WEIGHTS, weights.full_bytes, _weights_curve(weights)))
-    operations += [Operation(str(number), group.nbytes, _cache_curve(group)) for number, group in enumerate(groups)]
-    # Where all weights are always there, only the caches share.
-    taken_bytes = 0 if weights.full_bytes > weights.floor_bytes else weights.floor_bytes
-    total_bytes = sum(operation.nbytes for operation in operations)
-    lacking_bytes = max(0, total_bytes - (room_bytes - taken_bytes))
-    ratios = allocate(operations, lacking_bytes / total_bytes).by_name if operations else {}
-    positions: list[int] = []
     left_bytes = room_bytes - weights.floor_bytes
+    wanted = _wanted_bytes(left_bytes, weights, groups)
+    positions: list[int] = []
     for number, group in enumerate(groups):
-        # Whole bytes, whatever the ratio has lost in rounding; never more than is left above the floor.
-        wanted_bytes = math.floor((1 - ratios[str(number)]) * group.nbytes + _ROUNDING_BYTES)
-        positions.append(group.positions_within(min(wanted_bytes, left_bytes)))
+        # Whole bytes, whatever was lost in rounding; never more than is left above the floor.
+        positions.append(group.positions_within(min(math.floor(wanted[number] + _ROUNDING_BYTES), left_bytes)))
         left_bytes -= positions[-1] * group.position_bytes
     # What all weights leave over is for positions after all.
     spare_bytes = left_bytes + weights.floor_bytes - max(weights.full_bytes, weights.floor_bytes)
@@ -89,18 +78,19 @@ def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup])
     return Division(weights.floor_bytes + left_bytes, tuple(positions))
 
 
-def _cache_curve(group: CacheGroup) -> TimeCurve:
-    """In bytes of the link: what is far is first what is not filled."""
-    free = 1 - CACHE_FILL
-    return TimeCurve(((0.0, 0.0), (free, 0.0), (1.0, FAR_READ_COST * CACHE_FILL * group.nbytes)))
-
-
-def _weights_curve(weights: WeightsRange) -> TimeCurve:
-    most = 1 - weights.floor_bytes / weights.full_bytes
-    hidden = weights.hidden_bytes / weights.full_bytes
-    streamed = most * weights.full_bytes
-    if hidden <= 0:
-        return TimeCurve(((0.0, 0.0), (most, streamed)))
-    if hidden >= most:
-        return TimeCurve(((0.0, 0.0), (most, 0.0)))
-    return TimeCurve(((0.0, 0.0), (hidden, 0.0), (most, streamed - weights.hidden_bytes)))
+def _wanted_bytes(left_bytes: float, weights: WeightsRange, groups: Sequence[CacheGroup]) -> dict[int | None, float]:
+    """By group, and None for the weights. Of what costs nothing weights come last: that copies are hidden was measured,
+    how long texts are was not."""
+    above_floor = max(weights.full_bytes - weights.floor_bytes, 0)
+    hidden = min(weights.hidden_bytes, above_floor)
+    # What a byte costs that is not on the device, beside one that is streamed; who has such bytes, and how many.
+    wants: list[tuple[float, int | None, float]] = [(1.0, None, above_floor - hidden), (0.0, None, hidden)]
+    for number, group in enumerate(groups):
+        wants.append((FAR_READ_COST, number, CACHE_FILL * group.nbytes))
+        wants.append((0.0, number, (1 - CACHE_FILL) * group.nbytes))
+    found: dict[int | None, float] = {}
+    for _, who, nbytes in sorted(wants, key=lambda want: (want[0], want[1] is not None, want[1] or 0), reverse=True):
+        taken = min(nbytes, left_bytes)
+        found[who] = found.get(who, 0.0) + taken
+        left_bytes -= taken
+    return found

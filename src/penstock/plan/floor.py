@@ -8,8 +8,9 @@ copy after them, beside what stays resident. Runs follow one another, so the ste
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Schedule
@@ -34,15 +35,43 @@ class Floor:
     next_copy: str | None
 
 
-@dataclass(frozen=True)
-class _Window:
-    """What must be in place around one step of one method."""
+class NextCopy(NamedTuple):
+    """The copy that is on its way beside two steps: of the access at this position, in this run or in the next."""
 
-    transient_bytes: int
-    schedule: Schedule
-    step_index: int
+    weight: str
+    position: int
+    is_in_next_run: bool
+
+
+class Window(NamedTuple):
+    """What must be in place around one step."""
+
     pair: frozenset[str]
-    next_copy: str | None
+    next_copy: NextCopy | None
+
+
+def windows(schedule: Schedule, streamed: Collection[str]) -> list[Window]:
+    """By step: what it and the step after it read of the weights in `streamed`, and the next copy after these."""
+    steps = range(len(schedule.steps))
+    fetched: list[list[NextCopy]] = [[] for _ in steps]
+    # Weights by their next fetch, soonest first. Walking backwards in time, the weight of each access passed becomes
+    # the soonest, so a lookup costs no more than the pair it must skip: linear, however often weights repeat.
+    soonest: OrderedDict[str, NextCopy] = OrderedDict()
+    for position, access in enumerate(schedule.accesses):
+        if access.weight in streamed:
+            fetched[schedule.first_step[access.number]].append(NextCopy(access.weight, position, False))
+            soonest.setdefault(access.weight, NextCopy(access.weight, position, True))
+    live = [frozenset(name for name in schedule.live_weights(index) if name in streamed) for index in steps]
+    found: list[Window] = []
+    for following in reversed(steps):
+        # Here `soonest` holds what is fetched after the accesses of step `following`, and before they come again.
+        pair = live[following - 1] | live[following]
+        found.append(Window(pair, next((copy for name, copy in soonest.items() if name not in pair), None)))
+        for copy in reversed(fetched[following]):
+            soonest[copy.weight] = copy
+            soonest.move_to_end(copy.weight, last=False)
+    # Of the pairs that begin with the last step, the first, and so on back: into step order.
+    return [*found[-2::-1], *found[-1:]]
 
 
 def floor_bytes(
@@ -64,84 +93,49 @@ def floor_bytes(
     _check_placements(weights, resident, direct, pinned)
 
     held = resident | pinned
-    packed_bytes = sum(_round_up(weights[name].nbytes, RESIDENT_ALIGNMENT_BYTES) for name in held)
-    resident_bytes = _round_up(packed_bytes, granularity_bytes)
-
+    packed_bytes = sum(round_up(weights[name].nbytes, RESIDENT_ALIGNMENT_BYTES) for name in held)
+    resident_bytes = round_up(packed_bytes, granularity_bytes)
     # Weights without bytes are left out here, once: they are neither held nor ever "the next copy".
     streamed_bytes = {
-        name: _round_up(weights[name].nbytes, granularity_bytes)
+        name: round_up(weights[name].nbytes, granularity_bytes)
         for schedule in schedules
         for name in schedule.weight_names
         if name not in held and name not in direct and weights[name].nbytes > 0
     }
-    worst = max(
-        (window for schedule in schedules for window in _windows(schedule, streamed_bytes)),
-        key=lambda window: window.transient_bytes,
-        default=None,
-    )
-    if worst is None or worst.transient_bytes == 0:
+    worst: tuple[int, Schedule | None, int, Window] = 0, None, 0, Window(frozenset(), None)
+    for schedule in schedules:
+        for index, window in enumerate(windows(schedule, streamed_bytes)):
+            needed_bytes = sum(map(streamed_bytes.__getitem__, window.pair))
+            if window.next_copy is not None:
+                needed_bytes += streamed_bytes[window.next_copy.weight]
+            if needed_bytes > worst[0]:
+                worst = needed_bytes, schedule, index, window
+    transient_bytes, of, step_index, (pair, copy) = worst
+    if of is None:
         return Floor(resident_bytes, resident_bytes, 0, None, None, (), None)
     return Floor(
-        floor_bytes=resident_bytes + worst.transient_bytes,
+        floor_bytes=resident_bytes + transient_bytes,
         resident_bytes=resident_bytes,
-        transient_bytes=worst.transient_bytes,
-        method=worst.schedule.method,
-        step_index=worst.step_index,
-        pair=tuple(name for name in worst.schedule.weight_names if name in worst.pair),
-        next_copy=worst.next_copy,
+        transient_bytes=transient_bytes,
+        method=of.method,
+        step_index=step_index,
+        pair=tuple(name for name in of.weight_names if name in pair),
+        next_copy=None if copy is None else copy.weight,
     )
 
 
 def check_schedules(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, granularity_bytes: int) -> None:
-    """Raises ScheduleError for schedules that break their own rules, ValueError for a granularity that is none."""
+    """Raises ScheduleError for schedules that break their own rules: the floor of one would be a wrong number.
+
+    ValueError for a granularity that is none.
+    """
     if granularity_bytes < 1:
         raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be 1 or more")
     for schedule in schedules:
         _check(schedule, weights)
 
 
-def _windows(schedule: Schedule, streamed_bytes: Mapping[str, int]) -> list[_Window]:
-    """One window per step, in step order."""
-    if not schedule.steps:
-        return []
-    fetched_by_step: list[list[str]] = [[] for _ in schedule.steps]
-    for access in schedule.accesses:
-        if access.weight in streamed_bytes:
-            fetched_by_step[schedule.first_step[access.number]].append(access.weight)
-    live = [
-        frozenset(name for name in schedule.live_weights(index) if name in streamed_bytes)
-        for index in range(len(schedule.steps))
-    ]
-
-    # Weights by their next fetch, soonest first. Walking backwards in time, the weight of each access passed becomes
-    # the soonest, so a lookup costs no more than the pair it must skip: linear, however often weights repeat.
-    soonest: OrderedDict[str, None] = OrderedDict()
-
-    def pass_backwards(index: int) -> None:
-        for name in reversed(fetched_by_step[index]):
-            soonest[name] = None
-            soonest.move_to_end(name, last=False)
-
-    # The cycle after the one looked at: what comes "next" near its end is fetched there.
-    for following in reversed(range(len(schedule.steps))):
-        pass_backwards(following)
-
-    windows: list[_Window] = []
-    for following in reversed(range(len(schedule.steps))):
-        # Here `soonest` holds what is fetched after the accesses of step `following`, and before they come again.
-        index = (following - 1) % len(schedule.steps)
-        pair = live[index] | live[following]
-        next_copy = next((name for name in soonest if name not in pair), None)
-        pair_bytes = sum(streamed_bytes[name] for name in pair)
-        next_bytes = 0 if next_copy is None else streamed_bytes[next_copy]
-        windows.append(_Window(pair_bytes + next_bytes, schedule, index, pair, next_copy))
-        pass_backwards(following)
-    # The pair (last, first) came last and belongs last: sort into step order, so that of equals the earliest is named.
-    return sorted(windows, key=lambda window: window.step_index)
-
-
 def _check(schedule: Schedule, weights: Mapping[str, Weight]) -> None:
-    """The floor of a schedule that breaks its own rules would be a wrong number: refuse it instead."""
     where = f"schedule of method {schedule.method!r}"
     if len(schedule.access_by_number) != len(schedule.accesses):
         raise ScheduleError(f"{where}: {len(schedule.accesses)} accesses, but the numbers are not unique")
@@ -175,5 +169,5 @@ def _check_placements(
         raise ValueError(f"placed as direct, but resident or pinned as well: {', '.join(map(repr, both))}")
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

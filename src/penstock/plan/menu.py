@@ -9,28 +9,33 @@
 | split           | a prefix             | the rest, by its kernel | both sides are read at once    |
 | in place        | none                 | all, by its kernel      | waits for what it reads        |
 
-A weight takes several rows, one after the other along its bytes. Which of them, `fill.py` says, and `simulator.py` what
-that costs: this file knows who may take a row, and puts together what was chosen.
+A weight takes several rows, one after the other along its bytes. Which of them, `candidates.py` says, and
+`simulator.py` what that costs: this file knows who may take a row, and puts together what was chosen.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 from penstock.plan.calibration import Calibration
-from penstock.plan.demand import Demand
-from penstock.plan.direct import IsDirect, stand_ins, with_direct
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
-from penstock.plan.packed import Begins, SlotSizes, with_packed
+from penstock.plan.in_place import (
+    FreePages,
+    HostTimes,
+    Prefixes,
+    Takes,
+    allocate_prefixes,
+    host_times,
+    in_place_rows,
+    stand_ins,
+    with_in_place,
+)
+from penstock.plan.packed import Begins, SlotSizes, slot_sizes, with_packed
+from penstock.plan.pages import Demand
 from penstock.plan.plan import Plan
-from penstock.plan.prefixes import Spare, allocate_prefixes, host_curves
-from penstock.plan.ratios import TimeCurve
-from penstock.plan.split import with_prefixes
-from penstock.plan.tuning import MOST_SLOTS_BYTES, SLOT_COUNTS, SLOTS_PART_OF_BUDGET
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -47,8 +52,8 @@ class Menu:
     weights: Mapping[str, Weight]
     page_bytes: int
     # Accesses that read in host memory what is not resident: as a whole, or but for a prefix.
-    in_place: IsDirect = _none
-    split: IsDirect = _none
+    in_place: Takes = _none
+    split: Takes = _none
     # Packed weights, which stream packed, and may stay so.
     begins: Begins = field(default_factory=dict)
 
@@ -58,72 +63,52 @@ class Menu:
         return Demand.of(*stand_ins(self.schedules, self.weights, self._is_in_place), self.page_bytes)
 
     @cached_property
-    def full_pages(self) -> int:
+    def whole_demand(self) -> Demand:
         """With everything resident."""
-        return self._whole_demand.full_pages
+        return Demand.of(self.schedules, self.weights, self.page_bytes)
 
-    @cached_property
-    def other_pages(self) -> int:
-        """What weights that are read in host memory could take at the most."""
-        return self.full_pages - self.demand.full_pages
+    @property
+    def full_pages(self) -> int:
+        return self.whole_demand.full_pages
 
-    def curves(self, calibration: Calibration | None) -> dict[str, TimeCurve]:
-        return host_curves(self.schedules, calibration) if self._split_weights else {}
+    @property
+    def has_other_rows(self) -> bool:
+        """Whether pages that streaming leaves are of use to others."""
+        return bool(self.begins) or self.full_pages > self.demand.full_pages
 
-    def finished(
-        self, plan: Plan, budget_bytes: int, curves: Mapping[str, TimeCurve], slots: SlotSizes | None = None
-    ) -> Plan:
+    def host_times(self, calibration: Calibration | None) -> HostTimes:
+        return host_times(self.schedules, calibration) if any(map(self.split, self._accesses)) else {}
+
+    def finished(self, plan: Plan, budget_bytes: int, times: HostTimes, slots: SlotSizes | None = None) -> Plan:
         """The plan of what streams or is held, and all other rows in what it leaves of the budget."""
-        plan = with_direct(plan, self.schedules, self.weights, self._is_in_place)
         if slots is not None and any(method.copies for method in plan.methods):
             room_bytes = budget_bytes // self.page_bytes * self.page_bytes - slots.total_bytes - plan.device_bytes
             plan = with_packed(plan, self.begins, slots, room_bytes)
-        return self._with_prefixes(plan, budget_bytes, curves)
-
-    def _with_prefixes(self, plan: Plan, budget_bytes: int, curves: Mapping[str, TimeCurve]) -> Plan:
-        unheld = frozenset(plan.direct_weights)
-        if not unheld:
+        if not any(map(self._is_in_place, self._accesses)):
             return plan
-        prefixes = allocate_prefixes(
-            [self.weights[name] for name in self._split_weights if name in unheld],
-            [self.weights[name] for name in self._tables if name in unheld],
-            curves,
-            Spare((budget_bytes - plan.device_bytes) // self.page_bytes, self.page_bytes, self._alignment_bytes),
+        alignment_bytes = RESIDENT_ALIGNMENT_BYTES if self.demand.packs else self.page_bytes
+        spare_pages = (budget_bytes - plan.device_bytes) // self.page_bytes
+
+        def share_out(unheld: frozenset[str]) -> Prefixes:
+            split, tables = ([self.weights[name] for name in names if name in unheld] for names in self._in_place_rows)
+            return allocate_prefixes(split, tables, times, FreePages(spare_pages, self.page_bytes, alignment_bytes))
+
+        return with_in_place(
+            plan, self.schedules, self.weights, self._is_in_place, self.split, share_out, alignment_bytes
         )
-        return with_prefixes(plan, self.schedules, self.weights, prefixes, self.split, self._alignment_bytes)
 
     def _is_in_place(self, access: Access) -> bool:
         return self.in_place(access) or self.split(access)
 
     @cached_property
-    def _whole_demand(self) -> Demand:
-        return Demand.of(self.schedules, self.weights, self.page_bytes)
-
-    @cached_property
-    def accesses(self) -> Sequence[Access]:
+    def _accesses(self) -> list[Access]:
         return [access for schedule in self.schedules for access in schedule.accesses]
 
     @cached_property
-    def _split_weights(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(access.weight for access in self.accesses if self.split(access)))
+    def _in_place_rows(self) -> tuple[list[str], list[str]]:
+        return in_place_rows(self.schedules, self.weights, self.in_place, self.split)
 
-    @cached_property
-    def _tables(self) -> list[str]:
-        """Weights that are only read in place, those first that gain the most by being held.
-
-        A kernel that reads all of a weight gains more than one that gathers; and twice read is twice gained.
-        """
-        others = {access.weight for access in self.accesses if not self.in_place(access) or self.split(access)}
-        read_whole = {access.weight for access in self.accesses if not access.gathered}
-        times = Counter(access.weight for access in self.accesses if access.weight not in others)
-        return sorted(times, key=lambda name: (name not in read_whole, -times[name], -self.weights[name].nbytes))
-
-    @property
-    def _alignment_bytes(self) -> int:
-        """As weights held whole lie anywhere else."""
-        return RESIDENT_ALIGNMENT_BYTES if self._whole_demand.packs else self.page_bytes
-
-    # ---- what packed weights pass through
+    # ---- packed rows
 
     @cached_property
     def packed_part(self) -> float:
@@ -131,34 +116,19 @@ class Menu:
         raw_bytes = sum(self.weights[name].nbytes for name in self.begins)
         return sum(begins[-1] for begins in self.begins.values()) / raw_bytes if raw_bytes else 1.0
 
-    @cached_property
-    def least_slots_bytes(self) -> int:
-        """Two: one is filled while the other is decoded."""
+    def slots(self, budget_bytes: int, floor_bytes: int) -> list[SlotSizes]:
+        """What packed weights may pass through beside a plan of at least so many bytes; empty: nothing is packed."""
+        return slot_sizes(self.begins, budget_bytes, budget_bytes - floor_bytes, self.page_bytes)
+
+    def most_other_pages(self, longest: Mapping[str, int], spare_pages: int) -> int:
+        """What other rows can use at the most, when these are the suffixes without any of the spare pages."""
         if not self.begins:
-            return 0
-        return -(-2 * _aligned(self._largest_block_bytes) // self.page_bytes) * self.page_bytes
-
-    def slots(self, budget_bytes: int, floor_bytes: int) -> SlotSizes | None:
-        """Beside a plan of at least so many bytes. None: nothing is packed."""
-        if not self.begins:
-            return None
-        wanted = min(MOST_SLOTS_BYTES, int(budget_bytes * SLOTS_PART_OF_BUDGET), budget_bytes - floor_bytes)
-        total_bytes = max(wanted // self.page_bytes * self.page_bytes, self.least_slots_bytes)
-        return self.slot_sizes(total_bytes)[0]
-
-    def slot_sizes(self, total_bytes: int) -> list[SlotSizes]:
-        """What so many bytes can be divided into, more and smaller slots first: every block fits into one."""
-        sizes = [SlotSizes(count, _slot_bytes(total_bytes, count), total_bytes) for count in SLOT_COUNTS]
-        return [one for one in sizes if one.count == 2 or one.nbytes >= self._largest_block_bytes]
-
-    @cached_property
-    def _largest_block_bytes(self) -> int:
-        return max(after - begin for begins in self.begins.values() for begin, after in pairwise(begins))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // RESIDENT_ALIGNMENT_BYTES) * RESIDENT_ALIGNMENT_BYTES
-
-
-def _slot_bytes(total_bytes: int, count: int) -> int:
-    return total_bytes // count // RESIDENT_ALIGNMENT_BYTES * RESIDENT_ALIGNMENT_BYTES
+            return self.full_pages - self.demand.full_pages
+        # All suffixes packed. Each page more of a prefix is one less of these, which take less.
+        part = self.packed_part
+        streamed = sum(size for name, size in longest.items() if name in self.begins)
+        if part * streamed >= spare_pages:
+            return spare_pages
+        packed_pages = part * max(0, streamed - spare_pages) / (1 - part)
+        # What a weight's last page rounds up to.
+        return min(spare_pages, math.ceil(packed_pages) + len(longest) // 2 + 1)

@@ -1,38 +1,28 @@
 """The plans of one menu at different budgets. Pure and deterministic; the authority on the menu's floor.
 
-The way of a weight: menu.py says which rows it may take, candidate_sets.py whether it may stream, fill.py how much of
-it does, ring.py where that lies; search.py picks the fastest, reuse.py what is kept between uses; assembly.py writes
-the plan.
+The way of a weight: menu.py says which rows it may take, candidates.py how much of it streams, ring.py where that lies;
+search.py picks the fastest, and assembly.py writes the plan.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
-from penstock.plan.candidate_sets import CandidateSets
+from penstock.plan.candidates import CandidateSets, Draft, Streaming
 from penstock.plan.menu import Menu
 from penstock.plan.nominal import nominal
-from penstock.plan.placed import Placed, lengthen_prefixes, lowest, place, surely_fits
+from penstock.plan.packed import least_slots_bytes
+from penstock.plan.pages import Demand
 from penstock.plan.plan import Plan
-from penstock.plan.residency import streaming
-from penstock.plan.reuse import cheapest_kept
-from penstock.plan.search import Room, Search, least
+from penstock.plan.search import Found, Judge, Search, least
 from penstock.plan.simulator import predicted_s
-from penstock.plan.tuning import (
-    LOOKAHEAD_BYTES,
-    LOOKAHEAD_PART,
-    LOOKAHEAD_PART_OF_STREAM,
-    MEASURED_PARTS,
-    MEASURED_TRIALS,
-    NOMINAL_TRIALS,
-    PACKED_PARTS,
-)
+from penstock.plan.tuning import SMALLER_BUDGETS
 
 
 @dataclass(frozen=True)
@@ -57,11 +47,13 @@ class MenuPlanner:
         self._demand = menu.demand
         self._sets = CandidateSets(menu.demand)
         self._page_bytes = menu.page_bytes
+        # By budget, in pages.
+        self._known: tuple[Judge, dict[int, Found]] | None = None
 
     @cached_property
-    def _lowest(self) -> Placed:
+    def _lowest(self) -> Draft:
         with _collector_paused():
-            return lowest(self._sets)
+            return self._sets.lowest()
 
     @property
     def _streaming_floor_bytes(self) -> int:
@@ -74,7 +66,7 @@ class MenuPlanner:
         if not self._lowest.ring_pages:
             return self._streaming_floor_bytes
         full_bytes = self._demand.full_pages * self._page_bytes
-        return min(self._streaming_floor_bytes + self._menu.least_slots_bytes, full_bytes)
+        return min(self._streaming_floor_bytes + least_slots_bytes(self._menu.begins, self._page_bytes), full_bytes)
 
     @cached_property
     def full_bytes(self) -> int:
@@ -85,17 +77,9 @@ class MenuPlanner:
         if self._menu.begins:
             plan = self.plan(self.floor_bytes)
         else:
-            plan = self._menu.finished(self._lowest.plan(self._lowest.total_pages), self.floor_bytes, {})
+            plan = self._menu.finished(self._lowest.laid(), self.floor_bytes, {})
         method, step_index, names = self._lowest.worst_step()
-        return FloorPlan(
-            floor_bytes=self.floor_bytes,
-            plan=plan,
-            resident_bytes=plan.resident_bytes,
-            ring_bytes=plan.ring_bytes,
-            method=method,
-            step_index=step_index,
-            weights=names,
-        )
+        return FloorPlan(self.floor_bytes, plan, plan.resident_bytes, plan.ring_bytes, method, step_index, names)
 
     def plan(self, budget_bytes: int, calibration: Calibration | None = None, *, is_draft: bool = False) -> Plan:
         """The plan that takes the least time within the budget, by measured times or on nominal machines.
@@ -104,69 +88,68 @@ class MenuPlanner:
         candidates are tried for it.
         """
         with _collector_paused():
-            return self._plan(budget_bytes, calibration, is_draft=is_draft)
+            if budget_bytes >= self.full_bytes:
+                return _resident(self._menu.whole_demand)
+            judge = self._judge(calibration, is_draft=is_draft)
+            if budget_bytes // self._page_bytes >= self._demand.full_pages:
+                return self._menu.finished(_resident(self._demand), budget_bytes, judge.host_times)
+            self._refuse_below_floor(budget_bytes)
+            return self._fastest(judge, budget_bytes // self._page_bytes)
 
-    def _plan(self, budget_bytes: int, calibration: Calibration | None, *, is_draft: bool) -> Plan:
-        if budget_bytes >= self.full_bytes:
-            everything = Menu(self._menu.schedules, self._menu.weights, self._page_bytes).demand
-            return place(streaming(everything, ()), {}).plan(everything.full_pages)
-        curves = self._menu.curves(calibration)
-        if budget_bytes // self._page_bytes >= self._demand.full_pages:
-            plan = place(streaming(self._demand, ()), {}).plan(self._demand.full_pages)
-            return self._menu.finished(plan, budget_bytes, curves)
-        slots = self._menu.slots(budget_bytes, self._streaming_floor_bytes) if self._menu.begins else None
-        room = Room(self._menu, budget_bytes, slots, curves)
+    def _judge(self, calibration: Calibration | None, *, is_draft: bool = False) -> Judge:
         known = [calibration] if calibration is not None else nominal(self._menu)
-        found = self._searched(room, known, calibration is not None, is_draft=is_draft)
-        kept = cheapest_kept(self._sets, room.pages) if not found or self._demand.reuses else None
-        self._refuse_below_floor(budget_bytes)
-        if not found and kept is None:
-            kept = lengthen_prefixes(self._lowest, room.pages)
-        if kept is not None:
-            plan = room.finished(kept.plan(room.pages))
-            found.append((sum(self.predicted_s(plan, one) for one in known), plan))
-        return self._with_best_slots(least(found), room, known)
+        times = self._menu.host_times(calibration)
+        return Judge(self._menu, known, calibration is not None, times, is_draft)
 
-    def _with_best_slots(self, plan: Plan, room: Room, known: Sequence[Calibration]) -> Plan:
-        """The same bytes divided otherwise: nothing else of the plan changes."""
-        if plan.slots is None or room.slots is None:
-            return plan
-        sizes = self._menu.slot_sizes(room.slots.total_bytes)
-        plans = [replace(plan, slots=replace(plan.slots, count=one.count, nbytes=one.nbytes)) for one in sizes]
-        return least([(sum(self.predicted_s(each, one) for one in known), each) for each in plans])
+    def _fastest(self, judge: Judge, budget_pages: int) -> Plan:
+        """Of the plans for this budget, and for smaller ones where accesses are few: which rings come out even is luck
+        then, and more memory is to take no longer."""
+        best = self._found(judge, budget_pages)
+        # What other rows get of a budget is no luck.
+        count = SMALLER_BUDGETS.of(self._demand.access_count**3) if len(judge.parts) == 1 else 0
+        for pages in range(budget_pages - 1, budget_pages - 1 - count, -1):
+            smaller_bytes = pages * self._page_bytes
+            if smaller_bytes < self.floor_bytes or judge.bound_s(smaller_bytes) >= best.seconds:
+                break
+            best = least([best, self._found(judge, pages)])
+        return best.plan
 
-    def _searched(
-        self, room: Room, known: Sequence[Calibration], is_measured: bool, *, is_draft: bool
-    ) -> list[tuple[float, Plan]]:
+    def _found(self, judge: Judge, budget_pages: int) -> Found:
+        """What was found by the last times is kept: whoever asks for one budget often asks for the next."""
+        if self._known is None or not self._known[0].judges_as(judge):
+            self._known = judge, {}
+        found = self._known[1]
+        if budget_pages not in found:
+            found[budget_pages] = self._searched(judge, budget_pages * self._page_bytes)
+        return found[budget_pages]
+
+    def _searched(self, judge: Judge, budget_bytes: int) -> Found:
         """Small weights stream only where nothing else fits: a copy of one is mostly overhead."""
-        sets = self._sets.fitting(room.pages)
-        ahead_pages = max(1, self._usual_ahead_pages(room.pages))
-        for small in (False, True):
-            some = [chosen for chosen in sets if self._demand.any_small(chosen.stays) is small]
-            found = Search(
-                some,
-                room,
-                known,
-                ahead_pages,
-                parts=self._parts(is_measured),
-                least_ahead_pages=0 if is_measured else ahead_pages,
-                trials=MEASURED_TRIALS if is_measured and not is_draft else NOMINAL_TRIALS,
-            ).run()
+        slots = self._menu.slots(budget_bytes, self._streaming_floor_bytes) if self._menu.begins else []
+        room_pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // self._page_bytes
+        laid = self._sets.kept(room_pages)
+        sets = [*self._sets.fitting(room_pages), *(one.streaming for one in laid)]
+        for is_small in (False, True):
+            some = [one for one in sets if self._demand.any_small(one.stays) is is_small]
+            some_laid = [one for one in laid if self._demand.any_small(one.suffixes) is is_small]
+            found = Search(judge, budget_bytes, slots, some, some_laid).run()
             if found:
-                return found
-        return []
-
-    def _parts(self, is_measured: bool) -> tuple[float, ...]:
-        """Of the spare pages, what goes to other rows. Without times, what streams comes before what is read in place:
-        that makes the ring shorter, and a byte costs the same."""
-        if is_measured and (self._menu.begins or self._menu.other_pages):
-            return MEASURED_PARTS
-        return PACKED_PARTS if self._menu.begins else (0.0,)
+                break
+        else:
+            more_pages = room_pages - self._lowest.total_pages
+            lowest = replace(self._lowest, ring_pages=self._lowest.ring_pages + more_pages)
+            found = Search(judge, budget_bytes, slots, [], [lowest]).run()
+        best = least(found)
+        if best.plan.slots is None:
+            return best
+        # The same bytes divided otherwise: nothing else of the plan changes.
+        divided = [replace(best.plan.slots, count=one.count, nbytes=one.nbytes) for one in slots]
+        plans = [replace(best.plan, slots=one) for one in divided]
+        return least([Found(judge.seconds(plan), plan) for plan in plans])
 
     def _refuse_below_floor(self, budget_bytes: int) -> None:
-        slots_bytes = self._menu.least_slots_bytes
-        # The exact floor takes time to find, which a budget well above it can do without.
-        if surely_fits(self._sets, (budget_bytes - slots_bytes) // self._page_bytes):
+        slots_bytes = least_slots_bytes(self._menu.begins, self._page_bytes)
+        if self._sets.surely_fits((budget_bytes - slots_bytes) // self._page_bytes):
             return
         if budget_bytes < self.floor_bytes:
             on_their_way = f", and {slots_bytes} bytes for packed ones on their way" if slots_bytes else ""
@@ -177,22 +160,16 @@ class MenuPlanner:
                 floor_bytes=self.floor_bytes,
             )
 
-    def _usual_ahead_pages(self, budget_pages: int) -> int:
-        streamed_pages = self._demand.full_pages - budget_pages
-        return min(
-            LOOKAHEAD_BYTES // self._page_bytes,
-            budget_pages // LOOKAHEAD_PART,
-            streamed_pages // LOOKAHEAD_PART_OF_STREAM,
-        )
-
     def least_s(self, budget_bytes: int, calibration: Calibration | None) -> float:
         """By measured times; without, the sum over nominal machines."""
-        plan = self.plan(budget_bytes, calibration, is_draft=True)
-        known = [calibration] if calibration is not None else nominal(self._menu)
-        return sum(self.predicted_s(plan, one) for one in known)
+        return self._judge(calibration).seconds(self.plan(budget_bytes, calibration, is_draft=True))
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return predicted_s(plan, self._menu.schedules, calibration)
+
+
+def _resident(demand: Demand) -> Plan:
+    return Draft(Streaming.of(demand, ()), {}, 0).laid()
 
 
 @contextmanager
@@ -208,16 +185,16 @@ def _collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-def _reason(placed: Placed) -> str:
-    page_bytes = placed.chosen.demand.page_bytes
-    held_bytes = placed.chosen.resident_pages(placed.suffixes) * page_bytes
-    held_count = len(placed.chosen.demand.nbytes) - len(placed.suffixes)
-    method, step_index, names = placed.worst_step()
-    held = f"{held_bytes} bytes for weights held all the time ({held_count} of them)"
+def _reason(lowest: Draft) -> str:
+    """What sets the floor."""
+    demand, suffixes = lowest.streaming.demand, lowest.suffixes
+    held_bytes = lowest.streaming.resident_pages(suffixes) * demand.page_bytes
+    held = f"{held_bytes} bytes for weights held all the time ({len(demand.nbytes) - len(suffixes)} of them)"
+    method, step_index, names = lowest.worst_step()
     if method is None:
         return held
     listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
-        f"{held} and {placed.ring_pages * page_bytes} bytes for step {step_index} of method {method!r}, during which "
-        f"{listed} must be in place or on their way (pages of {page_bytes} bytes)"
+        f"{held} and {lowest.ring_pages * demand.page_bytes} bytes for step {step_index} of method {method!r}, during "
+        f"which {listed} must be in place or on their way (pages of {demand.page_bytes} bytes)"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.menu import Menu
 from penstock.plan.tuning import NOMINAL_COPY_LATENCY_S, NOMINAL_LINK_BYTES_PER_S, NOMINAL_STEPS
 from penstock.schedule import Access
@@ -18,7 +17,7 @@ def nominal(menu: Menu) -> list[Calibration]:
 
 
 def _calibration(menu: Menu, weight: float, part_of_link: float) -> Calibration:
-    link_s_per_byte = weight / NOMINAL_LINK_BYTES_PER_S
+    link = Link(NOMINAL_LINK_BYTES_PER_S / weight, NOMINAL_COPY_LATENCY_S * weight)
 
     def is_read(access: Access) -> bool:
         """What only gathers in host memory reads next to nothing."""
@@ -27,27 +26,20 @@ def _calibration(menu: Menu, weight: float, part_of_link: float) -> Calibration:
     def is_in_place(access: Access) -> bool:
         return menu.split(access) or (menu.in_place(access) and not access.gathered)
 
-    def by_step(counts: Callable[[Access], bool], s_per_byte: float) -> dict[str, tuple[float, ...]]:
-        return {
-            schedule.method: tuple(
-                sum(menu.weights[access.weight].nbytes for access in map(by_number, step.accesses) if counts(access))
-                * s_per_byte
-                for step in schedule.steps
-            )
-            for schedule in menu.schedules
-            for by_number in (schedule.access_by_number.__getitem__,)
-        }
+    def by_step(counts: Callable[[Access], bool], least_s: float, s_per_byte: float) -> dict[str, tuple[float, ...]]:
+        found: dict[str, tuple[float, ...]] = {}
+        for schedule in menu.schedules:
+            accesses = ([schedule.access_by_number[number] for number in step.accesses] for step in schedule.steps)
+            read_bytes = (sum(menu.weights[one.weight].nbytes for one in read if counts(one)) for read in accesses)
+            found[schedule.method] = tuple(least_s + nbytes * s_per_byte for nbytes in read_bytes)
+        return found
 
-    link = Link(NOMINAL_LINK_BYTES_PER_S / weight, NOMINAL_COPY_LATENCY_S * weight)
     direct_step_s: dict[str, tuple[float, ...]] = {}
-    if any(map(is_in_place, menu.accesses)):
+    if any(is_in_place(access) for schedule in menu.schedules for access in schedule.accesses):
         # Our own kernel reads each row once, and waits for the first of them as a copy does. How often any other reads
         # one nobody knows: once, at the best.
-        direct_step_s = {
-            method: tuple(link.copy_latency_s + seconds for seconds in steps)
-            for method, steps in by_step(is_read, link_s_per_byte).items()
-        }
-    step_s = by_step(is_read, part_of_link * link_s_per_byte)
+        direct_step_s = by_step(is_read, link.copy_latency_s, 1 / link.bytes_per_s)
     # Where steps take nothing decoding does not either: what goes over the link counts there, and nothing else.
     decoded_bytes_per_s = None if part_of_link else math.inf
+    step_s = by_step(is_read, 0.0, part_of_link / link.bytes_per_s)
     return Calibration(link, step_s, direct_step_s, decoded_bytes_per_s, steps_alone=bool(menu.begins))

@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Plan, Range, Slots, Store
+from penstock.plan.assembly import Memory
+from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES, round_up
+from penstock.plan.plan import Copy, MethodPlan, Piece, Plan, Slots, Store
+from penstock.plan.tuning import MOST_SLOTS_BYTES, SLOT_COUNTS, SLOTS_PART_OF_BUDGET
 
 # Of a weight, to a block of its own. csrc/packed/packed_block.h has the same.
 BLOCK_BYTES = 64 * 1024
@@ -31,30 +35,49 @@ class SlotSizes:
     total_bytes: int
 
 
+def least_slots_bytes(begins: Begins, page_bytes: int) -> int:
+    """Two: one is filled while the other is decoded."""
+    return round_up(2 * round_up(_largest_block_bytes(begins), RESIDENT_ALIGNMENT_BYTES), page_bytes)
+
+
+def slot_sizes(begins: Begins, budget_bytes: int, spare_bytes: int, page_bytes: int) -> list[SlotSizes]:
+    """Ways to divide what slots get, more and smaller ones first: every block fits into one. None: nothing is packed.
+
+    `spare_bytes`: what the least plan leaves of the budget.
+    """
+    if not begins:
+        return []
+    wanted_bytes = min(MOST_SLOTS_BYTES, int(budget_bytes * SLOTS_PART_OF_BUDGET), spare_bytes)
+    total_bytes = max(wanted_bytes // page_bytes * page_bytes, least_slots_bytes(begins, page_bytes))
+    sizes = [
+        SlotSizes(count, total_bytes // count // RESIDENT_ALIGNMENT_BYTES * RESIDENT_ALIGNMENT_BYTES, total_bytes)
+        for count in SLOT_COUNTS
+    ]
+    return [one for one in sizes if one.count == 2 or one.nbytes >= _largest_block_bytes(begins)]
+
+
+def _largest_block_bytes(begins: Begins) -> int:
+    return max((after - begin for blocks in begins.values() for begin, after in pairwise(blocks)), default=0)
+
+
 def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -> Plan:
     """The plan of weights that are not packed, with slots; and with as much of what it copies in device memory, packed,
     as `room_bytes` hold."""
     stored = _stored(plan, begins, room_bytes, slots.total_bytes // 2)
-    blocks, ranges = list(plan.blocks), list(plan.ranges)
-
-    def room(nbytes: int) -> int:
-        ranges.append(Range(nbytes, (len(blocks),)))
-        blocks.append(Block(nbytes, ring=False))
-        return len(ranges) - 1
-
-    slot_range = room(slots.total_bytes)
+    memory = Memory(plan.page_bytes, plan)
+    slot_range = memory.add_range(slots.total_bytes)
     stores: list[Store] = []
     held_bytes = 0
     for name, (begin_bytes, end_bytes) in stored.items():
-        piece = Piece(name, begin_bytes, end_bytes - begin_bytes, len(ranges), held_bytes)
+        piece = Piece(name, begin_bytes, end_bytes - begin_bytes, len(memory.ranges), held_bytes)
         stores.append(Store(piece, packed_bytes(begins[name], begin_bytes, end_bytes)))
         held_bytes += stores[-1].packed_bytes
     if stores:
-        room(-(-held_bytes // plan.page_bytes) * plan.page_bytes)
+        memory.add_range(held_bytes)
     return replace(
         plan,
-        blocks=tuple(blocks),
-        ranges=tuple(ranges),
+        blocks=tuple(memory.blocks),
+        ranges=tuple(memory.ranges),
         methods=tuple(
             replace(method, copies=tuple(_copies(method, begins, {name: low for name, (low, _) in stored.items()})))
             for method in plan.methods

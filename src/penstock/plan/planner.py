@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.errors import BelowFloorError
 from penstock.placement_names import PLANNED
-from penstock.plan.below_copying import BelowCopying, below_copying
 from penstock.plan.calibration import Calibration
-from penstock.plan.demand import small_copy_bytes
-from penstock.plan.direct import IsDirect, read_directly_by_default
 from penstock.plan.floor import check_schedules
+from penstock.plan.in_place import Takes, read_directly_by_default
 from penstock.plan.menu import Menu
 from penstock.plan.menu_planner import FloorPlan, MenuPlanner
 from penstock.plan.packed import Begins
+from penstock.plan.pages import small_copy_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.simulator import predicted_s
-from penstock.plan.tuning import DRAFTS_KEPT, SIZES_TRIED
+from penstock.plan.tuning import DRAFTS_KEPT, SIZES_TRIED, WORTHWHILE_TIMES
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
+
+
+@dataclass(frozen=True)
+class BelowCopying:
+    """What "auto" does with a budget too small for copying: weights are read over the link, where that is worth it."""
+
+    planner: MenuPlanner
+    # The least that is worth having.
+    floor_bytes: int
+
+    def floor(self) -> FloorPlan:
+        found = self.planner.floor()
+        plan = self.planner.plan(self.floor_bytes, None)
+        return replace(found, floor_bytes=self.floor_bytes, plan=plan, resident_bytes=plan.resident_bytes)
 
 
 class Planner:
@@ -164,10 +178,10 @@ class Planner:
         timed = calibration if calibration is not None and calibration.direct_step_s else None
         if self._below is None or self._below[0] != timed:
             choices = [*self._with_more_split[-1:], *(self._with_more_in_place[-1:] if timed is not None else ())]
-            self._below = timed, below_copying(self._lowest, choices, self._page_bytes, timed)
+            self._below = timed, _below_copying(self._lowest, choices, self._page_bytes, timed)
         return self._below[1]
 
-    def _menu(self, in_place: IsDirect, split: IsDirect = lambda access: False) -> MenuPlanner:
+    def _menu(self, in_place: Takes, split: Takes = lambda access: False) -> MenuPlanner:
         return MenuPlanner(Menu(self._schedules, self._weights, self._page_bytes, in_place, split, self._begins))
 
     # ---- who may take which row
@@ -182,7 +196,7 @@ class Planner:
         is_worth_it = self._weights[access.weight].nbytes >= max(small_copy_bytes(self._page_bytes), 1)
         return is_worth_it and read_directly_by_default(access)
 
-    def _in_place_from(self, nbytes: int) -> IsDirect:
+    def _in_place_from(self, nbytes: int) -> Takes:
         def is_direct(access: Access) -> bool:
             large = self._weights[access.weight].nbytes >= nbytes
             return self._gathers_in_place(access) or (large and not access.pinned)
@@ -194,6 +208,47 @@ class Planner:
             return access.linear and not access.pinned and self._weights[access.weight].nbytes >= nbytes
 
         return self._menu(self._gathers_in_place, is_split)
+
+
+def _below_copying(
+    copying: MenuPlanner, others: Sequence[MenuPlanner], page_bytes: int, calibration: Calibration | None
+) -> BelowCopying | None:
+    """Of the others, the one with the lowest floor that is worth having; None: none has a lower one than copying."""
+    lower = [one for one in others if one.floor_bytes < copying.floor_bytes]
+    if not lower:
+        return None
+    limit_s = WORTHWHILE_TIMES * copying.least_s(copying.floor_bytes, calibration)
+    found: BelowCopying | None = None
+    for one in lower:
+        most_bytes = copying.floor_bytes if found is None else found.floor_bytes
+
+        def is_worth_it(pages: int, one: MenuPlanner = one) -> bool:
+            try:
+                return one.least_s(pages * page_bytes, calibration) <= limit_s
+            except BelowFloorError:
+                return False
+
+        least = _first_that(is_worth_it, -(-one.floor_bytes // page_bytes), -(-most_bytes // page_bytes))
+        if least is not None:
+            found = BelowCopying(one, max(one.floor_bytes, least * page_bytes))
+    return found
+
+
+def _first_that(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The lowest number from `low` to below `high` for which it holds; more memory makes it no worse."""
+    if low >= high:
+        return None
+    if holds(low):  # mostly so, and then one look is enough
+        return low
+    if not holds(high - 1):
+        return None
+    while low < high - 1:
+        middle = (low + high - 1) // 2
+        if holds(middle):
+            high = middle + 1
+        else:
+            low = middle + 1
+    return high - 1
 
 
 def _sizes_tried(sizes: Collection[int]) -> list[int]:

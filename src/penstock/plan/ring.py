@@ -7,6 +7,10 @@ large, page by page, and the first pages of a weight are on their way while kern
 Addresses are fixed, so every run has its ranges on the same pages. The cycle of runs is cut somewhere: there the first
 pages are taken anew, and copies that cross the cut find less ahead of them. Ranges that cross it hold their pages at
 both ends of the line, which can cost more pages than the load.
+
+A range that `leads` has its pages from the beginning of its live range on, so that its copy overlaps with the step
+before whatever that takes: so the floor is laid. One that does not has them from its first reader on, and is copied
+before that as far as there is room.
 """
 
 from __future__ import annotations
@@ -16,55 +20,26 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from typing import NamedTuple
 
-from penstock.plan.demand import Demand
-from penstock.plan.live_ranges import Extent, LaidStay, MethodRanges, Part
+from penstock.plan.live_ranges import LiveRange, MethodRanges
 from penstock.plan.tuning import CUTS_AT_LEAST, CUTS_AT_MOST, PART_BYTES, PART_OF_STAY, RANGES_TIMES_CUTS
 
-# Pages, from the first on, and the last step at which they were read, on the line; None if that was before its
-# beginning.
+# Pages that follow one another: the first, and how many.
+Extent = tuple[int, int]
+# And the last step at which they were read, on the line; None if that was before its beginning.
 _Span = tuple[int, int, int | None]
 
 
-def loads(method: MethodRanges, pages: Mapping[str, int]) -> list[int]:
-    """By step: pages held by the live ranges that cover it. A weight that `pages` does not name holds none."""
-    return _loads(
-        method.step_count, ((live.begin_step, live.end_step, pages.get(live.weight, 0)) for live in method.live_ranges)
-    )
+class Part(NamedTuple):
+    """Pages of a stay that are copied together, counted from the first that streams."""
 
-
-def _loads(count: int, holders: Iterable[tuple[int, int, int]]) -> list[int]:
-    change = [0] * (count + 1)
-    for begin_step, end_step, held in holders:
-        begin, end = begin_step % count, end_step % count
-        change[begin] += held
-        change[end + 1] -= held
-        if begin > end:
-            change[0] += held
-    return list(accumulate(change[:count]))
-
-
-def peak_load(method: MethodRanges, pages: Mapping[str, int]) -> int:
-    return max(loads(method, pages), default=0)
-
-
-def reading_load(method: MethodRanges, pages: Mapping[str, int]) -> int:
-    """The most pages that one step finds in place: between first and last reader, without any copy ahead."""
-    reading = ((live.first_step, live.end_step, pages.get(live.weight, 0)) for live in method.live_ranges)
-    return max(_loads(method.step_count, reading), default=0)
-
-
-def most_pages(method: MethodRanges, pages: Mapping[str, int]) -> int:
-    """No ring is longer: what crosses the best cut has pages of its own, and the rest is along a line."""
-    by_step = loads(method, pages)
-    crossing = min((min(by_step[step - 1], by_step[step]) for step in range(len(by_step))), default=0)
-    return max(by_step, default=0) + crossing
-
-
-def lost_pages(method: MethodRanges, suffixes: Mapping[str, int], ring_pages: int) -> int:
-    """What is missing at the cut to a whole number of rounds."""
-    return -sum([suffixes[live.weight] for live in method.live_ranges]) % ring_pages
+    first_page: int
+    page_count: int
+    # The step of the last reader of what was in the pages before: the copy is issued behind it. It counts from the run
+    # of the stay's first access, and is negative in the run before.
+    blocked_until: int
 
 
 @dataclass(frozen=True)
@@ -76,53 +51,61 @@ class Ring:
     spans: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
-def lay(
-    methods: Sequence[MethodRanges], rings: Sequence[Ring], demand: Demand
-) -> tuple[tuple[tuple[LaidStay, ...], ...], int]:
-    """By method: pages and parts of every stay; and the length of the ring without pages that nobody has."""
-    # Pages that somebody has, as extents apart from one another, and how many come before each.
-    used = _joined([span[:2] for ring in rings for spans in ring.spans for span in spans])
-    before = [0, *accumulate(length for _, length in used)]
-    firsts = [first for first, _ in used]
+def _begin(live: LiveRange, leads: bool) -> int:
+    return live.begin_step if leads else live.first_step
 
-    def extents(spans: Iterable[tuple[int, int, int]]) -> tuple[Extent, ...]:
-        found: list[Extent] = []
-        for first, length, _ in spans:
-            at = bisect_right(firsts, first) - 1
-            first = first - firsts[at] + before[at]
-            if found and sum(found[-1]) == first:
-                found[-1] = (found[-1][0], found[-1][1] + length)
-            else:
-                found.append((first, length))
-        return tuple(found)
 
-    laid = tuple(
-        tuple(
-            LaidStay(extents(spans), _parts([span[1:] for span in spans], live.weight, demand))
-            for live, spans in zip(method.live_ranges, ring.spans, strict=True)
-        )
-        for method, ring in zip(methods, rings, strict=True)
-    )
-    return laid, before[-1]
+def loads(method: MethodRanges, pages: Mapping[str, int], *, leads: bool = True) -> list[int]:
+    """By step: pages held by the live ranges that cover it. A weight that `pages` does not name holds none."""
+    count = method.step_count
+    change = [0] * (count + 1)
+    for live in method.live_ranges:
+        held = pages.get(live.weight, 0)
+        begin, end = _begin(live, leads) % count, live.end_step % count
+        change[begin] += held
+        change[end + 1] -= held
+        if begin > end:
+            change[0] += held
+    return list(accumulate(change[:count]))
+
+
+def peak_load(methods: Iterable[MethodRanges], pages: Mapping[str, int], *, leads: bool = True) -> int:
+    """Of all methods: they take turns with the ring."""
+    return max((max(loads(method, pages, leads=leads), default=0) for method in methods), default=0)
+
+
+def most_pages(method: MethodRanges, pages: Mapping[str, int]) -> int:
+    """No ring is longer: what crosses the best cut has pages of its own, and the rest is along a line."""
+    by_step = loads(method, pages)
+    return max(by_step, default=0) + min(_crossing(by_step), default=0)
+
+
+def _crossing(by_step: Sequence[int]) -> list[int]:
+    """By step: at the most, what a cut before it is crossed by, since that covers the step before too."""
+    return [min(by_step[step - 1], by_step[step]) for step in range(len(by_step))]
+
+
+def least_crossed(method: MethodRanges, pages: Mapping[str, int]) -> int:
+    """The cut which the fewest pages cross, of ranges that do not lead."""
+    crossing = _crossing(loads(method, pages, leads=False))
+    return crossing.index(min(crossing)) if crossing else 0
 
 
 def shortest(method: MethodRanges, pages: Mapping[str, int], *, enough_pages: int = 0) -> tuple[int, int]:
-    """The fewest pages that the best of several cuts needs, or the first that needs at most `enough_pages`; and that
-    cut. Every range has its pages from its beginning on, so that its copy overlaps with the step before."""
+    """The fewest pages that the best of several cuts needs when ranges lead, or the first that needs at most
+    `enough_pages`; and that cut."""
     if not method.live_ranges:
         return 0, 0
     by_step = loads(method, pages)
-    enough_pages = max(enough_pages, *by_step)
-    # A cut before step s is crossed by the live ranges that cover both s - 1 and s.
-    crossing = [min(by_step[step - 1], by_step[step]) for step in range(method.step_count)]
+    crossing = _crossing(by_step)
     cuts = sorted(range(method.step_count), key=lambda step: (crossing[step], step))
     tries = min(max(RANGES_TIMES_CUTS // len(method.live_ranges), CUTS_AT_LEAST), CUTS_AT_MOST)
     best: tuple[int, int] | None = None
     for cut in cuts[:tries]:
-        ring = allocate(method, pages, cut, below_pages=None if best is None else best[0])
+        ring = allocate(method, pages, cut, below_pages=None if best is None else best[0], leads=True)
         if ring is not None:
             best = ring.page_count, cut
-            if ring.page_count <= enough_pages:
+            if ring.page_count <= max(enough_pages, *by_step):
                 break
     assert best is not None
     return best
@@ -133,33 +116,29 @@ def allocate(
     pages: Mapping[str, int],
     cut: int,
     *,
+    leads: bool,
     ring_pages: int | None = None,
     below_pages: int | None = None,
-    leads: bool = True,
 ) -> Ring | None:
     """Pages for every range, on a line that begins with step `cut`; None where `ring_pages` are too few for that.
 
-    Without `ring_pages` the ring grows as it must; None as soon as it takes no fewer than `below_pages`. With `leads` a
-    range has its pages from the beginning of its live range on, and without from its first reader on: it is then copied
-    before that as far as there is room.
+    Without `ring_pages` the ring grows as it must; None as soon as it takes no fewer than `below_pages`.
     """
     count = method.step_count
     spans: list[list[_Span]] = [[] for _ in method.live_ranges]
-    begins = [((live.begin_step if leads else live.first_step) - cut) % count for live in method.live_ranges]
     # Pages that come free: when, and the last step until which they are: that of the line's end, or of their crossing
     # range.
-    releases: list[tuple[int, int, list[tuple[int, int]]]] = []
+    releases: list[tuple[int, int, list[Extent]]] = []
     waiting: list[tuple[int, int, int]] = []
-    crossing: list[int] = []
     page_count = 0
     for index, live in enumerate(method.live_ranges):
-        begin = begins[index]
-        end = begin + live.end_step - (live.begin_step if leads else live.first_step)
-        held = pages[live.weight]
+        own = _begin(live, leads)
+        begin = (own - cut) % count
+        end = begin + live.end_step - own
         if end < count:
             waiting.append((begin, -end, index))
         else:
-            crossing.append(index)
+            held = pages[live.weight]
             heappush(releases, (end - count, begin - 1, [(page_count, held)]))
             spans[index].append((page_count, held, None))
             page_count += held
@@ -211,36 +190,33 @@ def allocate(
             heappush(releases, (end, deadline, _merged(found)))
     if below_pages is not None and page_count >= below_pages:
         return None
-    return Ring(page_count, _resolved(method, spans, begins, crossing, free, releases, leads=leads))
+    # Pages that nobody had before on the line were last read in the run before, as they are at its end.
+    last = [(first, length, ended) for pool in free.values() for first, length, ended in pool if ended is not None]
+    last += [(first, length, ended) for ended, _, released in releases for first, length in released]
+    return Ring(page_count, _resolved(method, spans, cut, sorted(last), leads))
 
 
 def _resolved(
     method: MethodRanges,
     spans: Sequence[Sequence[_Span]],
-    begins: Sequence[int],
-    crossing: Sequence[int],
-    free: Mapping[int, Iterable[_Span]],
-    releases: Sequence[tuple[int, int, Sequence[tuple[int, int]]]],
-    *,
+    cut: int,
+    last: Sequence[tuple[int, int, int]],
     leads: bool,
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Pages that nobody had before on the line were last read in the run before, as they are at its end."""
+    """Steps from the line to the run of each range's first access; and who had its pages in the run before."""
     count = method.step_count
-    last = [(first, length, ended) for pool in free.values() for first, length, ended in pool if ended is not None]
-    last += [(first, length, ended) for ended, _, released in releases for first, length in released]
-    last.sort()
     firsts = [first for first, _, _ in last]
     found: list[tuple[tuple[int, int, int], ...]] = []
-    is_crossing = frozenset(crossing)
-    for index, (live, mine) in enumerate(zip(method.live_ranges, spans, strict=True)):
-        # From the line to the run of the live range's first access.
-        shift = (live.begin_step if leads else live.first_step) - begins[index]
+    for live, mine in zip(method.live_ranges, spans, strict=True):
+        own = _begin(live, leads)
+        shift = own - (own - cut) % count
+        crosses = live.end_step - shift >= count
         resolved: list[tuple[int, int, int]] = []
         for first, length, ended in mine:
             if ended is not None:
                 resolved.append((first, length, ended + shift))
                 continue
-            before = shift if index in is_crossing else shift - count
+            before = shift if crosses else shift - count
             at = bisect_right(firsts, first) - 1
             while length:
                 held_first, held_length, until = last[at]
@@ -258,51 +234,33 @@ def _until(span: tuple[int, int, int]) -> int:
 
 def _merged(spans: Sequence[_Span]) -> list[Extent]:
     """The same pages in as few extents as can be: what was torn apart would be handed on in ever smaller pieces."""
-    return [spans[0][:2]] if len(spans) == 1 else _joined([span[:2] for span in spans])
-
-
-def _joined(extents: list[Extent]) -> list[Extent]:
-    """Sorted, and those that overlap or touch made one."""
-    extents.sort()
-    joined = extents[:1]
-    for first, length in extents[1:]:
-        last_first, last_length = joined[-1]
-        if first <= last_first + last_length:
-            joined[-1] = (last_first, max(last_length, first + length - last_first))
-        else:
-            joined.append((first, length))
-    return joined
-
-
-def _parts(spans: Sequence[tuple[int, int]], name: str, demand: Demand) -> tuple[Part, ...]:
-    """Neighbouring pages that are free at the same time are copied together; so is what would be too little alone.
-
-    `spans` are pages and the step until which they are blocked.
-    """
-    pages = sum([length for length, _ in spans])
     if len(spans) == 1:
-        return (Part(0, pages, spans[0][1] + 1, spans[0][1]),)
-    least_pages = max(1, min(PART_BYTES // demand.page_bytes, pages // PART_OF_STAY))
-    # First page of each part, and the end.
-    bounds = [0]
-    page = 0
-    for (length, until), (_, following) in pairwise(spans):
+        return [spans[0][:2]]
+    merged: list[Extent] = []
+    for first, length in sorted([span[:2] for span in spans]):
+        if merged and sum(merged[-1]) == first:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((first, length))
+    return merged
+
+
+def parts(spans: Sequence[tuple[int, int, int]], page_bytes: int, *, last_is_small: bool) -> list[Part]:
+    """Neighbouring pages that are free at the same time are copied together; so is what would be too little alone."""
+    pages = sum([length for _, length, _ in spans])
+    if len(spans) == 1:
+        return [Part(0, pages, spans[0][2])]
+    least_pages = max(1, min(PART_BYTES // page_bytes, pages // PART_OF_STAY))
+    found: list[Part] = []
+    first_page = page = 0
+    for index, (_, length, until) in enumerate(spans):
         page += length
-        if following != until and page - bounds[-1] >= least_pages:
-            bounds.append(page)
-    last_pages = pages - bounds[-1]
-    small = last_pages == 1 and demand.last_page_bytes[name] < demand.small_copy_bytes
-    if len(bounds) > 1 and (small or last_pages < least_pages):
-        bounds.pop()
-    bounds.append(pages)
-    # Bounds lie between spans, so each span is in one part.
-    blocked: list[list[int]] = [[] for _ in bounds[1:]]
-    page = part = 0
-    for length, until in spans:
-        part += page >= bounds[part + 1]
-        blocked[part].append(until)
-        page += length
-    return tuple(
-        Part(first, end - first, max(untils) + 1, max(untils))
-        for (first, end), untils in zip(pairwise(bounds), blocked, strict=True)
-    )
+        # Spans come in the order in which they are free, so the last of a part is what blocks it.
+        is_last = index == len(spans) - 1
+        if is_last or (spans[index + 1][2] != until and page - first_page >= least_pages):
+            found.append(Part(first_page, page - first_page, until))
+            first_page = page
+    last = found[-1]
+    if len(found) > 1 and (last.page_count < least_pages or (last.page_count == 1 and last_is_small)):
+        found[-2:] = [Part(found[-2].first_page, pages - found[-2].first_page, last.blocked_until)]
+    return found

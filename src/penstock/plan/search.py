@@ -1,23 +1,36 @@
-"""The search for the fastest plan whose weights take the ring in turn: candidates in the order of a bound, each acted
-out, and then the neighbours of the best. What is not tried is slower at the best, or was one of too many.
+"""The search for the fastest plan within a budget: candidates in the order of a bound, each acted out, and then the
+neighbours of the best. What is not tried is slower at the best, or was one of too many.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.plan.calibration import Calibration
-from penstock.plan.fill import EVEN, Draft, Fill
+from penstock.plan.candidates import EVEN, Draft, Streaming, draft, least_ring
+from penstock.plan.in_place import HostTimes
 from penstock.plan.menu import Menu
 from penstock.plan.packed import SlotSizes
 from penstock.plan.plan import Plan
-from penstock.plan.ratios import TimeCurve
-from penstock.plan.residency import Streaming
 from penstock.plan.simulator import predicted_s
-from penstock.plan.tuning import AS_FAST, CLIMBS, CUTS, LENGTHS, MANY_ACCESSES, MEASURED_TRIALS, MORE_PAGES, Trials
+from penstock.plan.tuning import (
+    AS_FAST,
+    CAP_FACTOR,
+    CLIMBS,
+    CUTS,
+    LOOKAHEAD_BYTES,
+    LOOKAHEAD_PART,
+    LOOKAHEAD_PART_OF_STREAM,
+    MANY_ACCESSES,
+    MEASURED_PARTS,
+    MEASURED_TRIALS,
+    MORE_PAGES,
+    NOMINAL_TRIALS,
+    PACKED_PARTS,
+)
 
 
 class Point(NamedTuple):
@@ -34,68 +47,93 @@ class Point(NamedTuple):
 class Found(NamedTuple):
     seconds: float
     plan: Plan
-    point: Point
+    point: Point | None = None
 
 
-def least(plans: Sequence[tuple[float, Plan]]) -> Plan:
+def least(found: Sequence[Found]) -> Found:
     """Of the fastest the one that moves the least."""
-    best_s = min(seconds for seconds, _ in plans)
-    fast = [plan for seconds, plan in plans if seconds <= best_s * AS_FAST]
-    return min(fast, key=lambda plan: sum(method.warm.bytes_streamed for method in plan.methods))
+    best_s = min(one.seconds for one in found)
+    fast = [one for one in found if one.seconds <= best_s * AS_FAST]
+    return min(fast, key=lambda one: sum(method.warm.bytes_streamed for method in one.plan.methods))
 
 
 @dataclass(frozen=True)
-class Room:
-    """A budget, less what packed weights pass through: what streams, is resident or takes another row shares it."""
+class Judge:
+    """By which times plans are judged: those that were measured, or those that stand for all machines."""
 
     menu: Menu
-    budget_bytes: int
-    slots: SlotSizes | None
-    # By which times weights that are split share what they get.
-    curves: Mapping[str, TimeCurve]
+    calibrations: Sequence[Calibration]
+    is_measured: bool
+    # By which weights that are split share what they get.
+    host_times: HostTimes
+    # Fewer are tried.
+    is_draft: bool
+
+    def judges_as(self, other: Judge) -> bool:
+        return self.calibrations == other.calibrations and self.is_draft == other.is_draft
+
+    def seconds(self, plan: Plan) -> float:
+        return sum(predicted_s(plan, self.menu.schedules, one) for one in self.calibrations)
+
+    def least_s(self, drafted: Draft, budget_pages: int) -> float:
+        return sum(drafted.least_s(one, self.menu, budget_pages) for one in self.calibrations)
+
+    def bound_s(self, budget_bytes: int) -> float:
+        """No plan takes less: a method's weights cross the link once, but for what the budget holds; and all steps."""
+        nbytes = self.menu.demand.nbytes
+        part = self.menu.packed_part if self.menu.begins else 1.0
+        streamed = {
+            schedule.method: sum(nbytes.get(name, 0) for name in schedule.weight_names) * part - budget_bytes
+            for schedule in self.menu.demand.schedules
+        }
+        return sum(
+            max(streamed[method] / one.link.bytes_per_s, one.resident_s(method))
+            for one in self.calibrations
+            for method in one.step_s
+        )
 
     @property
-    def pages(self) -> int:
-        slots_bytes = 0 if self.slots is None else self.slots.total_bytes
-        return (self.budget_bytes - slots_bytes) // self.menu.page_bytes
-
-    def finished(self, plan: Plan) -> Plan:
-        return self.menu.finished(plan, self.budget_bytes, self.curves, self.slots)
+    def parts(self) -> tuple[float, ...]:
+        """Of the spare pages, what goes to other rows. Without times, what streams comes before what is read in place:
+        that makes the ring shorter, and a byte costs the same."""
+        if self.is_measured and self.menu.has_other_rows:
+            return MEASURED_PARTS
+        return PACKED_PARTS if self.menu.begins else (0.0,)
 
 
 class Search:
-    """`sets`: of weights that may stream. `ahead_pages`: room for copies to run ahead, to begin with. `parts`: of the
-    spare pages, what other rows may get."""
+    """`sets` of weights that may stream, and drafts of some that are `laid` already. They share the budget with what
+    packed weights pass through, one of `slots`, and with all other rows."""
 
     def __init__(
         self,
+        judge: Judge,
+        budget_bytes: int,
+        slots: Sequence[SlotSizes],
         sets: Sequence[Streaming],
-        room: Room,
-        calibrations: Sequence[Calibration],
-        ahead_pages: int,
-        *,
-        parts: Sequence[float] = (0.0,),
-        least_ahead_pages: int = 0,
-        trials: Trials = MEASURED_TRIALS,
+        laid: Sequence[Draft] = (),
     ) -> None:
-        budget_pages = room.pages
-        self._room = room
-        self._parts = parts
-        self._choices = [Fill(chosen, budget_pages, room.menu) for chosen in sets]
-        self._calibrations = calibrations
-        self._ahead_pages = ahead_pages
-        self._least_ahead_pages = least_ahead_pages
-        self._budget_pages = budget_pages
-        accesses = max((chosen.demand.access_count for chosen in sets), default=1)
+        self._judge = judge
+        self._budget_bytes = budget_bytes
+        self._slots = slots[0] if slots else None
+        self._sets = sets
+        self._laid = laid
+        self._best_s = math.inf
+        demand = judge.menu.demand
+        self._pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // demand.page_bytes
         # Each draft takes a while then.
-        self._is_short = accesses > MANY_ACCESSES
-        self._trials_left = trials.of(accesses)
+        self._is_short = demand.access_count > MANY_ACCESSES
+        trials = MEASURED_TRIALS if judge.is_measured and not judge.is_draft else NOMINAL_TRIALS
+        self._trials_left = trials.of(demand.access_count)
         self._drafts: dict[tuple[int, int, int, float], tuple[float, Draft] | None] = {}
+        self._least_rings: dict[tuple[int, int, float], int | None] = {}
         self._tried: set[Point] = set()
         self._found: list[Found] = []
 
-    def run(self) -> list[tuple[float, Plan]]:
-        """All that were tried, with the times that they take. Nothing where none closes."""
+    def run(self) -> list[Found]:
+        """All that were tried. Nothing where none closes."""
+        for laid in self._laid:
+            self._judged(laid.plan(), None)
         starts = sorted(self._starts())
         enough = self._trials_left // 2
         for _, point in starts:
@@ -107,90 +145,104 @@ class Search:
                     self._try(point._replace(ahead_pages=point.ahead_pages + more))
         for top in sorted(self._found, key=_seconds)[: 0 if self._is_short else CLIMBS]:
             at: Found | None = top
-            while at is not None:
+            while at is not None and at.point is not None:
                 tried = [one for point in self._neighbours(at.point) if (one := self._try(point)) is not None]
                 at = min((one for one in tried if one.seconds < at.seconds), key=_seconds, default=None)
-        return [(one.seconds, one.plan) for one in self._found]
+        return self._found
+
+    @property
+    def _usual_ahead_pages(self) -> int:
+        demand = self._judge.menu.demand
+        return max(
+            1,
+            min(
+                LOOKAHEAD_BYTES // demand.page_bytes,
+                self._pages // LOOKAHEAD_PART,
+                (demand.full_pages - self._pages) // LOOKAHEAD_PART_OF_STREAM,
+            ),
+        )
 
     def _starts(self) -> list[tuple[float, Point]]:
         """With the least time that each takes."""
         return [
             (drafted[0], point)
-            for number, choices in enumerate(self._choices)
-            for cap in (choices.caps[:1] if self._is_short else choices.caps)
+            for number, streaming in enumerate(self._sets)
+            for cap in self._caps(streaming)
             for ahead in self._first_aheads(cap)
-            for part in self._parts
+            for part in self._judge.parts
             if (drafted := self._draft(point := Point(number, cap, ahead, part))) is not None
         ]
+
+    def _caps(self, streaming: Streaming) -> list[int]:
+        largest = max(streaming.whole.values())
+        cap = streaming.least_cap(streaming.demand.full_pages - self._pages)
+        found = [EVEN]
+        while not self._is_short and cap < largest:
+            found.append(cap)
+            cap = max(cap + 1, math.ceil(cap * CAP_FACTOR))
+        return found if self._is_short else [*found, largest]
 
     def _first_aheads(self, cap: int) -> set[int]:
         """Beside the usual room a whole suffix, so that stays take turns with two of them; or of equal suffixes more
         and more, since how much pays depends on how uneven steps are."""
-        usual = self._ahead_pages
+        usual = self._usual_ahead_pages
         if self._is_short:
             return {usual}
-        if self._least_ahead_pages:
+        if not self._judge.is_measured:
             return {usual, 2 * usual, 4 * usual} if cap == EVEN else {max(usual, cap)}
-        if cap != EVEN:
-            return {usual, cap}
-        return {usual, *(2**k for k in range((self._budget_pages // 4).bit_length()))}
+        return {usual, cap} if cap != EVEN else {usual, *(2**k for k in range((self._pages // 4).bit_length()))}
 
     def _try(self, point: Point) -> Found | None:
         """None where it was tried before, there is no time left, it is slower at the best, or it does not close."""
-        if self._trials_left <= 0 or point in self._tried or point.ahead_pages < self._least_ahead_pages:
+        if self._trials_left <= 0 or point in self._tried:
+            return None
+        if not self._judge.is_measured and point.ahead_pages < self._usual_ahead_pages:
             return None
         self._tried.add(point)
         drafted = self._draft(point)
-        if drafted is None or drafted[0] >= min(map(_seconds, self._found), default=math.inf):
+        if drafted is None or drafted[0] >= self._best_s:
             return None
-        draft = drafted[1]
-        plan = draft.plan(point.cut / CUTS)
+        return self._judged(drafted[1].plan(point.cut / CUTS), point)
+
+    def _judged(self, plan: Plan | None, point: Point | None) -> Found | None:
         if plan is None:
             return None
-        plan = self._room.finished(plan)
         self._trials_left -= 1
-        seconds = sum(predicted_s(plan, self._room.menu.schedules, one) for one in self._calibrations)
-        self._found.append(Found(seconds, plan, point))
+        plan = self._judge.menu.finished(plan, self._budget_bytes, self._judge.host_times, self._slots)
+        self._found.append(Found(self._judge.seconds(plan), plan, point))
+        self._best_s = min(self._best_s, self._found[-1].seconds)
         return self._found[-1]
 
     def _draft(self, point: Point) -> tuple[float, Draft] | None:
         """With the least time that its copies take."""
         key = point[:4]
         if key not in self._drafts:
-            draft = self._choices[point.chosen].draft(point.cap, point.ahead_pages, point.part)
-            self._drafts[key] = None
-            if draft is not None:
-                times = (draft.least_s(one, self._room.menu, self._budget_pages) for one in self._calibrations)
-                self._drafts[key] = sum(times), draft
+            drafted = self._drafted(*key)
+            self._drafts[key] = None if drafted is None else (self._judge.least_s(drafted, self._pages), drafted)
         return self._drafts[key]
 
+    def _drafted(self, chosen: int, cap: int, ahead_pages: int, part: float) -> Draft | None:
+        given = self._sets[chosen], self._judge.menu, self._pages, cap
+        if (chosen, cap, part) not in self._least_rings:
+            self._least_rings[chosen, cap, part] = least_ring(*given, part)
+        least_pages = self._least_rings[chosen, cap, part]
+        return None if least_pages is None else draft(*given, least_pages + ahead_pages, part)
+
     def _neighbours(self, point: Point) -> Iterator[Point]:
-        ahead, cap, caps = point.ahead_pages, point.cap, self._choices[point.chosen].caps
+        ahead, cap = point.ahead_pages, point.cap
         for other in sorted({0, ahead // 4, ahead // 2, ahead + 1, 2 * ahead, 4 * ahead, cap, 2 * cap}):
             yield point._replace(ahead_pages=other, cut=0)
+        caps = self._caps(self._sets[point.chosen])
         others = {cap + 1, cap - 1, cap * 9 // 8, cap * 7 // 8, *(two for two in caps if two * 3 >= cap)}
         for other in sorted(others, key=lambda other: (abs(other - cap), other)):
             if 0 < other <= caps[-1] or other == EVEN:
                 yield point._replace(cap=other, cut=0)
                 # The ring as many suffixes long as before.
                 yield point._replace(cap=other, ahead_pages=round(ahead * other / cap) if cap else ahead, cut=0)
-        for part in self._parts:
+        for part in self._judge.parts:
             yield point._replace(part=part, cut=0)
-        yield from self._near_whole_rings(point)[:2]
         for cut in range(1, CUTS):
             yield point._replace(cut=cut)
-
-    def _near_whole_rings(self, point: Point) -> list[Point]:
-        """With longer rings, those first with which a run comes out nearest to a whole number of rings."""
-        found = []
-        grain = max(1, point.ahead_pages // LENGTHS)
-        for more in range(grain, 2 * point.ahead_pages, grain):
-            longer = point._replace(ahead_pages=point.ahead_pages + more, cut=0)
-            drafted = self._draft(longer)
-            if drafted is None:
-                break
-            found.append((max(more, drafted[1].lost_pages), longer))
-        return [longer for _, longer in sorted(found)]
 
 
 def _seconds(found: Found) -> float:

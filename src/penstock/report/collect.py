@@ -11,11 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.plan.bound import lower_bound_s
-from penstock.plan.calibration import Calibration
-from penstock.plan.in_place import in_place_by_step
+from penstock.plan.calibration import Calibration, lower_bound_s
 from penstock.plan.plan import Plan
-from penstock.plan.simulator import decoded_per_s, simulate
+from penstock.plan.simulator import decoded_per_s, in_place_by_step, simulate
 from penstock.report.data import CurvePoint, MeasuredPoint, PlacementKind, ReportData, Summary, WeightResidency
 from penstock.report.stalls import TraceEvent, find_stalls, read_events, traced_runs
 from penstock.runtime.calibration import calibration_of

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from penstock.errors import PenstockError
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link, fit_link
+from penstock.plan.calibration import Calibration, Link, fit_link
 from penstock.plan.plan import Copy, Plan
 from penstock.runtime.session import Span
 from penstock.schedule import Schedule

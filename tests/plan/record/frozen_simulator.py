@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from penstock.plan.in_place import in_place_by_step
-from penstock.plan.link import Link
+from penstock.plan.calibration import Link
 from penstock.plan.plan import Copy, MethodPlan
+from penstock.plan.simulator import in_place_by_step
 from penstock.schedule import Schedule
 
 # How one run follows another. "ahead": the host issues the next run while the device is still at work on this one.

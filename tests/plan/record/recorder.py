@@ -16,8 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.plan.calibration import Calibration
-from penstock.plan.link import Link
+from penstock.plan.calibration import Calibration, Link
 from penstock.plan.pages import CUDA_PAGE_BYTES, soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.plan.in_place import InPlace
+from penstock.plan.simulator import InPlace
 
 LINK = 50.0
 
