@@ -121,7 +121,8 @@ int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t c
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
                             counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
-                            counters.bytes_in_place, counters.bytes_decoded};
+                            counters.bytes_in_place, counters.bytes_decoded,  counters.expert_hits,
+                            counters.expert_misses,  counters.expert_bytes};
   std::memcpy(out, values, sizeof values);
 }
 
@@ -364,8 +365,39 @@ void penstock_session_done(void* handle, int64_t step) { engine(handle)->session
 int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
-    copy_counters(engine(handle)->session().last_run(), last_run);
-    copy_counters(engine(handle)->session().totals(), totals);
+    Counters run, all;
+    engine(handle)->session().count(&run, &all);
+    copy_counters(run, last_run);
+    copy_counters(all, totals);
+  });
+}
+
+// Takes rows of an access that was fetched by `rows` numbers of 64 bits, as compiled code does, without torch.
+int32_t penstock_session_take_rows(void* handle, int64_t number, uint64_t index, int64_t rows, uint64_t out) {
+  return engine(handle)->planned->take_rows(number, index, rows, out) ? 0 : 1;
+}
+
+// Of the experts of bank after bank: calls, hits and misses since the plan was installed, three numbers each. Called first
+// for the count alone. Waits for the device.
+int64_t penstock_session_expert_counts(void* handle, int64_t* out, int64_t capacity) {
+  int64_t count = -1;
+  guarded([&] {
+    Engine& over = *engine(handle);
+    Entered entered(*over.driver);
+    count = over.planned ? copy_records(over.planned->expert_counts(), out, capacity) : 0;
+  });
+  return count;
+}
+
+// How many of the uses that a bank has logged would have been hits with so many slots.
+int32_t penstock_session_expert_hits(void* handle, int64_t bank, int64_t slots, int64_t* hits, int64_t* uses) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    Entered entered(*over.driver);
+    if (!over.planned) throw CoreError(Failure::usage, "the policy lru has no banks of experts");
+    const HitRate found = over.planned->logged_hits(bank, slots);
+    *hits = found.hits;
+    *uses = found.uses;
   });
 }
 

@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "experts/expert_calls.h"
 #include "host/fault_guard.h"
 #include "packed/decode_call.h"
 
@@ -316,6 +317,14 @@ void SoftDriver::decode(const DecodeCall& call, Stream stream) {
                    static_cast<unsigned char*>(pointer(call.out)) + (begin - call.begin_bytes));
     }
   });
+}
+
+void SoftDriver::choose_experts(const ChooseCall& call, Stream stream) {
+  enqueue(stream, "choose_experts", SoftNode::Kind::kernel, [call] { penstock::choose_experts(call); });
+}
+
+void SoftDriver::move_experts(const MoveCall& call, Stream stream) {
+  enqueue(stream, "move_experts", SoftNode::Kind::kernel, [call] { penstock::move_experts(call); });
 }
 
 void SoftDriver::register_host(const void* start, size_t bytes) {

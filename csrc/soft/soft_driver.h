@@ -85,6 +85,9 @@ class SoftDriver final : public Driver {
 
   void decode(const DecodeCall& call, Stream stream) override;
 
+  void choose_experts(const ChooseCall& call, Stream stream) override;
+  void move_experts(const MoveCall& call, Stream stream) override;
+
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
   Address host_address(const void* start, size_t bytes) override;

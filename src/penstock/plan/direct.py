@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.plan.plan import DIRECT, MethodPlan, Placement, Plan
+from penstock.plan.plan import DIRECT, NO_SLOTS, MethodPlan, Placement, Plan
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -58,7 +58,8 @@ def with_direct(plan: Plan, schedules: Sequence[Schedule], weights: Mapping[str,
         there = resident.get(weight.name)
         if there is not None:
             return replace(there, number=access.number)
-        return Placement(access.number, weight.name, weight.nbytes, DIRECT, 0, None)
+        bank = None if access.routing is None else NO_SLOTS
+        return Placement(access.number, weight.name, weight.nbytes, DIRECT, 0, None, bank=bank)
 
     def method(schedule: Schedule, found: MethodPlan) -> MethodPlan:
         pairs = zip(schedule.accesses, found.placements, strict=True)

@@ -8,6 +8,7 @@
 | streamed packed | and of the slots     | as packed               | decoded for each stay          |
 | split           | a prefix             | the rest, by its kernel | both sides are read at once    |
 | in place        | none                 | all, by its kernel      | waits for what it reads        |
+| experts         | some slots           | those not in a slot     | waits for these                |
 
 A weight takes several rows, one after the other along its bytes. Which of them, `fill.py` says, and `simulator.py` what
 that costs: this file knows who may take a row, and puts together what was chosen.
@@ -16,7 +17,7 @@ that costs: this file knows who may take a row, and puts together what was chose
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -24,10 +25,11 @@ from itertools import pairwise
 from penstock.plan.calibration import Calibration
 from penstock.plan.demand import Demand
 from penstock.plan.direct import IsDirect, stand_ins, with_direct
+from penstock.plan.experts import ExpertBank, HitRates, allocate_slots, find_banks, with_slots
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.packed import Begins, SlotSizes, with_packed
 from penstock.plan.plan import Plan
-from penstock.plan.prefixes import Spare, allocate_prefixes, host_curves
+from penstock.plan.prefixes import Prefixes, Spare, allocate_prefixes, host_curves
 from penstock.plan.ratios import TimeCurve
 from penstock.plan.split import with_prefixes
 from penstock.plan.tuning import MOST_SLOTS_BYTES, SLOT_COUNTS, SLOTS_PART_OF_BUDGET
@@ -51,6 +53,8 @@ class Menu:
     split: IsDirect = _none
     # Packed weights, which stream packed, and may stay so.
     begins: Begins = field(default_factory=dict)
+    # What was measured of experts, by the first weight of their bank.
+    hit_rates: Mapping[str, HitRates] = field(default_factory=dict)
 
     @cached_property
     def demand(self) -> Demand:
@@ -84,13 +88,30 @@ class Menu:
         unheld = frozenset(plan.direct_weights)
         if not unheld:
             return plan
-        prefixes = allocate_prefixes(
-            [self.weights[name] for name in self._split_weights if name in unheld],
-            [self.weights[name] for name in self._tables if name in unheld],
-            curves,
-            Spare((budget_bytes - plan.device_bytes) // self.page_bytes, self.page_bytes, self._alignment_bytes),
-        )
+        # A byte of a prefix saves one in every run, a slot at most so many as it takes, and a table next to nothing.
+        split = [self.weights[name] for name in self._split_weights if name in unheld]
+        plan = self._with_held(plan, budget_bytes, lambda spare: allocate_prefixes(split, [], curves, spare))
+        plan, experts = self._with_slots(plan, budget_bytes)
+        tables = [self.weights[name] for name in self._tables if name in unheld and name not in experts]
+        return self._with_held(plan, budget_bytes, lambda spare: allocate_prefixes([], tables, {}, spare))
+
+    def _with_held(self, plan: Plan, budget_bytes: int, allocate: Callable[[Spare], Prefixes]) -> Plan:
+        spare = Spare((budget_bytes - plan.device_bytes) // self.page_bytes, self.page_bytes, self._alignment_bytes)
+        prefixes = allocate(spare)
         return with_prefixes(plan, self.schedules, self.weights, prefixes, self.split, self._alignment_bytes)
+
+    def _with_slots(self, plan: Plan, budget_bytes: int) -> tuple[Plan, frozenset[str]]:
+        """And the experts that have slots, or lie on the device whole."""
+        slots = allocate_slots(self._banks, budget_bytes - plan.device_bytes, self.page_bytes, self.hit_rates)
+        plan = with_slots(plan, self.schedules, self.weights, self._banks, slots)
+        whole = Prefixes({}, slots.whole)
+        plan = with_prefixes(plan, self.schedules, self.weights, whole, self.split, self._alignment_bytes)
+        return plan, frozenset(slots.whole) | {member.weight for bank in plan.banks for member in bank.members}
+
+    @cached_property
+    def _banks(self) -> list[ExpertBank]:
+        others = {access.weight for access in self.accesses if not self.in_place(access) or self.split(access)}
+        return find_banks(self.schedules, self.weights, {access.weight for access in self.accesses} - others)
 
     def _is_in_place(self, access: Access) -> bool:
         return self.in_place(access) or self.split(access)

@@ -41,6 +41,11 @@ class Stats:
     bytes_in_place: int = 0
     # Of packed weights: what was decoded, as the weights have it. bytes_streamed is what went over the link.
     bytes_decoded: int = 0
+    # Of experts with slots, once for each call that asks for one: those that were in a slot and those that were not,
+    # and what of these crossed the link. The device counts them.
+    expert_hits: int = 0
+    expert_misses: int = 0
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def link_text(samples: Sequence[LinkSample]) -> str:
     return f"copies at {timed[0].bytes_per_s / 1e9:.1f} GB/s{by_size}"
 
 
-_COUNTERS = 10
+_COUNTERS = 13
 _LANES = {0: "compute", 1: "copy", 2: "link"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
