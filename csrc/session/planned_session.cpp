@@ -13,6 +13,7 @@ constexpr int64_t kMeasuredBytes = 64 << 20;
 
 void PlannedSession::install(PlanRecord plan) {
   check_plan(plan, (int64_t)driver_.granularity_bytes());
+  retire_expert_counts();
   uninstall();
   plan_ = std::move(plan);
   Undo undo([&] { uninstall(); });
@@ -141,7 +142,6 @@ void PlannedSession::measure() {
 
 void PlannedSession::uninstall() noexcept {
   finish();
-  quietly([&] { retire_expert_counts(); });
   has_tables_ = false;
   quietly([&] { source_.follow({}, {}); });
   // Graphs first: they wait for events of the source, as for those of the plan.
