@@ -6,8 +6,8 @@ Layers of Qwen3-30B-A3B's experts (128, 8 of them a token, 2,048 x 768, bf16; wi
 each 64), and nothing else: one token, as a CUDA graph. The routing is made, since no trained weights are at hand: a
 token keeps each expert of the one before with probability `stay`, and else draws by Zipf's law
 (tests.experts.routed.routing); the first hundred tokens do not count. "Held" is the part of the experts that have
-slots. The bound is what missed over the link at 50 GB/s, and everything resident. Exits with 1 when an output is not, to
-the bit, that of everything resident.
+slots. The bound is what missed over the link at 50 GB/s, and everything resident. Exits with 1 when an output is not,
+to the bit, that of everything resident.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ class Turned(dict[str, Tensor]):
 
 def prepare(shape: Shape, folder: Path, device: str) -> Path:
     path = folder / f"experts-{shape.layers}{'-int4' if shape.int4 else ''}.pt2"
+    if path.exists():
+        return path
     model = Model(shape)
     x = torch.zeros(1, shape.hidden, dtype=torch.bfloat16, device="meta")
     ids = torch.zeros(shape.layers, shape.top, dtype=torch.int64, device="meta")
@@ -195,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--held", type=numbers, default=[10.0, 20.0, 38.0])
     parser.add_argument("--stay", type=numbers, default=[0.6, 0.3])
-    parser.add_argument("--tokens", type=int, default=250)
+    parser.add_argument("--tokens", type=int, default=250, help="0: only make the program, which --work keeps")
     parser.add_argument("--int4", action="store_true")
     parser.add_argument("--small", action="store_true", help="a model that a test can run")
     parser.add_argument("--work", type=Path, help="where the program is made; kept")
@@ -207,7 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     work = given.work or given.out
     work.mkdir(parents=True, exist_ok=True)
-    rows = measure(shape, prepare(shape, work, device), given, device)
+    path = prepare(shape, work, device)
+    rows = measure(shape, path, given, device) if given.tokens else []
     link = measure_link(device) if device == "cuda" else None
     table = {"shape": asdict(shape), "link_bytes_per_s": link, "rows": [asdict(row) for row in rows]}
     (given.out / "experts.json").write_text(json.dumps({**environment(device), **table}, indent=1))
