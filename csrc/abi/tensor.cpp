@@ -88,6 +88,20 @@ void view_tensor(TensorHandle tensor, const std::vector<int64_t>& sizes, const s
                                       out.out()));
 }
 
+void multiply_groups(TensorHandle rows, TensorHandle matrices, TensorHandle ends, OwnedTensor& out) {
+  // A handle on the stack is given away.
+  auto handle = [](TensorHandle tensor) {
+    OwnedTensor again;
+    check_torch(torch_abi().new_tensor_handle(tensor, again.out()));
+    return reinterpret_cast<uint64_t>(again.release());
+  };
+  // What may be none is a pointer, and what it points to is freed by whoever takes it. Neither bias nor dtype.
+  uint64_t stack[5] = {handle(rows), handle(matrices), 0, 0, 0};
+  stack[2] = reinterpret_cast<uint64_t>(new uint64_t(handle(ends)));
+  check_torch(torch_abi().call("aten::_grouped_mm", "", stack));
+  *out.out() = reinterpret_cast<TensorHandle>(stack[0]);
+}
+
 TensorHandle laid_out(TensorHandle tensor, TensorDevice device, Address alignment, OwnedTensor& copy) {
   TensorLayout layout(tensor);
   if (layout.is_contiguous() && data_address(tensor) % alignment == 0) return tensor;

@@ -58,6 +58,8 @@ void make_tensor(const std::vector<int64_t>& sizes, int32_t dtype, TensorDevice 
 // The same memory, from `offset` elements on.
 void view_tensor(TensorHandle tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                  int64_t offset, OwnedTensor& out);
+// torch's product of groups of rows with a matrix each. Rows behind the last group hold anything.
+void multiply_groups(TensorHandle rows, TensorHandle matrices, TensorHandle ends, OwnedTensor& out);
 // The tensor, or a copy of it where it does not lie row by row at a multiple of `alignment`.
 TensorHandle laid_out(TensorHandle tensor, TensorDevice device, Address alignment, OwnedTensor& copy);
 

@@ -43,6 +43,7 @@ void find_cpu(Lookup& in) {
   in.find("aoti_torch__reinterpret_tensor", abi.reinterpret);
   in.find("aoti_torch_copy_", abi.copy);
   in.find("aoti_torch_zero_", abi.zero);
+  in.find("aoti_torch_call_dispatcher", abi.call);
   in.find("aoti_torch_cpu_mm_out", abi.cpu.mm);
   in.find("aoti_torch_cpu_addmm_out", abi.cpu.addmm);
 }
@@ -52,7 +53,6 @@ void find_cuda(Lookup& in) {
   in.find("aoti_torch_cuda_mm_out", abi.cuda.mm);
   in.find("aoti_torch_cuda_addmm_out", abi.cuda.addmm);
   in.find("aoti_torch_cuda_index_Tensor", abi.cuda_index);
-  in.find("aoti_torch_cuda__grouped_mm", abi.cuda_grouped_mm);
 }
 
 }  // namespace

@@ -37,15 +37,16 @@ struct TorchAbi {
                          int64_t storage_offset, void** out) = nullptr;
   int32_t (*copy)(void* to, void* from, int32_t non_blocking) = nullptr;
   int32_t (*zero)(void* tensor) = nullptr;
+  // Any op by its name: takes its arguments from the stack, and leaves its results there.
+  int32_t (*call)(const char* op, const char* overload, uint64_t* stack) = nullptr;
   // One for each device; those of CUDA are null in a build of torch without it.
   struct Products {
     int32_t (*mm)(void* out, void* left, void* right) = nullptr;
     int32_t (*addmm)(void* out, void* added, void* left, void* right, double beta, double alpha) = nullptr;
   };
   Products cpu, cuda;
-  // Rows by index, and the product of groups of rows with a matrix each. The CPU's are the core's own.
+  // Rows by index. The CPU's are the core's own.
   int32_t (*cuda_index)(void* tensor, const void** indices, int64_t count, void** out) = nullptr;
-  int32_t (*cuda_grouped_mm)(void* left, void* right, void** ends, void** bias, int32_t* dtype, void** out) = nullptr;
 
   // Null in a build of torch without CUDA.
   int32_t (*current_cuda_stream)(int32_t device_index, void** out) = nullptr;

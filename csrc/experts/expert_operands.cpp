@@ -111,13 +111,12 @@ void GroupedOperands::make_shifted(int64_t count) {
 
 void GroupedOperands::library_product(TensorHandle x, TensorHandle matrices, int64_t count, TensorHandle ends,
                                       OwnedTensor& out) const {
-  if (!torch_abi().cuda_grouped_mm) throw CoreError(Failure::torch, "this build of torch has no CUDA");
   const int64_t matrix = depth_ * columns_;
   const std::vector<int64_t> strides =
       request_.is_linear ? std::vector<int64_t>{matrix, 1, depth_} : std::vector<int64_t>{matrix, columns_, 1};
   OwnedTensor view;
   view_tensor(matrices, {count, depth_, columns_}, strides, 0, view);
-  check_torch(torch_abi().cuda_grouped_mm(x, view.get(), &ends, nullptr, nullptr, out.out()));
+  penstock::multiply_groups(x, view.get(), ends, out);
 }
 
 void GroupedOperands::multiply_here(TensorHandle matrices, int64_t first, int64_t end) {
