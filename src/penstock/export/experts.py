@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from penstock.export.gathers import row_index
 from penstock.ops import GROUPED, ROWS
-from penstock.torch_private.graph import arguments, op_name, size_bound
+from penstock.torch_private.graph import arguments, fake_mode_of, op_name, size_bound
 from penstock.weight import EXPERT_UNIT_BYTES, MOST_EXPERTS
 
 # Of one expert. Less is not worth an op of its own, nor a slot.
@@ -57,6 +57,37 @@ def rewrite_experts(graph: Graph, weight: Node, access: int) -> Node | None:
             graph.erase_node(user)
     (index,) = indexes
     return index
+
+
+def count_by_comparing(graph: Graph) -> None:
+    """How many rows each expert has, without a histogram: of whole numbers there is none on the CPU, and transformers
+    counts so unless it is exported there."""
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.histc.default):
+        given = arguments(node)
+        numbers, bins = given["self"].meta["val"], given["bins"]
+        if numbers.dtype.is_floating_point or (given["min"], given["max"]) != (0, bins - 1):
+            continue
+        with graph.inserting_before(node), _fake_mode(numbers):
+            steps: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+                (aten.unsqueeze.default, (given["self"], -1), {}),
+                (aten.arange.default, (bins,), {"dtype": numbers.dtype, "device": numbers.device}),
+            ]
+            column, experts = (graph.call_function(*step) for step in steps)
+            column.meta["val"] = numbers.unsqueeze(-1)
+            experts.meta["val"] = torch.arange(bins, dtype=numbers.dtype, device=numbers.device)
+            equal = graph.call_function(aten.eq.Tensor, (column, experts))
+            equal.meta["val"] = column.meta["val"] == experts.meta["val"]
+            counts = graph.call_function(aten.sum.dim_IntList, (equal, [0]), {"dtype": numbers.dtype})
+            counts.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(counts)
+        graph.erase_node(node)
+
+
+def _fake_mode(value: torch.Tensor) -> Any:
+    mode = fake_mode_of(value)
+    assert mode is not None, "values of an exported graph are fake"
+    return mode
 
 
 def why_whole(weight: Node, target: str, *, row_by_row: bool) -> str | None:

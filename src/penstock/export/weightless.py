@@ -15,7 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
-from penstock.export.experts import rewrite_experts, why_whole
+from penstock.export.experts import count_by_comparing, rewrite_experts, why_whole
 from penstock.export.gathers import is_gathered
 from penstock.export.host_states import check_host_sides
 from penstock.export.index_ranges import index_ranges
@@ -145,6 +145,7 @@ def make_weightless(
                 "nor a constant; pass it as a tensor"
             )
 
+    count_by_comparing(graph)
     insert_fetches(graph, target_of)  # constants that a decomposition lifted after the pass
     # What is written while what was read of it lives on (in this method or in another one).
     for node in (*dict(state_nodes).values(), *_mutated_inputs(ep, nodes)):
