@@ -173,12 +173,19 @@ std::vector<ExpertCountsRecord> PlannedSession::expert_counts() {
   return found;
 }
 
-HitRate PlannedSession::logged_hits(int64_t bank, int64_t slots) {
-  if (bank < 0 || bank >= (int64_t)plan_.banks.size() || slots < 1 || slots > plan_.banks[(size_t)bank].experts)
-    throw CoreError(Failure::usage, "there is no bank " + std::to_string(bank) + " with " + std::to_string(slots) +
-                                        " slots");
+std::vector<HitRate> PlannedSession::logged_hits(int64_t bank, const std::vector<int64_t>& slots) {
+  if (bank < 0 || bank >= (int64_t)plan_.banks.size())
+    throw CoreError(Failure::usage, "there is no bank " + std::to_string(bank));
   const BankRecord& record = plan_.banks[(size_t)bank];
-  return penstock::logged_hits(table_now(bank).data(), (int)record.experts, (int)record.slots, (int)slots);
+  const std::vector<unsigned char> table = table_now(bank);
+  std::vector<HitRate> found;
+  for (int64_t count : slots) {
+    if (count < 1 || count > record.experts)
+      throw CoreError(Failure::usage, "a bank of " + std::to_string(record.experts) + " experts has no " +
+                                          std::to_string(count) + " slots");
+    found.push_back(penstock::logged_hits(table.data(), (int)record.experts, (int)record.slots, (int)count));
+  }
+  return found;
 }
 
 bool PlannedSession::uses_bank(int64_t method, size_t bank) const {

@@ -38,7 +38,7 @@ class PlannedSession final : public StreamingSession {
   bool take_rows(int64_t number, Address index, int64_t rows, Address out);
   // Both wait for the device.
   std::vector<ExpertCountsRecord> expert_counts();
-  HitRate logged_hits(int64_t bank, int64_t slots);
+  std::vector<HitRate> logged_hits(int64_t bank, const std::vector<int64_t>& slots);
 
   // Physical bytes held for weights, now and at most.
   int64_t device_bytes() const { return device_bytes_; }

@@ -389,15 +389,13 @@ int64_t penstock_session_expert_counts(void* handle, int64_t* out, int64_t capac
   return count;
 }
 
-// How many of the uses that a bank has logged would have been hits with so many slots.
-int32_t penstock_session_expert_hits(void* handle, int64_t bank, int64_t slots, int64_t* hits, int64_t* uses) {
+// By each number of slots: how many of the uses that a bank has logged would have been hits, and how many there were.
+int32_t penstock_session_expert_hits(void* handle, int64_t bank, const int64_t* slots, int64_t count, int64_t* out) {
   return guarded([&] {
     Engine& over = *engine(handle);
     Entered entered(*over.driver);
     if (!over.planned) throw CoreError(Failure::usage, "the policy lru has no banks of experts");
-    const HitRate found = over.planned->logged_hits(bank, slots);
-    *hits = found.hits;
-    *uses = found.uses;
+    copy_records(over.planned->logged_hits(bank, {slots, slots + count}), out, count);
   });
 }
 

@@ -74,7 +74,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_session_acquire": (_i32, [_pointer, _i64, _pointer]),
     "penstock_session_take_rows": (_i32, [_pointer, _i64, ctypes.c_uint64, _i64, ctypes.c_uint64]),
     "penstock_session_expert_counts": (_i64, [_pointer, _pointer, _i64]),
-    "penstock_session_expert_hits": (_i32, [_pointer, _i64, _i64, _pointer, _pointer]),
+    "penstock_session_expert_hits": (_i32, [_pointer, _i64, _pointer, _i64, _pointer]),
     "penstock_session_done": (None, [_pointer, _i64]),
     "penstock_session_counters": (_i32, [_pointer, _pointer, _pointer]),
     "penstock_session_memory": (_i32, [_pointer, _pointer, _pointer]),

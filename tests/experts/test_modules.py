@@ -3,6 +3,7 @@ cache agrees with."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,27 @@ def test_placements_that_read_experts_whole_give_the_same_bits(path: Path, wante
         with penstock.Module(path, int(ALL_BYTES * 0.6), **options) as module:  # type: ignore[arg-type]
             assert torch.equal(decoded(module, 30), wanted[:30]), options
             assert module.stats().expert_misses == 0
+
+
+def test_slots_go_where_what_was_asked_for_says(path: Path, wanted: torch.Tensor) -> None:
+    """One layer's experts are drawn from three, the others' from all: after a change of budget it has fewer slots."""
+    x, _ = inputs(TOKENS)
+    draw = random.Random(5)
+    with penstock.Module(path, int(ALL_BYTES * 0.5)) as module:
+        evenly = {bank.members[0].weight: bank.slots for bank in module.plan.banks} if module.plan else {}
+        assert max(evenly.values()) - min(evenly.values()) <= 1
+        for token in range(TOKENS):
+            rows = [draw.sample(range(3 if layer == 1 else SHAPE.experts), 2) for layer in range(SHAPE.layers)]
+            module.run_method("decode", x[token : token + 1], torch.tensor(rows).unsqueeze(1))
+        uses = {use.weights[0]: use for use in module.expert_uses()}
+        few, many = uses["layers.1.gate_up"].hit_rate, uses["layers.0.gate_up"].hit_rate
+        assert few is not None and many is not None and few > 0.95 > many
+        assert sum(use.hits for use in uses.values()) == module.stats().expert_hits
+        assert all(use.calls == TOKENS for use in uses.values())
+        module.set_budget(int(ALL_BYTES * 0.5))
+        assert module.plan is not None
+        slots = {bank.members[0].weight: bank.slots for bank in module.plan.banks}
+        assert slots["layers.1.gate_up"] < min(slots["layers.0.gate_up"], slots["layers.2.gate_up"])
+        assert slots["layers.1.gate_up"] >= 3
+        assert torch.equal(decoded(module, 20), wanted[:20])
+        assert all(use.calls == 20 for use in module.expert_uses())

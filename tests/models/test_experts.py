@@ -65,7 +65,8 @@ def test_two_hundred_tokens_at_the_floor_and_three_budgets(family: str, tmp_path
             uses = after.expert_hits - before.expert_hits + misses
             banks = module.plan.banks
             if not banks:
-                assert budget == module.floor_bytes and uses == 0
+                # What every token reads has the memory first.
+                assert budget < full_bytes // 2 and uses == 0
                 continue
             # Of one token three experts; of the prompt at most all of them.
             assert TOP * (TOKENS - 1) * len(banks) < uses <= (TOP * (TOKENS - 1) + 12) * len(banks)

@@ -11,6 +11,7 @@ from penstock.plan.below_copying import BelowCopying, below_copying
 from penstock.plan.calibration import Calibration
 from penstock.plan.demand import small_copy_bytes
 from penstock.plan.direct import IsDirect, read_directly_by_default
+from penstock.plan.experts import HitRates
 from penstock.plan.floor import check_schedules
 from penstock.plan.menu import Menu
 from penstock.plan.menu_planner import FloorPlan, MenuPlanner
@@ -34,9 +35,10 @@ class Planner:
         placement: str = "stream",
         can_split: bool = True,
         begins: Begins | None = None,
+        hit_rates: Mapping[str, HitRates] | None = None,
     ) -> None:
         """`can_split`: whether there is a kernel that reads one weight on both sides. `begins`: of packed weights, with
-        which only "auto" and "stream" go: no kernel reads them where they lie."""
+        which only "auto" and "stream" go: no kernel reads them where they lie. `hit_rates`: measured, of experts."""
         check_schedules(schedules, weights, granularity_bytes=page_bytes)
         if placement not in PLANNED:
             raise ValueError(f"placement is {placement!r}; it must be one of {', '.join(map(repr, PLANNED))}")
@@ -49,6 +51,7 @@ class Planner:
         self._page_bytes = page_bytes
         self._placement = placement
         self._begins = begins or {}
+        self._hit_rates = hit_rates or {}
         if self._begins and placement not in ("auto", "stream"):
             raise ValueError(f"placement is {placement!r}, and {min(self._begins)!r} is packed")
         self._can_split = can_split and not self._begins
@@ -168,7 +171,8 @@ class Planner:
         return self._below[1]
 
     def _menu(self, in_place: IsDirect, split: IsDirect = lambda access: False) -> MenuPlanner:
-        return MenuPlanner(Menu(self._schedules, self._weights, self._page_bytes, in_place, split, self._begins))
+        menu = Menu(self._schedules, self._weights, self._page_bytes, in_place, split, self._begins, self._hit_rates)
+        return MenuPlanner(menu)
 
     # ---- who may take which row
 

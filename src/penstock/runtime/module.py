@@ -37,6 +37,7 @@ from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.device_memory import grant, weights_range
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
+from penstock.runtime.expert_rates import ExpertUse, expert_uses
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
@@ -302,6 +303,11 @@ class Module:
         """Totals since load. Waits for the device."""
         with self._operation():
             return self._session.stats()[1]
+
+    def expert_uses(self) -> tuple[ExpertUse, ...]:
+        """What was in slots and what was not, by bank, since the present plan was installed. Waits for the device."""
+        with self._operation():
+            return expert_uses(self._session, self._installer.plan)
 
     def device_memory(self) -> tuple[int, int]:
         """Bytes of device memory held for weights: now, and at most since load."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
+from penstock.plan.experts import HitRates
 from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner, lower_placements_text
@@ -38,8 +39,17 @@ class InstalledPlan:
         sizes = {weight.name: weight.nbytes for weight in self.program.weights}
         if self.copying_bytes is not None:
             parts.append(f"read over the link because copying needs {format_bytes(self.copying_bytes)}")
-        if self.plan.direct_weights:
-            parts.append(f"{format_bytes(sum(sizes[name] for name in self.plan.direct_weights))} read in place")
+        in_place = self.plan.direct_weights
+        if self.plan.banks:
+            slots = [bank.slots for bank in self.plan.banks]
+            most = max(bank.experts for bank in self.plan.banks)
+            held = sum(bank.slots * bank.row_bytes for bank in self.plan.banks)
+            some = f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} to {max(slots)}"
+            parts.append(f"slots for {some} of {most} experts in {len(slots)} banks ({format_bytes(held)})")
+            with_slots = {member.weight for bank in self.plan.banks for member in bank.members}
+            in_place = tuple(name for name in in_place if name not in with_slots)
+        if in_place:
+            parts.append(f"{format_bytes(sum(sizes[name] for name in in_place))} read in place")
         if self.plan.split_weights:
             placements = (placement for method in self.plan.methods for placement in method.placements)
             tails = {placement.weight: placement.in_place_bytes for placement in placements if placement.is_split}
@@ -105,6 +115,8 @@ class Policy(ABC):
 class PlannedPolicy(Policy):
     is_lru = False
 
+    _hit_rates: Mapping[str, HitRates] = {}
+
     @cached_property
     def _planner(self) -> Planner:
         return Planner(
@@ -114,7 +126,14 @@ class PlannedPolicy(Policy):
             placement=self._placement,
             can_split=self._can_split,
             begins=self._packed.begins,
+            hit_rates=self._hit_rates,
         )
+
+    def learn(self, hit_rates: Mapping[str, HitRates]) -> None:
+        """What was seen of experts, by the first weight of their bank: plans from now on are made by it."""
+        if hit_rates:
+            self._hit_rates = {**self._hit_rates, **hit_rates}
+            vars(self).pop("_planner", None)
 
     def floor_for(self, calibration: Calibration | None) -> int:
         return self._planner.floor_for(calibration)

@@ -130,6 +130,7 @@ _LANES = {0: "compute", 1: "copy", 2: "link"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
 _SPAN_NUMBERS = 7
+_EXPERT_NUMBERS = 3
 
 
 class _Preparation:
@@ -292,6 +293,25 @@ class Session:
         held, peak = ctypes.c_int64(), ctypes.c_int64()
         self._check(self._core.penstock_session_memory(self.handle, ctypes.byref(held), ctypes.byref(peak)))
         return held.value, peak.value
+
+    def expert_counts(self) -> list[tuple[int, int, int]]:
+        """Calls, hits and misses of each bank of the present plan. Waits for the device."""
+        return [(calls, hits, misses) for calls, hits, misses in self._counted_experts()]
+
+    def _counted_experts(self) -> list[list[int]]:
+        def read(handle: int, out: object, capacity: int) -> int:
+            count = int(self._core.penstock_session_expert_counts(handle, out, capacity))
+            if count < 0:
+                raise last_exception()
+            return count
+
+        return self._records(_EXPERT_NUMBERS, read)
+
+    def expert_hits(self, bank: int, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """By each number of slots: hits of what the bank has logged, and how many uses that was."""
+        wanted, found = (ctypes.c_int64 * len(slots))(*slots), (ctypes.c_int64 * (2 * len(slots)))()
+        self._check(self._core.penstock_session_expert_hits(self.handle, bank, wanted, len(slots), found))
+        return [(found[at], found[at + 1]) for at in range(0, 2 * len(slots), 2)]
 
     def link(self) -> list[LinkSample]:
         """As measured with real weights when the plan was installed: copies as they will be made, then of each size.
