@@ -22,6 +22,7 @@ import argparse
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -192,6 +193,29 @@ def write_checkpoint(shape: Shape, folder: Path, device: str) -> Path:
     return folder
 
 
+class AnonymousPeak:
+    """What the process holds beside files that are mapped, every 20 ms."""
+
+    def __enter__(self) -> AnonymousPeak:
+        self._ended = threading.Event()
+        self.before_bytes = self.peak_bytes = self._now_bytes()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.02):
+            self.peak_bytes = max(self.peak_bytes, self._now_bytes())
+
+    def _now_bytes(self) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
 def prepare(shape: Shape, folder: Path, device: str, prompt: int) -> Path:
     path = folder / f"experts-{shape.layers}{'-int4' if shape.int4 else ''}{'-whole' if shape.words else ''}.pt2"
     if path.exists():
@@ -207,8 +231,10 @@ def prepare(shape: Shape, folder: Path, device: str, prompt: int) -> Path:
         with torch.no_grad():
             return penstock.apply_weight_offload(torch.export.export(model, (x, ids), strict=False))
 
-    programs = {"decode": exported(1), **({"prefill": exported(prompt)} if prompt else {})}
-    penstock.compile(programs, path, device=device, weights=str(checkpoint))
+    with AnonymousPeak() as peak:
+        programs = {"decode": exported(1), **({"prefill": exported(prompt)} if prompt else {})}
+        penstock.compile(programs, path, device=device, weights=str(checkpoint))
+    print(f"anonymous host memory at most {peak.peak_bytes >> 20} MiB, {peak.before_bytes >> 20} before", flush=True)
     shutil.rmtree(checkpoint)
     return path
 

@@ -13,6 +13,8 @@ import torch
 import penstock
 import penstock.runtime.module as module_file
 from penstock.errors import PenstockError
+from penstock.plan import menu
+from penstock.plan.experts import Slots
 from penstock.runtime.driver import Driver
 from tests.experts.reference import ReferenceTable
 from tests.experts.routed import Routed, Shape, compiled, routed, routing
@@ -211,3 +213,22 @@ def test_slots_go_where_what_was_asked_for_says(path: Path, wanted: torch.Tensor
         assert slots["layers.1.gate_up"] >= 3
         assert torch.equal(decoded(module, 20), wanted[:20])
         assert all(use.calls == 20 for use in module.expert_uses())
+
+
+def test_a_bank_that_fits_lies_on_the_device_whole(
+    path: Path, wanted: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would where what was measured says that one layer needs all of its experts."""
+    first = ("layers.0.gate_up", "layers.0.down")
+
+    def one_whole(banks: Any, spare_bytes: int, page_bytes: int, hit_rates: Any) -> Slots:
+        assert banks[0].names == first
+        return Slots({banks[1].names[0]: 3}, first)
+
+    monkeypatch.setattr(menu, "allocate_slots", one_whole)
+    with penstock.Module(path, int(ALL_BYTES * 0.8)) as module:
+        assert module.plan is not None and len(module.plan.banks) == 1
+        assert not set(first) & set(module.plan.direct_weights)
+        assert torch.equal(decoded(module, 20), wanted[:20])
+        # The last layer is held as any table is, in what is left.
+        assert module.last_run.bytes_in_place == 0 and module.last_run.expert_misses > 0

@@ -17,8 +17,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-# 32 experts of 3 MiB in each of three layers.
-SHAPE = Shape(layers=3, experts=32, top=4, hidden=1024, inner=512, dtype=torch.bfloat16)
+# 32 experts of 9 MiB in each of three layers: a prompt's groups are multiplied in several parts.
+SHAPE = Shape(layers=3, experts=32, top=4, hidden=1024, inner=1536, dtype=torch.bfloat16)
 TOKENS = 200
 PROMPT = 96
 ALL_BYTES = SHAPE.layers * (SHAPE.experts * SHAPE.expert_bytes + 2 * SHAPE.hidden**2)
@@ -90,8 +90,10 @@ def test_a_prompt_is_read_in_groups(path: Path, model: Routed, wanted: tuple[tor
     turned = ids.transpose(0, 1).contiguous()
     model.form = "grouped"
     with torch.no_grad():
-        torch.testing.assert_close(wanted[1], model.cuda()(x, turned), rtol=0.05, atol=0.05)
+        eager = model.cuda()(x, turned).float()
     model.cpu()
+    # Compiled code rounds to bfloat16 less often. A wrong expert would be off by as much as the result is large.
+    assert torch.linalg.norm(wanted[1].float() - eager) < 0.05 * torch.linalg.norm(eager)
     steps, step_ids = inputs(TOKENS)
     for part in (0.0, 0.3, 0.8):
         with penstock.Module(path, "64GiB") as module:
