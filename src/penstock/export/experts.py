@@ -9,6 +9,7 @@ and is read otherwise is named, with the reason.
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ _LEAST_ROW_BYTES = 4096
 # the same.
 _ROOM_BYTES = 64 << 20
 _GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+# How far back two indexes are compared.
+_KEY_DEPTH = 6
 # As modules and their parameters are called.
 _NAME = re.compile(r"(^|[._])experts?([._]|$)")
 
@@ -41,22 +44,39 @@ class _Reader:
     is_linear: bool = False
 
 
-def rewrite_experts(graph: Graph, weight: Node, access: int) -> Node | None:
-    """Make every reader of a lent weight an op that takes experts, if all can be: gives what they are taken by."""
+def rewrite_experts(graph: Graph, weight: Node, access: int) -> Hashable:
+    """Make every reader of a lent weight an op that takes experts, if all can be: gives what they are taken by.
+
+    None: they are as they were.
+    """
     if obstacle(weight) is not None:
         return None
     found = [_reader(user, weight) for user in _users(weight)]
     readers = [reader for reader in found if reader is not None]
-    indexes = {reader.index for reader in readers}
+    indexes = {index_key(reader.index) for reader in readers}
     if not readers or len(readers) < len(found) or len(indexes) > 1:
         return None
+    index = index_key(readers[0].index)
     for reader in readers:
         _rewrite(graph, reader, weight, access)
     for user in list(weight.users):
         if not user.users and user.target not in (ROWS, GROUPED):
             graph.erase_node(user)
-    (index,) = indexes
     return index
+
+
+def index_key(node: Node, depth: int = _KEY_DEPTH) -> Hashable:
+    """The same for two nodes that compute the same of the same: each use of `ids[layer]` is a node of its own."""
+    tags = getattr(node.target, "tags", ())
+    if node.op != "call_function" or not depth or torch.Tag.nondeterministic_seeded in tags or node.kwargs:
+        return node
+
+    def key(value: Any) -> Hashable:
+        if isinstance(value, Node):
+            return index_key(value, depth - 1)
+        return tuple(map(key, value)) if isinstance(value, (list, tuple)) else repr(value)
+
+    return node.target, *map(key, node.args)
 
 
 def count_by_comparing(graph: Graph) -> None:

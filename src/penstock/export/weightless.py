@@ -5,7 +5,7 @@ The program given is left as it is: everything here works on a copy of its graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,7 +84,7 @@ class _Accesses:
     gathered: set[int] = field(default_factory=set)
     linear: set[int] = field(default_factory=set)
     # By the index that experts are taken by, in the order in which they are met.
-    routed: dict[Node, list[int]] = field(default_factory=dict)
+    routed: dict[Hashable, list[int]] = field(default_factory=dict)
     whole_experts: dict[str, str] = field(default_factory=dict)
 
 
