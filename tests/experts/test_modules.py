@@ -15,6 +15,9 @@ import penstock.runtime.module as module_file
 from penstock.errors import PenstockError
 from penstock.plan import menu
 from penstock.plan.experts import Slots
+from penstock.report.collect import collect
+from penstock.report.data import MeasuredPoint
+from penstock.report.page import report_html
 from penstock.runtime.driver import Driver
 from tests.experts.reference import ReferenceTable
 from tests.experts.routed import Routed, Shape, compiled, routed, routing
@@ -232,3 +235,22 @@ def test_a_bank_that_fits_lies_on_the_device_whole(
         assert torch.equal(decoded(module, 20), wanted[:20])
         # The last layer is held as any table is, in what is left.
         assert module.last_run.bytes_in_place == 0 and module.last_run.expert_misses > 0
+
+
+def test_a_report_has_the_hit_rate_of_every_layer(path: Path, tmp_path: Path) -> None:
+    with penstock.Module(path, int(ALL_BYTES * 0.5)) as module:
+        decoded(module, 40)
+        with module.trace(tmp_path / "trace.json"):
+            decoded(module, 2)
+        run = module.last_run
+        point = MeasuredPoint(module.budget_bytes, 0.01, run.bytes_streamed, run.copies, 1, run.stall_ns, True)
+        data = collect(module, tmp_path / "trace.json", [point], method="decode")
+        uses = module.expert_uses()
+    assert [(one.weights, one.slots, one.hit_rate) for one in data.experts] == [
+        (use.weights, use.slots, use.hit_rate) for use in uses
+    ]
+    kinds = {weight.name: weight for weight in data.weights}
+    assert kinds["layers.0.down"].kind == "slots"
+    assert kinds["layers.0.down"].resident_bytes == uses[0].slots * SHAPE.inner * SHAPE.hidden * 4
+    page = report_html(data)
+    assert all(f"{use.weights[0]}</th>" in page for use in uses)
