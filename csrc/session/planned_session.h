@@ -26,6 +26,7 @@ class PlannedSession final : public StreamingSession {
   // they are launched; null: the calling thread makes them.
   void offer_linear(PrepareLinear prepare);
 
+  const PlanRecord& plan() const { return plan_; }
   // Physical bytes held for weights, now and at most.
   int64_t device_bytes() const { return device_bytes_; }
   int64_t peak_device_bytes() const { return peak_device_bytes_; }

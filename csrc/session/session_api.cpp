@@ -17,6 +17,7 @@
 #include "open/registration_probe.h"
 #include "penstock_core.h"
 #include "session/engine.h"
+#include "session/session_summary.h"
 
 namespace penstock {
 namespace {
@@ -231,10 +232,15 @@ const char* penstock_format_bytes(int64_t bytes) {
   text = format_bytes(bytes);
   return text.c_str();
 }
-const char* penstock_budget_origin_text(int64_t origin) { return origin_text(origin); }
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });
+}
+// What to tell the user when less is taken than was asked for; empty where it is not so. Good until the next call.
+const char* penstock_clamp_sentence(const PenstockBudget* budget) {
+  thread_local std::string text;
+  text = clamp_sentence(*budget);
+  return text.c_str();
 }
 
 // That the session holds: of the file, or of staging buffers. 0 where it was not opened here.
@@ -254,6 +260,23 @@ void penstock_session_destroy(void* handle) {
   Driver* held = over->driver;
   delete over;
   if (inside) held->leave();
+}
+
+// Pinned memory of the session's device, for what whoever runs it moves there. Null where it cannot be had; freed before
+// the session.
+void* penstock_session_allocate_host(void* handle, int64_t bytes) {
+  void* out = nullptr;
+  guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    out = engine(handle)->driver->allocate_host((size_t)bytes);
+  });
+  return out;
+}
+void penstock_session_free_host(void* handle, void* start) {
+  quietly([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->driver->free_host(start);
+  });
 }
 
 int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
@@ -381,6 +404,12 @@ int32_t penstock_session_memory(void* handle, int64_t* device_bytes, int64_t* pe
 // What copying took when the session was set up: three numbers a record. Called first for the count alone.
 int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
   return copy_records(engine(handle)->session().link(), out, capacity);
+}
+
+// In one line. Good until the next call on this thread; null where it cannot be had.
+const char* penstock_session_summary(void* handle, const PenstockSummary* asked) {
+  thread_local std::string text;
+  return guarded([&] { text = session_summary(*engine(handle), *asked); }) ? nullptr : text.c_str();
 }
 
 // For tests, which make them late. Null: packed weights alone have a stream of their own on the link.

@@ -82,7 +82,8 @@ Core fake() {
     return int64_t{given_bytes >= 0 ? PENSTOCK_BUDGET_LOAD : PENSTOCK_BUDGET_BAKED};
   };
   core.format_bytes = [](int64_t) { return ""; };
-  core.budget_origin_text = [](int64_t) { return ""; };
+  core.clamp_sentence = [](const PenstockBudget*) { return ""; };
+  core.session_summary = [](void*, const PenstockSummary* asked) { return asked->name; };
   // As the core has it: what is more than all weights take is not used.
   core.choose_budget = [](PenstockBudget* budget) {
     budget->asked_bytes = budget->given_bytes >= 0 ? budget->given_bytes : budget->baked_bytes;
@@ -123,9 +124,9 @@ Payload program(const std::string& name) {
   payload.page_bytes = 4096;
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
-  payload.methods = {{"one", {}, {}, 1}, {"two", {}, {}, 1}};
-  payload.plan_tables = {{{0, 1}, {}, 4096, 8192, {{4096, true, 0, 0}, {8192, true, 0, 0}}},
-                         {{1}, {}, 2048, 8192, {{2048, true, 0, 0}}}};
+  payload.methods = {{"one", {}, {}, 1, 100}, {"two", {}, {}, 1, 20}};
+  payload.plan_tables = {{{0, 1}, {}, 4096, 8192, 0, {{4096, true, 0, 0}, {8192, true, 0, 0}}},
+                         {{1}, {}, 2048, 8192, 0, {{2048, true, 0, 0}}}};
   return payload;
 }
 

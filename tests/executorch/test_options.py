@@ -20,6 +20,11 @@ Probe = Callable[..., tuple[int, str]]
 pytestmark = pytest.mark.slow
 
 
+def sessions(log: str, origin: str) -> int:
+    """How many were made with a budget that comes from there."""
+    return log.count(f"({origin}), resident ")
+
+
 @pytest.fixture(scope="module")
 def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Probe:
     program = build_program(
@@ -51,14 +56,14 @@ def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytes
 
 def test_options_that_there_are(probe: Probe) -> None:
     status, log = probe()
-    assert (status, log.count("(automatic)")) == (0, 2)
+    assert (status, sessions(log, "automatic")) == (0, 2)
     for option in (
         ("int", "weight_offload_budget_mb", "1"),
         ("text", "weight_offload_budget", "1048576"),
         ("text", "weight_offload_budget", "200000"),
     ):
         status, log = probe(option, ("text", "weight_offload_group", "one"))
-        assert (status, log.count("(given at load)")) == (0, 2)
+        assert (status, sessions(log, "given at load")) == (0, 2)
     status, log = probe(("text", "weight_offload_budget", "auto"), ("bool", "weight_offload_quiet", "true"))
     assert (status, "penstock:" in log) == (0, False)
     status, log = probe(
@@ -106,10 +111,11 @@ def test_a_delegate_with_a_budget_of_its_own(probe: Probe, lowered: Callable[[st
     path = lowered("split")
     own = [("text", f"weight_offload_budget:forward__{number}", "1048576") for number in range(2)]
     status, log = probe(*own, path=path, rows=2)
-    assert (status, log.count("(given at load)"), log.count("(automatic)")) == (0, 4, 0)
+    assert (status, sessions(log, "given at load"), sessions(log, "automatic")) == (0, 4, 0)
+    assert [log.count(f" (of forward__{number} alone)\n") for number in range(2)] == [2, 2]
     # One alone; the other one has the program's.
     status, log = probe(own[0], path=path, rows=2)
-    assert (status, log.count("(given at load)"), log.count("(automatic)")) == (0, 2, 2)
+    assert (status, sessions(log, "given at load"), sessions(log, "automatic")) == (0, 2, 2)
     status, log = probe(("text", "weight_offload_budget:forward__1", "4096"), path=path, rows=2)
     assert status == INVALID_ARGUMENT
     assert "is below the floor" in log
@@ -123,7 +129,7 @@ def test_the_plan_taken_is_the_largest_that_fits(probe: Probe) -> None:
     for budget_bytes in (floor_bytes, floor_bytes + 30_000, floor_bytes + 60_000, 1 << 20):
         status, log = probe(("text", "weight_offload_budget", str(budget_bytes)))
         assert status == 0
-        number, count, held = re.search(r"plan (\d+) of (\d+) takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
+        number, count, held = re.search(r"plan (\d+) of (\d+) in the file takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
         assert int(held) * 1024 <= budget_bytes
         taken.append(int(number))
     # A plan may hold less than the budget it was made for, and then serves smaller ones.

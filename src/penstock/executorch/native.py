@@ -108,6 +108,10 @@ class Payload:
     def states(self) -> list[str]:
         return [state.name for state in self.description.states]
 
+    def transfer_bytes(self, delegates: Sequence[str]) -> int:
+        """Pinned memory that each of these allocates, for what its runs are given and return."""
+        return sum(method.transfer_bytes for method in self.description.methods if method.name in delegates)
+
     def states_of(self, method: str) -> list[str]:
         """Of all delegates of a method of the .pte."""
         part = re.compile(rf"{re.escape(method)}(__\d+)?")

@@ -76,7 +76,10 @@ def make_plan_tables(
         direct = {name for plan in plans for name in plan.direct_weights}
         in_place = tuple(number for number, weight in enumerate(weights) if weight.name in direct)
         rows = tuple(plan.row() for plan in made)
-        return MadeTable(PlanTable(methods, in_place, planner.floor_bytes, planner.full_bytes, rows), made)
+        copying_bytes = planner.copying_bytes if placement == "auto" else 0
+        return MadeTable(
+            PlanTable(methods, in_place, planner.floor_bytes, planner.full_bytes, copying_bytes, rows), made
+        )
 
     tables = [table(methods, "auto") for methods in groups]
     return tables + [table(found.row.methods, "stream") for found in tables if found.row.in_place]

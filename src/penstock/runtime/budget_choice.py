@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.budget import format_bytes, mb_to_bytes, parse_bytes
+from penstock.budget import mb_to_bytes, parse_bytes
 from penstock.errors import BelowFloorError, BudgetError
 from penstock.native import core
 from penstock.runtime.automatic_budget import AutomaticTerms
@@ -31,23 +31,15 @@ class BudgetChoice:
     source: Source
 
     @property
-    def clamped(self) -> bool:
-        return self.budget_bytes < self.asked_bytes
+    def origin(self) -> int:
+        """As the core counts where the value may come from."""
+        return _SOURCES.index(self.source)
 
     @property
-    def origin(self) -> str:
-        """Where the value came from, for people."""
-        return str(core().penstock_budget_origin_text(_SOURCES.index(self.source)).decode())
-
-    @property
-    def clamp_sentence(self) -> str | None:
-        """What to tell the user when less is taken than was granted; None when it is not so."""
-        if not self.clamped:
-            return None
-        return (
-            f"the budget of {format_bytes(self.asked_bytes)} ({self.origin}) is more than all weights take: "
-            f"{format_bytes(self.budget_bytes)} of it are used"
-        )
+    def clamp_sentence(self) -> str:
+        """What to tell the user when less is taken than was granted; empty when it is not so."""
+        made = _Budget(budget_bytes=self.budget_bytes, asked_bytes=self.asked_bytes, origin=self.origin)
+        return str(core().penstock_clamp_sentence(ctypes.byref(made)).decode())
 
 
 class _Budget(ctypes.Structure):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeVar
 
 import torch
 
-from penstock.budget import format_bytes
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import Recipes
 from penstock.errors import (
@@ -47,7 +46,7 @@ from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
-from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
+from penstock.runtime.session import LinkSample, Session, Span, Stats
 from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
@@ -70,6 +69,8 @@ class Module:
 
     # Whether ExecuTorch runs the methods: see penstock.executorch.delegates.
     _is_delegate = False
+    # Host memory that inputs and outputs pass through, where it is not the caller who says in which memory they lie.
+    _transfer_bytes = 0
 
     def __init__(
         self,
@@ -166,7 +167,8 @@ class Module:
                 index,
                 (self._entries[weight.name] for weight in self.program.weights),
                 cap_bytes=options.host_memory_cap_bytes,
-                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes,
+                extra_bytes=self._transfer_bytes
+                + (self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes),
             )
             self._session = Session.opened(
                 driver,
@@ -561,18 +563,24 @@ class Module:
     @property
     def summary(self) -> str:
         """What was loaded, in one line."""
-        parts = [
-            f"floor {format_bytes(self.floor_bytes)}",
-            f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
-            *self._installer.installed.summary(),
+        remarks = [
             *summary_of(self._split),
             *self._options.linear.summary(),
             *self._split_limits.summary,
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._options.asked.cuda_graph else []),
-            link_text(self.link),
         ]
-        return f"{self.path.name} on {self.device}: {', '.join(parts)}"
+        with self._operation():
+            return self._session.summary(
+                name=self.path.name,
+                device=str(self.device),
+                methods=self.methods,
+                remarks=remarks,
+                floor_bytes=self.floor_bytes,
+                budget_bytes=self.budget_bytes,
+                origin=self._choice.origin,
+                copying_bytes=self._policy.copying_bytes,
+            )
 
     def _say(self) -> None:
         LOGGER.info("%s", self.summary)

@@ -9,6 +9,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
@@ -21,6 +22,7 @@
 
 #include "load_error.h"
 #include "state_tensors.h"
+#include "transfer_memory.h"
 
 namespace penstock_executorch {
 namespace {
@@ -28,6 +30,14 @@ namespace {
 at::Tensor wrapped(const TensorView& view) {
   return at::from_blob(view.data, view.sizes, view.strides,
                        at::TensorOptions().dtype(static_cast<c10::ScalarType>(view.scalar_type)));
+}
+
+at::Tensor pinned(const TensorView& like, const std::vector<int64_t>& strides, TransferMemory& transfers) {
+  TensorView view{nullptr, like.scalar_type, like.sizes, strides};
+  int64_t items = 1;
+  for (int64_t size : like.sizes) items *= size;
+  view.data = transfers.take(items * (int64_t)c10::elementSize(static_cast<c10::ScalarType>(like.scalar_type)));
+  return wrapped(view);
 }
 
 // A file for as long as it takes to load it.
@@ -96,6 +106,21 @@ struct CompiledCode::Parts {
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
 
+  // Something is on its way between pinned memory and the device.
+  bool is_moving = false;
+
+  at::Tensor on_device(const at::Tensor& from) {
+    at::Tensor to = at::empty_strided(from.sizes(), from.strides(), from.options().device(device));
+    is_moving = true;
+    return to.copy_(from, /*non_blocking=*/true);
+  }
+  void await_moves() {
+    if (!is_moving) return;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
+    is_moving = false;
+  }
+
   // A GPU with its number is to be the current one while it is used; the CPU has no such thing.
   std::optional<at::Device> guarded() const { return device.is_cpu() ? std::nullopt : std::optional(device); }
 };
@@ -120,15 +145,14 @@ void CompiledCode::take_states(const StateTensors& tensors, const std::vector<in
   for (int64_t number : numbers) parts_->inputs.push_back(tensors.each[(size_t)number]);
 }
 
-void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides) {
+void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides,
+                               TransferMemory& transfers) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
   for (size_t i = 0; i < views.size(); ++i) {
-    at::Tensor input = wrapped(views[i]);
-    if (views[i].strides != strides[i] || !parts_->device.is_cpu()) {
-      at::Tensor laid_out = at::empty_strided(views[i].sizes, strides[i], input.options().device(parts_->device));
-      input = laid_out.copy_(input);
-    }
+    at::Tensor input = pinned(views[i], strides[i], transfers);
+    input.copy_(wrapped(views[i]));
+    if (!parts_->device.is_cpu()) input = parts_->on_device(input);
     parts_->inputs.push_back(std::move(input));
   }
 }
@@ -147,13 +171,27 @@ int64_t CompiledCode::output_scalar_type(size_t index) const {
   return static_cast<int64_t>(parts_->outputs[index].scalar_type());
 }
 
-void CompiledCode::copy_output(size_t index, const TensorView& to) const {
+void CompiledCode::copy_outputs(const std::vector<TensorView>& to, TransferMemory& transfers) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
-  wrapped(to).copy_(parts_->outputs[index]);
+  std::vector<at::Tensor> arrived;
+  for (size_t i = 0; i < to.size(); ++i) {
+    arrived.push_back(pinned(to[i], to[i].strides, transfers));
+    parts_->is_moving = !parts_->device.is_cpu();
+    arrived.back().copy_(parts_->outputs[i], /*non_blocking=*/true);
+  }
+  parts_->await_moves();
+  for (size_t i = 0; i < to.size(); ++i)
+    if (arrived[i].nbytes()) std::memcpy(to[i].data, arrived[i].const_data_ptr(), arrived[i].nbytes());
 }
 
 void CompiledCode::forget() {
+  // The next run writes into the same memory. What a device that is lost says to this is not news: the run has failed.
+  try {
+    parts_->await_moves();
+  } catch (const std::exception&) {
+    parts_->is_moving = false;
+  }
   parts_->inputs.clear();
   parts_->outputs.clear();
 }

@@ -58,11 +58,13 @@ Core load() {
   find(library, "penstock_check_build", core.check_build);
   find(library, "penstock_budget_origin", core.budget_origin);
   find(library, "penstock_format_bytes", core.format_bytes);
-  find(library, "penstock_budget_origin_text", core.budget_origin_text);
   find(library, "penstock_reserve_bytes", core.reserve_bytes);
   find(library, "penstock_choose_budget", core.choose_budget);
+  find(library, "penstock_clamp_sentence", core.clamp_sentence);
   find(library, "penstock_open", core.open);
   find(library, "penstock_session_destroy", core.session_destroy);
+  find(library, "penstock_session_allocate_host", core.session_allocate_host);
+  find(library, "penstock_session_free_host", core.session_free_host);
   find(library, "penstock_session_install", core.session_install);
   find(library, "penstock_session_install_with_slots", core.session_install_with_slots);
   find(library, "penstock_session_begin", core.session_begin);
@@ -70,6 +72,7 @@ Core load() {
   find(library, "penstock_session_abort", core.session_abort);
   find(library, "penstock_session_counters", core.session_counters);
   find(library, "penstock_session_memory", core.session_memory);
+  find(library, "penstock_session_summary", core.session_summary);
   find(library, "penstock_session_link", core.session_link);
   find(library, "penstock_session_failure", core.session_failure);
   find(library, "penstock_session_failure_text", core.session_failure_text);

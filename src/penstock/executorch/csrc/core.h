@@ -24,11 +24,13 @@ struct Core {
   int32_t (*check_build)(const PenstockBuild* built, const PenstockBuild* here);
   int64_t (*budget_origin)(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
   const char* (*format_bytes)(int64_t bytes);
-  const char* (*budget_origin_text)(int64_t origin);
   int64_t (*reserve_bytes)(int64_t total_bytes, int32_t on_gpu);
   int32_t (*choose_budget)(PenstockBudget*);
+  const char* (*clamp_sentence)(const PenstockBudget*);
   void* (*open)(void* driver, const PenstockOpenRequest*);
   void (*session_destroy)(void*);
+  void* (*session_allocate_host)(void*, int64_t bytes);
+  void (*session_free_host)(void*, void* start);
   int32_t (*session_install)(void*, const int64_t* numbers, int64_t count);
   int32_t (*session_install_with_slots)(void*, const int64_t* numbers, int64_t count, int64_t slots, int64_t slot_bytes,
                                         int64_t total_bytes);
@@ -37,6 +39,7 @@ struct Core {
   void (*session_abort)(void*);
   int32_t (*session_counters)(void*, int64_t* last_run, int64_t* totals);
   int32_t (*session_memory)(void*, int64_t* device_bytes, int64_t* peak_device_bytes);
+  const char* (*session_summary)(void*, const PenstockSummary*);
   int64_t (*session_link)(void*, int64_t* out, int64_t capacity);
   int32_t (*session_failure)(void*);
   const char* (*session_failure_text)(void*);

@@ -17,6 +17,7 @@
 #include "program_session.h"
 #include "load_error.h"
 #include "state_table.h"
+#include "transfer_memory.h"
 
 namespace penstock_executorch {
 namespace {
@@ -101,6 +102,7 @@ struct Delegate {
   // Null where the method has no state.
   std::unique_ptr<StateRef> state_ref;
   std::unique_ptr<SessionRef> session_ref;
+  std::unique_ptr<TransferMemory> transfers;
   std::unique_ptr<CompiledCode> code;
 };
 
@@ -174,6 +176,8 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   auto bytes = data->get_data(delegate_ref.payload);
   if (!bytes.ok()) throw LoadError(Kind::package, "the .pte holds no " + delegate_ref.payload + ", which its delegate names");
   Payload payload = read_payload(bytes->data(), bytes->size());
+  const std::string file = Mappings().file_name(bytes->data());
+  if (!file.empty()) payload.shown = file;
   if (delegate_ref.number < 0 || (size_t)delegate_ref.number >= payload.methods.size() ||
       payload.methods[(size_t)delegate_ref.number].name != delegate_ref.method)
     throw LoadError(Kind::package, "the program has no method " + std::to_string(delegate_ref.number) + " of name '" +
@@ -195,11 +199,13 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
                 payload.states, [&](const StateFacts& state) { return first_value(*data, state); }, payload.device, index);
           });
     delegate->session_ref = take_session_ref(payload, delegate_ref.number, weights, request, index);
-    if (!request.quiet) log_line(kInfo, delegate_ref.method + " of " + delegate->session_ref->session().summary());
+    for (const std::string& line : delegate->session_ref->session().take_news()) log_line(kInfo, line);
   } else if (!delegate->method.states.empty()) {
     delegate->state_ref = take_lent_state_ref(request.group, delegate_ref.number);
     if (!delegate->state_ref) throw LoadError(Kind::package, "no state was made for the delegates of the program");
   }
+  delegate->transfers = std::make_unique<TransferMemory>(delegate->session_ref->session().handle(),
+                                                         delegate->method.transfer_bytes, delegate->method.name);
   delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, delegate_ref.method,
                                                   payload.device, delegate->session_ref->session().device_index());
   bytes->Free();
@@ -285,7 +291,8 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     ~Forgets() { code.forget(); }
   } forgets{*delegate.code};
   if (state) delegate.code->take_states(state->tensors(), delegate.method.states);
-  delegate.code->take_inputs(views, strides);
+  delegate.transfers->rewind();
+  delegate.code->take_inputs(views, strides, *delegate.transfers);
   try {
     compute(delegate, current_stream(delegate.device, delegate.session_ref->session().device_index()));
   } catch (const std::exception& error) {
@@ -295,6 +302,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   if (delegate.code->output_count() != outputs)
     throw LoadError(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
                                      " tensors, its record lists " + std::to_string(outputs));
+  std::vector<TensorView> results;
   for (size_t i = 0; i < outputs; ++i) {
     Tensor to = args[inputs + i]->toTensor();
     std::vector<int64_t> found = delegate.code->output_sizes(i);
@@ -308,8 +316,9 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
                                        " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
                                        ", ExecuTorch expects " +
                                        std::to_string(view.scalar_type));
-    delegate.code->copy_output(i, view);
+    results.push_back(std::move(view));
   }
+  delegate.code->copy_outputs(results, *delegate.transfers);
 }
 
 class PenstockBackend final : public executorch::runtime::BackendInterface {
@@ -330,7 +339,9 @@ class PenstockBackend final : public executorch::runtime::BackendInterface {
   }
 
   Error set_option(BackendOptionContext&, const Span<BackendOption>& options) override {
-    return to_status([&] { set_loaded_options(options); });
+    return to_status([&] {
+      for (const std::string& line : set_loaded_options(options)) log_line(kInfo, line);
+    });
   }
 
   Error get_option(BackendOptionContext&, Span<BackendOption>& options) override {

@@ -78,7 +78,7 @@ std::map<std::string, int64_t> figures(ProgramSession& session) {
 
 }  // namespace
 
-void set_loaded_options(const Span<BackendOption>& options) {
+std::vector<std::string> set_loaded_options(const Span<BackendOption>& options) {
   std::optional<BudgetRequest> budget;
   std::string delegate;
   for (const BackendOption& option : options) {
@@ -94,7 +94,9 @@ void set_loaded_options(const Span<BackendOption>& options) {
   if (!budget) throw LoadError(Kind::option, "no budget was given; set weight_offload_budget or weight_offload_budget_mb");
   if (!budget->bytes)
     throw LoadError(Kind::budget, "a budget of 'auto' is chosen at load, from what is free then; give a number of bytes");
-  session_of(group_of(options), delegate)->set_budget(*budget->bytes);
+  const std::shared_ptr<ProgramSession> session = session_of(group_of(options), delegate);
+  session->set_budget(*budget->bytes);
+  return session->take_news();
 }
 
 void get_loaded_options(Span<BackendOption>& options) {

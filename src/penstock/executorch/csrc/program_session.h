@@ -74,9 +74,9 @@ using SessionKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int6
 
 class ProgramSession {
  public:
-  // Makes the core's session for the delegates of a plan table.
+  // Makes the core's session for the delegates of a plan table; alone, for the only one.
   ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& budget,
-                 const WeightsPlace& weights, const SessionRequest& request, int32_t device_index);
+                 const WeightsPlace& weights, const SessionRequest& request, int32_t device_index, bool alone);
   // Uses one that somebody else made, and keeps.
   ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session) {}
   ~ProgramSession();
@@ -86,8 +86,9 @@ class ProgramSession {
   void* handle() const { return session_; }
   int32_t device_index() const { return device_index_; }
   SessionFacts facts() const;
-  // As it was loaded.
-  const std::string& summary() const { return summary_; }
+  // What it was set up to do, a line each, the first of them in Python's words: once after it was made and after each
+  // change of its budget. Nothing where nobody wants to know.
+  std::vector<std::string> take_news();
   // The largest plan that the budget allows takes the place of the present one. Throws LoadError(busy) during a run, or
   // LoadError(below_floor), or what the core says; then the budget stays what it was.
   void set_budget(int64_t asked_bytes);
@@ -97,9 +98,8 @@ class ProgramSession {
   std::mutex& running() { return running_; }
   // Methods whose delegates are here. Under the registry's lock.
   std::set<int64_t>& taken() { return taken_; }
-  // The delegate whose session this is alone; empty where delegates share it. Set before anybody else finds
-  // the session.
-  std::string& own_delegate() { return own_delegate_; }
+  // The delegate whose session this is alone; empty where delegates share it.
+  const std::string& own_delegate() const { return own_delegate_; }
 
  private:
   std::set<int64_t> taken_;
@@ -110,11 +110,20 @@ class ProgramSession {
   std::vector<ReadyPlan> plans_;
   // False where the core refused it.
   bool installs(size_t plan);
+  // After an install.
+  std::vector<std::string> lines_about(const SessionFacts& facts);
   // False where neither a new plan nor the one before it could be had.
   bool has_plan_ = true;
   mutable std::mutex facts_lock_;
   SessionFacts facts_{};
-  std::string summary_;
+  // For the lines about it.
+  bool quiet_ = false;
+  std::string shown_;
+  std::string place_;
+  std::string weights_text_;
+  std::vector<std::string> method_names_;
+  int64_t copying_bytes_ = 0;
+  std::vector<std::string> news_;
   std::mutex running_;
 };
 

@@ -42,8 +42,37 @@ void ProgramSession::set_budget(int64_t asked_bytes) {
     throw LoadError(Kind::core, reason + "; the old budget stays", number);
   }
   has_plan_ = true;
+  std::vector<std::string> news = lines_about(made);
   std::lock_guard<std::mutex> hold(facts_lock_);
   facts_ = made;
+  news_ = std::move(news);
+}
+
+std::vector<std::string> ProgramSession::lines_about(const SessionFacts& facts) {
+  std::vector<const char*> names;
+  for (const std::string& name : method_names_) names.push_back(name.c_str());
+  const PenstockSummary asked{shown_.c_str(), place_.c_str(), facts.floor_bytes,     facts.budget_bytes, facts.source,
+                              copying_bytes_, names.data(),   (int64_t)names.size(), nullptr,            0};
+  const char* summary = core().session_summary(session_, &asked);
+  if (!summary) throw_core_failure();
+  std::vector<std::string> lines{summary};
+  if (!own_delegate_.empty()) lines.front() += " (of " + own_delegate_ + " alone)";
+  PenstockBudget budget{};
+  budget.budget_bytes = facts.budget_bytes;
+  budget.asked_bytes = facts.asked_bytes;
+  budget.origin = facts.source;
+  const std::string clamped = core().clamp_sentence(&budget);
+  if (!clamped.empty()) lines.push_back(clamped);
+  lines.push_back("plan " + std::to_string(facts.plan + 1) + " of " + std::to_string(facts.plan_count) +
+                  " in the file takes " + format_bytes(facts.plan_bytes) + ", " + weights_text_);
+  return lines;
+}
+
+std::vector<std::string> ProgramSession::take_news() {
+  std::lock_guard<std::mutex> hold(facts_lock_);
+  std::vector<std::string> news;
+  news.swap(news_);
+  return quiet_ ? std::vector<std::string>{} : news;
 }
 
 SessionCounters ProgramSession::counters() {
