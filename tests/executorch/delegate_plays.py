@@ -41,7 +41,9 @@ from tests.executorch.probe import (
     library,
     logged,
     made,
+    records,
     resized,
+    start_trace,
 )
 from tests.executorch.programs import FIRST_CALLS, TWIN_ROWS, TWIN_WIDTH, Narrow, Wide
 from tests.runtime.mutant_plays import LEAST_S, PATIENCE, Plays, missed, tell_missed
@@ -60,6 +62,7 @@ BUDGET_OPTION, CAP_OPTION, DEVICE_OPTION = (
     *("weight_offload_budget", "weight_offload_host_memory_cap"),
     "weight_offload_device",
 )
+GRAPH_OPTION = "weight_offload_cuda_graph"
 PLAYS: dict[str, Callable[[Program], None]] = {}
 
 
@@ -292,6 +295,11 @@ def budgets(program: Program) -> None:
     assert found[2:4] == [full_bytes, full_bytes + PAGE] and found[5] == count - 1
     assert log.count("(given at load) is more than all weights take") == 1
     assert told("auto")[0][4] == 4
+    own: dict[str, Option] = {"weight_offload_group": "own", "weight_offload_budget:narrow": str(full_bytes)}
+    with logged() as both_logs, loaded(program, own, "wide", "narrow"):
+        pass
+    assert both_logs[0].count(" on cpu: floor ") == 2 and both_logs[0].count(" (of narrow alone)\n") == 1
+    assert "per run of wide" in both_logs[0] and " (of wide alone)" not in both_logs[0]
     for below in (floor_bytes - 1, 0):
         low = {**at_floor(program, "budgets"), BUDGET_OPTION: str(below)}
         error = refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR, INVALID_ARGUMENT)  # noqa: B023
@@ -354,6 +362,47 @@ def inputs_and_outputs_pass_through_pinned_memory(program: Program) -> None:
     short = {"methods": (replace(wide_method, transfer_bytes=256 * 4), narrow_method)}
     with loaded(program, at_floor(program, "short"), "wide", changes=short) as (wide,):
         refused(lambda: check_run(wide, 1), PACKAGE, INVALID_PROGRAM, "take more than the 1024 bytes that the program")
+
+
+def not_logged(action: Callable[[], object], kind: int, said: str) -> None:
+    """A refusal of a function that the log knows nothing of."""
+    found = None
+    try:
+        action()
+    except Refused as error:
+        found = error
+    assert found is not None and found.kind == kind and said in found.text, found
+
+
+@play
+def runs_are_traced_and_the_link_is_told(program: Program) -> None:
+    options = at_floor(program, "traced", **{"weight_offload_budget:narrow": str(program.whole.full_bytes)})
+    with loaded(program, options, "wide", "narrow") as (wide, narrow):
+        (copies, nbytes, ns), *by_size = records("link", 3, "traced")
+        assert copies > 0 and nbytes > 0 and ns > 0
+        assert all(size % count == 0 and ns > 0 for count, size, ns in by_size)
+        # With everything resident nothing is copied.
+        assert records("link", 3, "traced", "narrow") == []
+        check_run(wide, 1)
+        start_trace("traced")
+        for run in range(3):
+            check_run(wide, run)
+            check_run(narrow, run)
+        last, totals = (ctypes.c_int64 * 10)(), (ctypes.c_int64 * 10)()
+        assert core().penstock_session_counters(made().session, last, totals) == 0
+        spans = records("stop_trace", 7, "traced")
+        steps, copied = ([one for one in spans if one[0] == lane] for lane in (0, 1))
+        assert len({one[1] for one in steps}) == 3 and len(spans) == len(steps) + len(copied)
+        assert len({(one[1], one[3]) for one in steps}) == len(steps) and len(steps) % 3 == 0
+        assert len({one[3] for one in copied}) == len(copied) // 3 and all(one[4] > 0 for one in copied)
+        assert all(one[5] <= one[6] for one in spans) and spans == sorted(spans, key=lambda one: one[5])
+        not_logged(lambda: records("stop_trace", 7, "traced"), CORE, "no trace was started")
+        for group, delegate, said in (
+            ("nobody", "", "no program is loaded in group 'nobody'"),
+            ("traced", "wide", "no delegate 'wide' that has a budget of its own is loaded in group 'traced'"),
+        ):
+            not_logged(lambda: records("link", 3, group, delegate), OPTION, said)  # noqa: B023
+            not_logged(lambda: start_trace(group, delegate), OPTION, said)  # noqa: B023
 
 
 @play
@@ -737,6 +786,13 @@ def a_program_for_a_gpu(program: Program) -> None:
     if not torch.backends.cuda.is_built():
         unnamed = at_floor(program, "gpu")
         refused(lambda: Delegate(program, "wide", unnamed, changes=changes), BUILD, said="sees no GPU here")
+    graphs = {**loud, GRAPH_OPTION: True}
+    if not torch.backends.cuda.is_built():
+        said = "weight_offload_cuda_graph needs memory of torch's that this library was built without"
+        refused(lambda: Delegate(program, "wide", graphs, changes=changes), BUILD, said=said)
+    said = "weight_offload_cuda_graph does not go with a cap on host memory"
+    capped = {**graphs, CAP_OPTION: str(4 * PAGE)}
+    refused(lambda: Delegate(program, "wide", capped, changes=changes), CORE, INTERNAL, said)
     other = {**changes, "built_with": {**changes["built_with"], "capability": "9.0"}}
     refused(lambda: Delegate(program, "wide", loud, changes=other, with_code=False), BUILD, said="capability 9.0")
     library().probe_refuse(b"cuda_create")

@@ -107,6 +107,9 @@ Core fake() {
     if (sessions.refused_installs > 0 && sessions.refused_installs--) return 1;
     return static_cast<Session*>(session)->path == "bad plan" ? 1 : 0;
   };
+  core.session_start_trace = [](void*) { return 0; };
+  core.session_stop_trace = [](void*) { return 0; };
+  core.session_spans = [](void*, int64_t*, int64_t) { return int64_t{0}; };
   core.session_destroy = [](void* session) {
     auto* made = static_cast<Session*>(session);
     sessions.pass(made->path.rfind("held", 0) == 0);
@@ -272,6 +275,20 @@ void a_budget_is_set_between_runs() {
   {
     std::lock_guard<std::mutex> run(session.running());
     Worker setting([&] { expect(refusal_of(session, 4096) == Kind::busy, "a budget was set during a run"); });
+  }
+  session.start_trace();
+  expect(session.is_tracing() && refusal_of(session, 4096) == Kind::busy, "a budget was set under a trace");
+  expect(session.stop_trace().empty() && !session.is_tracing(), "a trace goes on");
+  {
+    std::lock_guard<std::mutex> run(session.running());
+    Worker tracing([&] {
+      try {
+        session.start_trace();
+        expect(false, "a trace was started during a run");
+      } catch (const LoadError& refusal) {
+        expect(refusal.kind == Kind::busy, "the refusal is told as another");
+      }
+    });
   }
   expect(refusal_of(session, 4095) == Kind::below_floor, "a budget below the floor was set");
   expect(is_at(8192, 1), "a budget that was refused has changed something");

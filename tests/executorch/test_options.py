@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.options import REFUSALS
 from tests.executorch.cpp_program import build_program
 
-INVALID_ARGUMENT, MEMORY_ALLOCATION_FAILED, INVALID_EXTERNAL_DATA = 0x12, 0x21, 0x24
+INTERNAL, INVALID_ARGUMENT, MEMORY_ALLOCATION_FAILED, INVALID_EXTERNAL_DATA = 0x01, 0x12, 0x21, 0x24
 Probe = Callable[..., tuple[int, str]]
 
 
@@ -100,6 +101,17 @@ def test_options_that_are_refused(probe: Probe, options: list[tuple[str, str, st
     status, log = probe(*options)
     assert status == INVALID_ARGUMENT
     assert said in log
+
+
+def test_graphs_are_refused_as_python_refuses_them(probe: Probe) -> None:
+    """On a CPU. With a cap: tests/executorch/delegate_plays.py, where a library stands in for a GPU's driver."""
+    status, log = probe(("bool", "weight_offload_cuda_graph", "true"))
+    (reason,) = (one.reason for one in REFUSALS if (one.option, one.beside) == ("cuda_graph=True", "a CPU"))
+    assert status == INTERNAL and f"weight_offload_cuda_graph does not go with a CPU: {reason}" in log
+    status, log = probe(("bool", "weight_offload_cuda_graph", "false"))
+    assert status == 0 and "graphs" not in log
+    status, log = probe(("text", "weight_offload_cuda_graph", "true"))
+    assert status == INVALID_ARGUMENT and "weight_offload_cuda_graph is no bool" in log
 
 
 def test_a_cap_too_small_to_stage_through(probe: Probe) -> None:

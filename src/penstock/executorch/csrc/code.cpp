@@ -15,9 +15,11 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <optional>
 
 #include "load_error.h"
@@ -103,8 +105,14 @@ void give_back_cached_memory() {
 struct CompiledCode::Parts {
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
   at::Device device{at::kCPU};
+  // States, so many, come first.
   std::vector<at::Tensor> inputs;
+  size_t states = 0;
   std::vector<at::Tensor> outputs;
+  struct Pass {
+    std::vector<at::Tensor> inputs, outputs;
+  };
+  std::map<int64_t, Pass> passes;
 
   // Something is on its way between pinned memory and the device.
   bool is_moving = false;
@@ -142,6 +150,7 @@ CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std:
 CompiledCode::~CompiledCode() = default;
 
 void CompiledCode::take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers) {
+  parts_->states = numbers.size();
   for (int64_t number : numbers) parts_->inputs.push_back(tensors.each[(size_t)number]);
 }
 
@@ -163,6 +172,35 @@ void CompiledCode::run(void* stream) {
   parts_->outputs = parts_->loader->run(parts_->inputs, stream);
 }
 
+void CompiledCode::make_pass(int64_t number) {
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  Parts::Pass& pass = parts_->passes[number];
+  pass.inputs = parts_->inputs;
+  // States keep their addresses.
+  for (size_t i = parts_->states; i < pass.inputs.size(); ++i)
+    pass.inputs[i] = at::empty_strided(pass.inputs[i].sizes(), pass.inputs[i].strides(), pass.inputs[i].options());
+}
+
+void CompiledCode::run_pass(int64_t number, void* stream) {
+  at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  Parts::Pass& pass = parts_->passes.at(number);
+  std::vector<at::Tensor> inputs = pass.inputs;  // run() takes them
+  pass.outputs = parts_->loader->run(inputs, stream);
+}
+
+void CompiledCode::fill_pass(int64_t number) {
+  at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  const Parts::Pass& pass = parts_->passes.at(number);
+  for (size_t i = parts_->states; i < pass.inputs.size(); ++i)
+    pass.inputs[i].copy_(parts_->inputs[i], /*non_blocking=*/true);
+}
+
+void CompiledCode::show_pass(int64_t number) { parts_->outputs = parts_->passes.at(number).outputs; }
+
+void CompiledCode::drop_pass(int64_t number) { parts_->passes.erase(number); }
+
 size_t CompiledCode::output_count() const { return parts_->outputs.size(); }
 
 std::vector<int64_t> CompiledCode::output_sizes(size_t index) const { return parts_->outputs[index].sizes().vec(); }
@@ -182,7 +220,7 @@ void CompiledCode::copy_outputs(const std::vector<TensorView>& to, TransferMemor
   }
   parts_->await_moves();
   for (size_t i = 0; i < to.size(); ++i)
-    if (arrived[i].nbytes()) std::memcpy(to[i].data, arrived[i].const_data_ptr(), arrived[i].nbytes());
+    std::copy_n(static_cast<const char*>(arrived[i].const_data_ptr()), arrived[i].nbytes(), static_cast<char*>(to[i].data));
 }
 
 void CompiledCode::forget() {

@@ -48,6 +48,15 @@ class CompiledCode {
   // Throws whatever compiled code does.
   void run(void* stream);
 
+  // What a CUDA graph is captured with, by a number of the caller's: memory for inputs like those that were taken, which
+  // the graph reads, and the outputs, which it writes.
+  void make_pass(int64_t number);
+  void run_pass(int64_t number, void* stream);
+  // Before a launch: the inputs that were taken go into its memory. After it: its outputs are those of this run.
+  void fill_pass(int64_t number);
+  void show_pass(int64_t number);
+  void drop_pass(int64_t number);
+
   size_t output_count() const;
   std::vector<int64_t> output_sizes(size_t index) const;
   int64_t output_scalar_type(size_t index) const;

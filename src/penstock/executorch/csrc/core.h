@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <string>
 
 #include "penstock_core.h"
@@ -37,6 +38,16 @@ struct Core {
   int32_t (*session_begin)(void*, int64_t method, void* stream);
   int32_t (*session_end)(void*);
   void (*session_abort)(void*);
+  int32_t (*session_begin_capture)(void*, int64_t method, void* stream);
+  int32_t (*session_end_capture)(void*, int64_t* graph);
+  int32_t (*session_drop_capture)(void*, int64_t graph);
+  int32_t (*session_begin_replay)(void*, int64_t graph, void* stream);
+  int32_t (*session_launch)(void*);
+  int32_t (*session_end_replay)(void*);
+  int32_t (*session_drain)(void*);
+  int32_t (*session_start_trace)(void*);
+  int32_t (*session_stop_trace)(void*);
+  int64_t (*session_spans)(void*, int64_t* out, int64_t capacity);
   int32_t (*session_counters)(void*, int64_t* last_run, int64_t* totals);
   int32_t (*session_memory)(void*, int64_t* device_bytes, int64_t* peak_device_bytes);
   const char* (*session_summary)(void*, const PenstockSummary*);
@@ -50,6 +61,10 @@ const Core& core();
 
 // "1.5 GiB" where that is exact, "2.07 GiB (2218786816 bytes)" where it is not.
 inline std::string format_bytes(int64_t bytes) { return core().format_bytes(bytes); }
+
+// Of a run that has begun and failed with `error`: gives it up, and throws what the core itself has against it, which
+// generated code reduces to a generic failure; else LoadError(code).
+[[noreturn]] void give_run_up(void* session, const std::string& method, const std::exception& error);
 
 // What the core's last failed call on this thread said, as a LoadError(core); throws it.
 [[noreturn]] void throw_core_failure();

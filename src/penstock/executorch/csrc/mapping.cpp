@@ -57,9 +57,9 @@ FilePlace Mappings::place(const void* address, const std::string& what) const {
   return {path, offset_bytes, line->device, line->inode};
 }
 
-std::string Mappings::file_name(const void* address) const {
+std::string Mappings::file_name(const void* address, const std::string& otherwise) const {
   const Line* line = line_of(address);
-  if (!line) return "";
+  if (!line) return otherwise;
   const std::string path = plain(line->path);
   return path.substr(path.rfind('/') + 1);
 }

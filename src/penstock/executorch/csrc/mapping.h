@@ -20,8 +20,8 @@ class Mappings {
   Mappings();
   // Throws LoadError(weights_file) where no file lies behind the address; `what` is for the message.
   FilePlace place(const void* address, const std::string& what) const;
-  // Of the file behind the address, without its folders; empty where there is none.
-  std::string file_name(const void* address) const;
+  // Of the file behind the address, without its folders; `otherwise` where there is none.
+  std::string file_name(const void* address, const std::string& otherwise) const;
 
  private:
   struct Line {

@@ -119,7 +119,6 @@ Payload read_payload(const void* data, size_t bytes) {
   const char* start = static_cast<const char*>(data) + sizeof header;
   Payload out{read_description(start, header.record_bytes), {}, start, header.record_bytes, nullptr, header.code_bytes};
   find_plans(out.plan_tables, start + header.record_bytes, header.plans_bytes);
-  out.shown = out.program;
   out.code = start + header.record_bytes + header.plans_bytes;
   return out;
 }

@@ -71,7 +71,7 @@ void busy_with(const SessionKey& key, std::unique_lock<std::mutex>& hold, Work&&
 
 ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& asked,
                                const WeightsPlace& weights, const SessionRequest& request, int32_t device_index, bool alone)
-    : device_index_(device_index), quiet_(request.quiet), shown_(payload.shown) {
+    : device_index_(device_index), quiet_(request.quiet), cuda_graph_(request.cuda_graph), shown_(payload.shown) {
   bool poison = poison_asked();
   if (payload.device == "cuda") {
     driver_ = core().cuda_create(device_index);
@@ -86,7 +86,7 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     if (granularity != payload.page_bytes)
       throw LoadError(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
-    const PenstockBudget budget = choose_budget(asked, payload, table, driver_);
+    const PenstockBudget budget = choose_budget(asked, payload, table, driver_, cuda_graph_);
     for (const StoredPlan& stored : table.plans) plans_.push_back(ready(stored));
     size_t plan = choose_plan(plans_, table.floor_bytes, budget.budget_bytes);
     if (core().load_torch()) throw_core_failure();
@@ -159,7 +159,7 @@ std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t met
   Registry& all = registry();
   int64_t budget = asked.automatic ? -2 : asked.bytes.value_or(-1);
   SessionKey key{payload.program, weights.device,       weights.inode, request.group,
-                 budget,          alone ? method : -1, device_index,  request.host_cap_bytes};
+                 budget,          alone ? method : -1, device_index,  request.host_cap_bytes, request.cuda_graph};
   int64_t number = alone ? 0 : method;
   std::unique_lock<std::mutex> hold(all.lock);
   all.changed.wait(hold, [&] { return !all.busy.count(key); });

@@ -1,6 +1,7 @@
 // One session for all delegates of a loaded program: one budget, one ring, whatever the number of its methods.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,6 +43,8 @@ struct SessionRequest {
   std::optional<int32_t> device_index;
   // The most host memory to stage weights through; 0: the file is held in memory, registered with the device.
   int64_t host_cap_bytes = 0;
+  // Runs are captured, and replayed as CUDA graphs.
+  bool cuda_graph = false;
   // No line in the log about what was loaded.
   bool quiet = false;
 };
@@ -69,8 +72,9 @@ struct SessionCounters {
 };
 
 // What two delegates must have in common to share a session: program, file (two numbers), group, budget, the delegate
-// if it is alone, device, cap on host memory.
-using SessionKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t>;
+// if it is alone, device, cap on host memory, whether runs are graphs.
+using SessionKey =
+    std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t, bool>;
 
 class ProgramSession {
  public:
@@ -94,6 +98,16 @@ class ProgramSession {
   void set_budget(int64_t asked_bytes);
   // Waits for a run.
   SessionCounters counters();
+  // Copies as they were timed when the plan was installed, three numbers each: how many one after the other, their bytes
+  // together, nanoseconds. First as the plan makes them, then some of each size.
+  std::vector<int64_t> link();
+  // From here on until it is stopped, runs are recorded: seven numbers a span, as SpanRecord of the core has them. Between
+  // runs; throw LoadError(busy) during one, and where nothing was started.
+  void start_trace();
+  std::vector<int64_t> stop_trace();
+  bool is_tracing() const { return is_tracing_; }
+  // Another one for each plan that was installed.
+  const std::atomic<int64_t>& plan_number() const { return plan_number_; }
   // One run at a time: delegates of one program share the ring.
   std::mutex& running() { return running_; }
   // Methods whose delegates are here. Under the registry's lock.
@@ -112,12 +126,16 @@ class ProgramSession {
   bool installs(size_t plan);
   // After an install.
   std::vector<std::string> lines_about(const SessionFacts& facts);
+  std::unique_lock<std::mutex> between_runs(const std::string& what);
+  std::atomic<bool> is_tracing_{false};
+  std::atomic<int64_t> plan_number_{0};
   // False where neither a new plan nor the one before it could be had.
   bool has_plan_ = true;
   mutable std::mutex facts_lock_;
   SessionFacts facts_{};
   // For the lines about it.
   bool quiet_ = false;
+  bool cuda_graph_ = false;
   std::string shown_;
   std::string place_;
   std::string weights_text_;
@@ -163,5 +181,8 @@ std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, in
 std::vector<std::shared_ptr<ProgramSession>> find_sessions(const std::string& group);
 // The first of them; null where there is none.
 std::shared_ptr<ProgramSession> find_session(const std::string& group);
+// The only one that the delegates share, or that a delegate has alone; throws LoadError(option) where there is none, or
+// more than one.
+std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate);
 
 }  // namespace penstock_executorch
