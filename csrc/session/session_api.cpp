@@ -378,12 +378,6 @@ int32_t penstock_session_end_replay(void* handle) {
 int32_t penstock_session_failure(void* handle) { return (int32_t)engine(handle)->session().failure(); }
 const char* penstock_session_failure_text(void* handle) { return engine(handle)->session().error().c_str(); }
 
-// What compiled code does, without torch.
-int32_t penstock_session_acquire(void* handle, int64_t number, uint64_t* address) {
-  return engine(handle)->session().acquire(number, address) ? 0 : 1;
-}
-void penstock_session_done(void* handle, int64_t step) { engine(handle)->session().done(step); }
-
 int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
@@ -411,11 +405,6 @@ const char* penstock_session_summary(void* handle, const PenstockSummary* asked)
   thread_local std::string text;
   return guarded([&] { text = session_summary(*engine(handle), *asked); }) ? nullptr : text.c_str();
 }
-
-// For tests, which make them late. Null: packed weights alone have a stream of their own on the link.
-void* penstock_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
-
-void* penstock_session_link_stream(void* handle) { return engine(handle)->source->link_stream(); }
 
 int32_t penstock_session_drain(void* handle) {
   return guarded([&] {

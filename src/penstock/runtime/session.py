@@ -321,11 +321,6 @@ class Session:
             raise last_exception()
         return os.fsdecode(text)
 
-    @property
-    def copy_stream(self) -> int:
-        """The stream that copies run on, as the driver names it."""
-        return int(self._core.penstock_session_copy_stream(self.handle))
-
     def start_trace(self) -> None:
         self._check(self._core.penstock_session_start_trace(self.handle))
 
