@@ -359,6 +359,9 @@ def inputs_and_outputs_pass_through_pinned_memory(program: Program) -> None:
         check_run(narrow, 2)
     # What the file says of them is not taken on trust.
     wide_method, narrow_method = program.description.methods
+    none = {"methods": (replace(wide_method, transfer_bytes=0), narrow_method)}
+    with loaded(program, at_floor(program, "none"), "wide", changes=none):
+        assert pinned() == (0, 0)
     short = {"methods": (replace(wide_method, transfer_bytes=256 * 4), narrow_method)}
     with loaded(program, at_floor(program, "short"), "wide", changes=short) as (wide,):
         refused(lambda: check_run(wide, 1), PACKAGE, INVALID_PROGRAM, "take more than the 1024 bytes that the program")
@@ -786,6 +789,8 @@ def a_program_for_a_gpu(program: Program) -> None:
     if not torch.backends.cuda.is_built():
         unnamed = at_floor(program, "gpu")
         refused(lambda: Delegate(program, "wide", unnamed, changes=changes), BUILD, said="sees no GPU here")
+    said = "weight_offload_cuda_graph does not go with a CPU"
+    refused(lambda: Delegate(program, "wide", at_floor(program, "gpu", **{GRAPH_OPTION: True})), CORE, INTERNAL, said)
     graphs = {**loud, GRAPH_OPTION: True}
     if not torch.backends.cuda.is_built():
         said = "weight_offload_cuda_graph needs memory of torch's that this library was built without"
