@@ -77,7 +77,7 @@ EQUIVALENT: dict[str, str] = {
             "execute_delegate: if (replays) taken for false",
         )
     },
-    "transfer_memory.cpp ~TransferMemory: if (start_) taken for true": "the core says nothing of what was never allocated",
+    "transfer_memory.cpp ~TransferMemory: if (start_) taken for true": "the core is quiet about what was not allocated",
     "delegate.cpp PenstockBackend: log_line(kInfo, line) left out": "told by C++: tests/executorch/test_summary.py",
     'delegate.cpp check_program: if (payload.device == "cpu") taken for true': OTHER_BLAS,
     'delegate.cpp check_program: if (payload.device == "cpu") taken for false': OTHER_BLAS,
