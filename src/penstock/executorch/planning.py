@@ -114,7 +114,9 @@ class _Workers:
             for _ in range(self._count):
                 command = [sys.executable, "-m", "penstock.executorch.planning"]
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+                pipe = subprocess.PIPE
+                # A session of its own: Ctrl-C is for whoever asked, who then ends this.
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
                 self._processes.append(process)
                 _pipe(process.stdin).write(self._task)
                 self._idle.put(process)
