@@ -16,7 +16,7 @@ from penstock.runtime.failures import BELOW_FLOOR, last_exception
 
 # In the order of PENSTOCK_BUDGET_... in include/penstock_core.h.
 Source = Literal["load", "total", "change", "baked", "automatic"]
-_SOURCES: tuple[Source, ...] = get_args(Source)
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 AUTOMATIC = "auto"
 # As in include/penstock_core.h.
@@ -33,7 +33,7 @@ class BudgetChoice:
     @property
     def origin(self) -> int:
         """As the core counts where the value may come from."""
-        return _SOURCES.index(self.source)
+        return SOURCES.index(self.source)
 
     @property
     def clamp_sentence(self) -> str:
@@ -134,11 +134,11 @@ def _chosen(
         floor_bytes=floor_bytes,
         full_bytes=full_bytes,
         given_bytes=min(given_bytes, _MOST_BYTES),
-        origin=_SOURCES.index(source),
+        origin=SOURCES.index(source),
         baked_bytes=_NONE if baked_bytes is None else baked_bytes,
     )
     origin = core().penstock_budget_origin(asked.given_bytes, asked.origin, asked.baked_bytes)
-    if _SOURCES[origin] == "automatic":
+    if SOURCES[origin] == "automatic":
         terms = automatic()
         asked.free_bytes, asked.held_bytes = terms.free_bytes, terms.held_bytes
         asked.activation_bytes, asked.state_bytes = terms.activation_bytes, terms.state_bytes
@@ -148,4 +148,4 @@ def _chosen(
             raise last_exception()
         text = core().penstock_failure_text().decode()
         raise BelowFloorError(text, budget_bytes=asked.asked_bytes, floor_bytes=floor_bytes)
-    return BudgetChoice(asked.budget_bytes, asked.asked_bytes, _SOURCES[asked.origin])
+    return BudgetChoice(asked.budget_bytes, asked.asked_bytes, SOURCES[asked.origin])
