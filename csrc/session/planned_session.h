@@ -40,6 +40,7 @@ class PlannedSession final : public StreamingSession {
   std::vector<ExpertCountsRecord> expert_counts();
   std::vector<HitRate> logged_hits(int64_t bank, const std::vector<int64_t>& slots);
 
+  const PlanRecord& plan() const { return plan_; }
   // Physical bytes held for weights, now and at most.
   int64_t device_bytes() const { return device_bytes_; }
   int64_t peak_device_bytes() const { return peak_device_bytes_; }

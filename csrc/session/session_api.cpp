@@ -17,6 +17,7 @@
 #include "open/registration_probe.h"
 #include "penstock_core.h"
 #include "session/engine.h"
+#include "session/session_summary.h"
 
 namespace penstock {
 namespace {
@@ -232,10 +233,15 @@ const char* penstock_format_bytes(int64_t bytes) {
   text = format_bytes(bytes);
   return text.c_str();
 }
-const char* penstock_budget_origin_text(int64_t origin) { return origin_text(origin); }
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });
+}
+// What to tell the user when less is taken than was asked for; empty where it is not so. Good until the next call.
+const char* penstock_clamp_sentence(const PenstockBudget* budget) {
+  thread_local std::string text;
+  text = clamp_sentence(*budget);
+  return text.c_str();
 }
 
 // That the session holds: of the file, or of staging buffers. 0 where it was not opened here.
@@ -255,6 +261,23 @@ void penstock_session_destroy(void* handle) {
   Driver* held = over->driver;
   delete over;
   if (inside) held->leave();
+}
+
+// Pinned memory of the session's device, for what whoever runs it moves there. Null where it cannot be had; freed before
+// the session.
+void* penstock_session_allocate_host(void* handle, int64_t bytes) {
+  void* out = nullptr;
+  guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    out = engine(handle)->driver->allocate_host((size_t)bytes);
+  });
+  return out;
+}
+void penstock_session_free_host(void* handle, void* start) {
+  quietly([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->driver->free_host(start);
+  });
 }
 
 int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
@@ -356,12 +379,6 @@ int32_t penstock_session_end_replay(void* handle) {
 int32_t penstock_session_failure(void* handle) { return (int32_t)engine(handle)->session().failure(); }
 const char* penstock_session_failure_text(void* handle) { return engine(handle)->session().error().c_str(); }
 
-// What compiled code does, without torch.
-int32_t penstock_session_acquire(void* handle, int64_t number, uint64_t* address) {
-  return engine(handle)->session().acquire(number, address) ? 0 : 1;
-}
-void penstock_session_done(void* handle, int64_t step) { engine(handle)->session().done(step); }
-
 int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
@@ -370,11 +387,6 @@ int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* tota
     copy_counters(run, last_run);
     copy_counters(all, totals);
   });
-}
-
-// Takes rows of an access that was fetched by `rows` numbers of 64 bits, as compiled code does, without torch.
-int32_t penstock_session_take_rows(void* handle, int64_t number, uint64_t index, int64_t rows, uint64_t out) {
-  return engine(handle)->planned->take_rows(number, index, rows, out) ? 0 : 1;
 }
 
 // Of the experts of bank after bank: calls, hits and misses since the plan was installed, three numbers each. Called first
@@ -413,10 +425,11 @@ int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
   return copy_records(engine(handle)->session().link(), out, capacity);
 }
 
-// For tests, which make them late. Null: packed weights alone have a stream of their own on the link.
-void* penstock_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
-
-void* penstock_session_link_stream(void* handle) { return engine(handle)->source->link_stream(); }
+// In one line. Good until the next call on this thread; null where it cannot be had.
+const char* penstock_session_summary(void* handle, const PenstockSummary* asked) {
+  thread_local std::string text;
+  return guarded([&] { text = session_summary(*engine(handle), *asked); }) ? nullptr : text.c_str();
+}
 
 int32_t penstock_session_drain(void* handle) {
   return guarded([&] {

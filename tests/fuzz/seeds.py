@@ -101,8 +101,8 @@ def shared_description() -> Description:
         built_with={"torch": "2.13.0", "machine": "m", "cpu": "c", "capability": "9.0", "gpu": "g"},
         weights=tuple(SharedWeight((name,), 0, (count,), (0,), count) for name, count in SIZES.items()),
         states=(SharedState("s", 6, (2, 3), (1, 0), 24, 0),),
-        methods=tuple(DelegateMethod(name, (0,), inputs, 1) for name in ("forward", "decode")),
-        plan_tables=(PlanTable((0, 1), (4,), 8 * PAGE, 14 * PAGE, tuple(plan.row() for plan in PLANS)),),
+        methods=tuple(DelegateMethod(name, (0,), inputs, 1, 512) for name in ("forward", "decode")),
+        plan_tables=(PlanTable((0, 1), (4,), 8 * PAGE, 14 * PAGE, 8 * PAGE, tuple(plan.row() for plan in PLANS)),),
     )
 
 

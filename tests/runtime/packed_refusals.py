@@ -46,7 +46,7 @@ def records_of_packed_weights_are_refused(folder: Path) -> None:
     version, count, weight, raw, kind, data, first, second, _, end = range(10)
     assert sound[end] == blocks.begins_bytes[-1] and sound[end + 1] == 1
     damages: list[tuple[Mapping[int, int], str]] = [
-        ({version: 6}, "are of version 6, needs version 7"),
+        ({version: 6}, "are of version 6, needs version 8"),
         ({count: -1}, "is -1, needs to be in [0,"),
         ({count: 1}, f"have {len(sound)} numbers, and end after {end + 1}"),
         ({count: 2**62}, "needs to be in [0,"),

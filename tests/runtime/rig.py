@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CaptureError, PenstockError, WeightsChangedError
-from penstock.native import core
 from penstock.plan.plan import Plan, Traffic
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
 from penstock.runtime.session import Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.native.session import HostSource, make_session
+from tests.native.session import HostSource, acquire, copy_stream, done, link_stream, make_session
 from tests.plan.planning import full_bytes, make_plan, placed_floor
 from tests.runtime.soft import SoftDriver, hash_of
 
@@ -221,7 +220,7 @@ class Rig:
     @contextmanager
     def late_copies(self) -> Iterator[None]:
         """Copies are made when somebody waits for them."""
-        with self._late(self.session.copy_stream):
+        with self._late(copy_stream(self.session)):
             yield
 
     @contextmanager
@@ -232,7 +231,7 @@ class Rig:
 
     @property
     def link_stream(self) -> int:
-        return int(core().penstock_session_link_stream(self.session.handle))
+        return link_stream(self.session)
 
     @contextmanager
     def _late(self, stream: int) -> Iterator[None]:
@@ -269,12 +268,12 @@ class Rig:
 
     def acquire(self, number: int) -> int:
         address = ctypes.c_uint64()
-        if core().penstock_session_acquire(self.session.handle, number, ctypes.byref(address)):
+        if acquire(self.session, number, ctypes.byref(address)):
             self._give_up()
         return address.value
 
     def done(self, step: int) -> None:
-        core().penstock_session_done(self.session.handle, step)
+        done(self.session, step)
 
     def _give_up(self) -> None:
         if not self._capturing:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.budget import format_bytes
 from penstock.errors import PenstockError
 from penstock.native import ON_BYTES, PREPARE_LINEAR, core
 from penstock.runtime.driver import Driver
@@ -116,13 +115,25 @@ class _OpenRequest(ctypes.Structure):
     ]
 
 
-def link_text(samples: Sequence[LinkSample]) -> str:
-    timed = [sample for sample in samples if sample.ns]
-    if not timed:
-        return "no copies"
-    sizes = [f"{format_bytes(int(one.piece_bytes))}: {one.bytes_per_s / 1e9:.1f}" for one in timed[1:]]
-    by_size = f" ({', '.join(sizes)})" if sizes else ""
-    return f"copies at {timed[0].bytes_per_s / 1e9:.1f} GB/s{by_size}"
+class _Summary(ctypes.Structure):
+    """As in include/penstock_core.h."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("device", ctypes.c_char_p),
+        ("floor_bytes", ctypes.c_int64),
+        ("budget_bytes", ctypes.c_int64),
+        ("origin", ctypes.c_int64),
+        ("copying_bytes", ctypes.c_int64),
+        ("methods", ctypes.POINTER(ctypes.c_char_p)),
+        ("method_count", ctypes.c_int64),
+        ("remarks", ctypes.POINTER(ctypes.c_char_p)),
+        ("remark_count", ctypes.c_int64),
+    ]
+
+
+def _texts(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(texts))(*(os.fsencode(text) for text in texts))
 
 
 _COUNTERS = 13
@@ -319,10 +330,21 @@ class Session:
         records = self._records(_LINK_NUMBERS, self._core.penstock_session_link)
         return [LinkSample(*record) for record in records]
 
-    @property
-    def copy_stream(self) -> int:
-        """The stream that copies run on, as the driver names it."""
-        return int(self._core.penstock_session_copy_stream(self.handle))
+    def summary(self, *, name: str, device: str, methods: Sequence[str], remarks: Sequence[str], **amounts: int) -> str:
+        """What it was set up to do, in one line. `amounts`: the other fields of PenstockSummary."""
+        asked = _Summary(
+            name=os.fsencode(name),
+            device=device.encode(),
+            methods=_texts(methods),
+            method_count=len(methods),
+            remarks=_texts(remarks),
+            remark_count=len(remarks),
+            **amounts,
+        )
+        text = self._core.penstock_session_summary(self.handle, ctypes.byref(asked))
+        if text is None:
+            raise last_exception()
+        return os.fsdecode(text)
 
     def start_trace(self) -> None:
         self._check(self._core.penstock_session_start_trace(self.handle))
