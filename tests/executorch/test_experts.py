@@ -67,15 +67,18 @@ def test_from_python(program: Path, wanted: list[Tensor]) -> None:
                 assert total.expert_bytes == total.expert_misses * SHAPE.expert_bytes
 
 
-def test_a_process_without_python_has_slots_too(program: Path, wanted: list[Tensor], tmp_path: Path) -> None:
-    player = CppPlayer(build_program(tmp_path))
+def test_a_process_without_python_has_slots_too(
+    program: Path, wanted: list[Tensor], library: Path, tmp_path: Path
+) -> None:
+    source = Path(__file__).parent / "behaviour_probe.cpp"
+    player = CppPlayer(build_program(source, library, tmp_path / "behaviour_probe"))
     weights = program.with_suffix(".ptd")
     try:
         for budget, part in zip(budgets(program), PARTS, strict=True):
             player.open(program, weights, budget)
             got = [player.run("forward", token) for token in tokens()]
             assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
-            hits, misses = (player.figure(f"weight_offload_expert_{name}") for name in ("hits", "misses"))
+            hits, misses = (player.figure(f"expert_{name}") for name in ("hits", "misses"))
             assert (hits > 0) == (part > 0)
             if part:
                 assert hits + misses == TOKENS * SHAPE.top * SHAPE.layers
