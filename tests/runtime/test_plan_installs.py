@@ -197,7 +197,7 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
         values[2] += 1
 
     def earlier(values: list[int]) -> None:
-        values[0] = 6
+        values[0] = 7
 
     def beyond(values: list[int]) -> None:
         """The first copy begins with the last byte of its weight."""
