@@ -86,15 +86,14 @@ def banks_of_every_size(folder: Path) -> None:
         shapes = {"a": (experts, 16), "b": (experts, 48)}
         schedule = schedule_of("forward", [("a", 0), ("b", 0)])
         model = write_experts(folder / f"{experts}.ptd", [schedule], {**shapes, "w": (PAGE,)})
-        for slots in {1, max(1, experts - 1), experts}:
+        for slots in sorted({1, max(1, experts - 1), experts} if experts < 4096 else {1, experts}):
             with ExpertRig(model, rows=60) as rig:
                 rig.install_plan(model.with_slots(slots))
                 stream = rig.stream()
                 for _ in range(3):
                     rig.run(stream=stream)
                 rig.ask = lambda routing, experts=experts: [one % experts for one in range(4096)]  # type: ignore[misc]
-                for _ in range(2):
-                    rig.run(stream=stream)
+                rig.run(stream=stream)
 
 
 @scenario

@@ -145,7 +145,8 @@ EQUIVALENT = {
     "kDirect) taken for false": ASKED_BY_TORCH,
     "planned_experts.cpp take_rows: if (operands.rows()) taken for true": ASKED_BY_TORCH,
     "planned_experts.cpp take_rows: if (operands.rows()) taken for false": ASKED_BY_TORCH,
-    "planned_experts.cpp retire_expert_counts: if (plan_.banks.empty() || !has_tables_) taken for false": NOTHING_COUNTED,
+    "planned_experts.cpp retire_expert_counts: if (plan_.banks.empty() || !has_tables_) taken for "
+    "false": NOTHING_COUNTED,
     "planned_experts.cpp retire_expert_counts: plan_.banks.empty() left out of plan_.banks.empty() || "
     "!has_tables_": NOTHING_COUNTED,
     "planned_experts.cpp retire_expert_counts: !has_tables_ left out of plan_.banks.empty() || "
