@@ -259,7 +259,7 @@ def slots_hold_poison_until_they_are_filled(folder: Path) -> None:
     with SoftDriver(PAGE, 0, poison=False) as driver:
         for poison in (True, False):
             with ExpertRig(model, driver=driver, poison=poison) as rig:
-                stream = rig.stream()
+                stream = rig.stream(late=True)
                 rig.install_plan(model.with_slots(16, 16))
                 rig.ask = lambda routing: range(EXPERTS)
                 experts = _experts(model)
@@ -355,6 +355,25 @@ def every_call_of_a_run_with_experts_may_fail(folder: Path) -> None:
             rig.check()
             rig.run(stream=stream)
         assert seen >= {"choose_experts", "move_experts", "wait", "record", "copy_to_device"}, seen
+
+
+@scenario
+def tables_are_empty_before_the_next_run(folder: Path) -> None:
+    """Also where they are emptied late, and the next run asks for experts before it waits for any copy."""
+    model = layers(folder)
+    for poison in (True, False):
+        with ExpertRig(model, poison=poison) as rig:
+            rig.install_plan(model.with_slots(3, 3))
+            for stream in (INLINE, rig.stream(), rig.stream(late=True)):
+                rig.ask = lambda routing: [4, 9]
+                rig.run(stream=stream)
+                with rig.late_copies():
+                    # The last layer's are chosen, and not filled.
+                    _run_until(rig, 0, stream, 6, half=True)
+                    rig.give_up()
+                    # That layer's by two indices: were the first found and the second not, the sums would be the same.
+                    rig.ask = lambda routing: [2] if routing == 1 else [4, 9]
+                    rig.run(1, stream)
 
 
 @scenario
