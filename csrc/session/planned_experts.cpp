@@ -21,16 +21,18 @@ Address PlannedSession::table_of(int64_t bank) const {
 }
 
 void PlannedSession::prepare_experts() {
+  const auto reads_experts = [](const AccessRecord& access) { return access.reads_experts(); };
   for (const MethodRecord& method : plan_.methods)
-    for (const AccessRecord& access : method.accesses)
-      if (access.reads_experts()) {
-        // Kernels are loaded for it, which no graph can hold.
-        driver_.prepare_experts();
-        return empty_tables();
-      }
+    if (std::any_of(method.accesses.begin(), method.accesses.end(), reads_experts)) {
+      // Kernels are loaded for it, which no graph can hold.
+      driver_.prepare_experts();
+      break;
+    }
+  empty_tables();
 }
 
 void PlannedSession::empty_tables() {
+  must_empty_tables_ = true;
   for (size_t b = 0; b < plan_.banks.size(); ++b) {
     const TableLayout layout = table_layout((int)plan_.banks[b].experts, (int)plan_.banks[b].slots);
     // What was counted stays, but for a plan that is new: there it follows the poison of fresh memory.
@@ -38,6 +40,14 @@ void PlannedSession::empty_tables() {
     driver_.fill(table_of((int64_t)b) + kept, 0, layout.bytes - kept, copy_stream_);
   }
   has_tables_ = true;
+  must_empty_tables_ = false;
+}
+
+void PlannedSession::begin_tables() {
+  chosen_from_.assign(plan_.banks.size(), false);
+  if (!must_empty_tables_) return;
+  empty_tables();
+  driver_.synchronize_stream(copy_stream_);
 }
 
 void PlannedSession::choose(const AccessRecord& access, Address index, int64_t rows, bool by_ends) {

@@ -142,7 +142,7 @@ void PlannedSession::measure() {
 
 void PlannedSession::uninstall() noexcept {
   finish();
-  has_tables_ = false;
+  has_tables_ = must_empty_tables_ = false;
   quietly([&] { source_.follow({}, {}); });
   // Graphs first: they wait for events of the source, as for those of the plan.
   set_shapes({});
@@ -183,7 +183,7 @@ Address PlannedSession::address_of(const AccessRecord& access) const {
 
 void PlannedSession::begin_run(bool cold) {
   next_copy_ = 0;
-  chosen_from_.assign(plan_.banks.size(), false);
+  begin_tables();
   forget_many_recipes();
   if (!cold) return;
   MethodState& method = methods_[method_];
@@ -305,7 +305,7 @@ void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].acc
 
 void PlannedSession::reset() noexcept {
   for (MethodState& method : methods_) forget_copies(method);
-  // S11: an expert may be in the table, and not yet in its slot.
+  // S11: an expert may be in the table, and not yet in its slot. Where this fails, the next run begins with it.
   quietly([&] { empty_tables(); });
   sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
   if (!poison_) return;

@@ -123,6 +123,7 @@ class PlannedSession final : public StreamingSession {
   Address table_of(int64_t bank) const;
   void prepare_experts();
   void empty_tables();
+  void begin_tables();
   void retire_expert_counts();
   bool uses_bank(int64_t method, size_t bank) const;
   std::vector<ExpertCounts> counts_now();
@@ -152,6 +153,8 @@ class PlannedSession final : public StreamingSession {
   std::vector<bool> chosen_from_;
   // Whether the tables of the plan have begun.
   bool has_tables_ = false;
+  // A run has failed, and what it left in them is still there.
+  bool must_empty_tables_ = false;
   // What plans before the present one have counted.
   Counters retired_;
   int64_t device_bytes_ = 0;

@@ -21,7 +21,8 @@ class _Use:
 class ReferenceTable:
     experts: int
     slots: int
-    calls: int = 0
+    calls: int = 0  # since the table was empty
+    taken: int = 0
     hits: int = 0
     misses: int = 0
     held: dict[int, int] = field(default_factory=dict)  # slot -> expert
@@ -65,7 +66,14 @@ class ReferenceTable:
             self.uses[expert] = _Use(USE * min(rows[expert], MOST_USES), self.calls)
         return self._count(hits, len(wanted) - hits)
 
+    def empty(self) -> None:
+        """After a run that failed. What was counted stays."""
+        self.calls = 0
+        self.held.clear()
+        self.uses.clear()
+
     def _count(self, hits: int, misses: int) -> tuple[int, int]:
+        self.taken += 1
         self.hits += hits
         self.misses += misses
         return hits, misses

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._C import _aoti
 
-from tests.native.library import testing
+from tests.native import library
 
 
 def product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -17,7 +17,7 @@ def product(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> t
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     found = ctypes.c_void_p()
-    status = testing().penstock_test_multiply_groups(
+    status = library.testing().penstock_test_multiply_groups(
         *(ctypes.c_void_p(pointer(handle, None)) for handle in handles), ctypes.byref(found)
     )
     torch_cpu = ctypes.CDLL("libtorch_cpu.so")

@@ -70,6 +70,15 @@ def acquire(session: Session, number: int, address: object) -> int:
     return int(function(session.handle, number, address))
 
 
+def take_rows(
+    session: Session, number: int, index: ctypes.Array[ctypes.c_int64], out: ctypes.Array[ctypes.c_ubyte]
+) -> int:
+    """As compiled code takes experts by an index: nonzero where the session refuses."""
+    function = library().penstock_test_session_take_rows
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64, ctypes.c_uint64] * 2]
+    return int(function(session.handle, number, ctypes.addressof(index), len(index), ctypes.addressof(out)))
+
+
 def done(session: Session, step: int) -> None:
     function = library().penstock_test_session_done
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64]

@@ -381,6 +381,7 @@ class Rig:
                 self._owner = None
             raise
         self.driver.set_order(order, seed)
+        self._before_launch(captured, stream)
         try:
             self.session.launch()
         except PenstockError:
@@ -388,6 +389,7 @@ class Rig:
             self._owner = None
             raise
         captured.launches += 1
+        self._launched(captured)
         try:
             self.session.end_replay()
         except PenstockError:
@@ -397,6 +399,12 @@ class Rig:
         if check:
             self.check()
             self.check_counters()
+
+    def _before_launch(self, captured: Captured, stream: int) -> None:
+        """For what a graph is to find in its inputs."""
+
+    def _launched(self, captured: Captured) -> None:
+        pass
 
     def check_graphs(self) -> int:
         """Of launches that are known to have ended; how many kernels there were."""

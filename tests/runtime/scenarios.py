@@ -30,7 +30,9 @@ from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from tests.native.library import testing
 from tests.native.session import acquire, copy_stream
-from tests.runtime import packed_refusals, packed_scenarios  # noqa: F401  # theirs are in the list, too
+
+# Theirs are in the list, too.
+from tests.runtime import expert_decisions, expert_scenarios, packed_refusals, packed_scenarios  # noqa: F401
 from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenario_tools import (
     COPIES_FIRST,

@@ -85,6 +85,8 @@ def _check_alone(plan: Plan, ranges: set[int]) -> None:
 
 def _check_placement(plan: Plan, access: Access, placed: Placement, weight: Weight, where: str) -> None:
     what = f"{where}, access {access.number} of {access.weight!r}"
+    if type(placed.chooses) is not bool:
+        raise PlanError(f"{what}: whether it chooses is {placed.chooses!r}")
     if placed.bank is None:
         if placed.chooses or (placed.is_direct and access.routing is not None):
             raise PlanError(f"{what} reads experts in host memory, and its placement does not say so")

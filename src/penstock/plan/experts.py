@@ -70,6 +70,7 @@ class ExpertBank:
     def default_hit_rates(self) -> HitRates:
         """Of one expert a call: what counts is how the banks compare."""
         points = {round(part * self.experts): rate for part, rate in DEFAULT_HIT_RATES}
+        points[0] = 0.0  # where a part of few experts is none
         return HitRates(tuple(points.items()))
 
     @property
@@ -140,8 +141,9 @@ def allocate_slots(
     that has fewest. A bank with a slot for every expert lies there whole."""
     by_name = {bank.names[0]: bank for bank in banks}
     rates = {name: hit_rates.get(name) or bank.default_hit_rates() for name, bank in by_name.items()}
-    left = spare_bytes // page_bytes * page_bytes
     given = dict.fromkeys(by_name, 0)
+    # Slots are in one block, and what lies there whole in another: each is rounded up to pages by itself.
+    slots_bytes = whole_bytes = 0
 
     def offer(name: str) -> tuple[float, int, str]:
         # For a byte: an expert that is in a slot saves as many as the slot takes.
@@ -153,10 +155,14 @@ def allocate_slots(
         _, before, name = heappop(waiting)
         bank = by_name[name]
         after = max(before + 1, bank.fewest_slots)
-        more = _held_bytes(bank, after) - _held_bytes(bank, before)
-        if more > left:
+        slots_after, whole_after = slots_bytes - _slots_bytes(bank, before), whole_bytes
+        if after < bank.experts:
+            slots_after += _slots_bytes(bank, after)
+        else:
+            whole_after += _whole_bytes(bank, page_bytes)
+        if -(-slots_after // page_bytes) + -(-whole_after // page_bytes) > spare_bytes // page_bytes:
             continue
-        left -= more
+        slots_bytes, whole_bytes = slots_after, whole_after
         given[name] = after
         if after < bank.experts:
             heappush(waiting, offer(name))
@@ -164,12 +170,17 @@ def allocate_slots(
     return Slots({name: slots for name, slots in given.items() if 0 < slots < by_name[name].experts}, whole)
 
 
-def _held_bytes(bank: ExpertBank, slots: int) -> int:
-    """The slots of each weight begin anew."""
+def _slots_bytes(bank: ExpertBank, slots: int) -> int:
+    """With their table. The slots of each weight begin anew."""
     if not slots:
         return 0
-    table = 0 if slots == bank.experts else _aligned(table_bytes(bank.experts, slots))
-    return table + slots * bank.row_bytes + len(bank.names) * _ALIGNMENT_BYTES
+    return _aligned(table_bytes(bank.experts, slots)) + slots * bank.row_bytes + len(bank.names) * _ALIGNMENT_BYTES
+
+
+def _whole_bytes(bank: ExpertBank, page_bytes: int) -> int:
+    # Pages that are no multiple of the alignment are not shared.
+    alignment_bytes = page_bytes if page_bytes % _ALIGNMENT_BYTES else _ALIGNMENT_BYTES
+    return bank.experts * bank.row_bytes + len(bank.names) * alignment_bytes
 
 
 def with_slots(

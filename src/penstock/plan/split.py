@@ -52,6 +52,7 @@ def with_prefixes(
         name = found.weight
         if found.is_direct and name in whole_at:
             range_index, offset_bytes = whole_at[name]
+            # Experts that lie there as a whole are found there, and need no slots.
             return replace(found, range_index=range_index, range_offset_bytes=offset_bytes, bank=None)
         if found.is_direct and name in prefix_at and is_split(access):
             return replace(found, range_index=prefix_at[name], prefix_bytes=prefixes.prefix_bytes[name])
