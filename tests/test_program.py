@@ -94,11 +94,11 @@ def test_every_kind_of_metadata_round_trips() -> None:
     assert program_from_json(program_to_json(program)) == program
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 6, 99, None, True, "5", [5]])
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 7, 99, None, True, "5", [5]])
 def test_another_format_version_is_refused_by_number(version: Any) -> None:
     table = {**TABLE, "format_version": version}
     shown = "list" if isinstance(version, list) else repr(version)
-    wanted = f"has format version {shown}; this release reads version {FORMAT_VERSION}"
+    wanted = f"has format version {shown}; this release reads versions 4 to {FORMAT_VERSION}"
     with pytest.raises(PackageError, match=re.escape(wanted)):
         program_from_json(resealed(table))
 
@@ -109,7 +109,36 @@ def test_programs_from_before_caches_could_be_split_are_read() -> None:
         program_from_json(resealed(table))  # with a key that it did not have
     for row in table["states"]:
         del row["near"]
+    with pytest.raises(PackageError, match="a method has the key 'whole_experts', which format version 5 has not"):
+        program_from_json(resealed(table))
+    without_experts(table)
     assert program_from_json(resealed(table)) == a_program()
+
+
+def without_experts(table: Any) -> None:
+    for row in table["methods"]:
+        del row["whole_experts"]
+        row["schedule"]["accesses"] = [access[:-1] for access in row["schedule"]["accesses"]]
+
+
+def test_programs_from_before_experts_were_named_are_read() -> None:
+    table = {**copy.deepcopy(TABLE), "format_version": 5}
+    with pytest.raises(PackageError, match="a method has the key 'whole_experts', which format version 5 has not"):
+        program_from_json(resealed(table))
+    without_experts(table)
+    assert program_from_json(resealed(table)) == a_program()
+
+
+def test_experts_round_trip() -> None:
+    program = a_program()
+    method, stacked = program.methods[0], Weight("stacked", "bfloat16", (4, 8, 16), (0, 1, 2))
+    accesses = (*method.schedule.accesses, Access(9, "stacked", gathered=True, routing=3))
+    schedule = dataclasses.replace(method.schedule, accesses=accesses, steps=(*method.schedule.steps, Step("n", (9,))))
+    method = dataclasses.replace(method, schedule=schedule, whole_experts={"w": "its rows are read whole"})
+    weights = (*program.weights, stacked)
+    identity = layout_identity(weights, program.states)
+    named = dataclasses.replace(program, methods=(method,), weights=weights, identity=identity)
+    assert program_from_json(program_to_json(named)) == named
 
 
 def a_cache(**changes: Any) -> tuple[State, ...]:
@@ -298,7 +327,7 @@ def test_every_rule_is_broken_by_name(said: str) -> None:
 def test_what_would_take_for_ever_is_refused() -> None:
     many = 3000
     long_lived = {
-        "accesses": [[number, "w", False, False, False] for number in range(many)],
+        "accesses": [[number, "w", False, False, False, None] for number in range(many)],
         "steps": [["k", list(range(many))], *[["k", []]] * many, ["k", list(range(many))]],
     }
     with pytest.raises(PackageError, match="its accesses live for 9006000 steps together"):

@@ -8,15 +8,7 @@
 namespace penstock {
 
 bool Session::linear(const LinearRequest& request, TensorHandle* out) {
-  if (!error().empty()) return false;
-  try {
-    multiply(request, out);
-    return true;
-  } catch (const TorchRefusal&) {
-    return false;
-  } catch (const CoreError& failure) {
-    return fail(failure.what(), failure.failure);
-  }
+  return attempt([&] { multiply(request, out); });
 }
 
 void Session::multiply(const LinearRequest& request, TensorHandle* out) {

@@ -29,6 +29,9 @@ void find_cpu(Lookup& in) {
   in.find("aoti_torch_device_type_cuda", abi.device_type_cuda);
   in.find("aoti_torch_dtype_bfloat16", abi.dtype_bfloat16);
   in.find("aoti_torch_dtype_float16", abi.dtype_float16);
+  in.find("aoti_torch_dtype_int32", abi.dtype_int32);
+  in.find("aoti_torch_dtype_int64", abi.dtype_int64);
+  in.find("aoti_torch_dtype_element_size", abi.dtype_element_size);
   in.find("aoti_torch_get_data_ptr", abi.get_data_ptr);
   in.find("aoti_torch_get_dim", abi.get_dim);
   in.find("aoti_torch_get_sizes", abi.get_sizes);
@@ -39,6 +42,8 @@ void find_cpu(Lookup& in) {
   in.find("aoti_torch_empty_strided", abi.empty_strided);
   in.find("aoti_torch__reinterpret_tensor", abi.reinterpret);
   in.find("aoti_torch_copy_", abi.copy);
+  in.find("aoti_torch_zero_", abi.zero);
+  in.find("aoti_torch_call_dispatcher", abi.call);
   in.find("aoti_torch_cpu_mm_out", abi.cpu.mm);
   in.find("aoti_torch_cpu_addmm_out", abi.cpu.addmm);
 }
@@ -47,6 +52,7 @@ void find_cuda(Lookup& in) {
   in.find("aoti_torch_get_current_cuda_stream", abi.current_cuda_stream);
   in.find("aoti_torch_cuda_mm_out", abi.cuda.mm);
   in.find("aoti_torch_cuda_addmm_out", abi.cuda.addmm);
+  in.find("aoti_torch_cuda_index_Tensor", abi.cuda_index);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // loaded. Linking to torch would tie one build of the core to one build of torch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -18,6 +19,9 @@ struct TorchAbi {
   int32_t (*device_type_cuda)() = nullptr;
   int32_t (*dtype_bfloat16)() = nullptr;
   int32_t (*dtype_float16)() = nullptr;
+  int32_t (*dtype_int32)() = nullptr;
+  int32_t (*dtype_int64)() = nullptr;
+  size_t (*dtype_element_size)(int32_t dtype) = nullptr;
 
   // What they give is borrowed from the tensor.
   int32_t (*get_data_ptr)(void* tensor, void** out) = nullptr;
@@ -32,12 +36,17 @@ struct TorchAbi {
   int32_t (*reinterpret)(void* tensor, int64_t rank, const int64_t* sizes, const int64_t* strides,
                          int64_t storage_offset, void** out) = nullptr;
   int32_t (*copy)(void* to, void* from, int32_t non_blocking) = nullptr;
+  int32_t (*zero)(void* tensor) = nullptr;
+  // Any op by its name: takes its arguments from the stack, and leaves its results there.
+  int32_t (*call)(const char* op, const char* overload, uint64_t* stack) = nullptr;
   // One for each device; those of CUDA are null in a build of torch without it.
   struct Products {
     int32_t (*mm)(void* out, void* left, void* right) = nullptr;
     int32_t (*addmm)(void* out, void* added, void* left, void* right, double beta, double alpha) = nullptr;
   };
   Products cpu, cuda;
+  // Rows by index. The CPU's are the core's own.
+  int32_t (*cuda_index)(void* tensor, const void** indices, int64_t count, void** out) = nullptr;
 
   // Null in a build of torch without CUDA.
   int32_t (*current_cuda_stream)(int32_t device_index, void** out) = nullptr;

@@ -58,7 +58,7 @@ void check(int code, const char* call, Failure failure = Failure::driver) {
 
 }  // namespace
 
-CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()), ordinal_(ordinal), decoder_(cuda_) {
+CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()), ordinal_(ordinal), decoder_(cuda_), experts_(cuda_) {
   if (std::string missing = load_cuda_library(); !missing.empty())
     throw CoreError(Failure::driver, missing);
   check(cuda_.init(0), "cuInit");
@@ -76,6 +76,7 @@ CudaDriver::~CudaDriver() {
   // A lost context refuses this, and takes the kernels with it.
   if (cuda_.context_push(context_) == kSuccess) {
     decoder_.unload();
+    experts_.unload();
     leave();
   }
   cuda_.primary_context_release(device_);
@@ -288,6 +289,26 @@ void CudaDriver::prepare_decoding() {
 
 void CudaDriver::decode(const DecodeCall& call, Stream stream) {
   CudaOutcome outcome = decoder_.launch(call, stream);
+  check(outcome.code, outcome.call);
+}
+
+void CudaDriver::prepare_experts() {
+  CudaOutcome outcome = experts_.load(device_);
+  check(outcome.code, outcome.call, Failure::kernel);
+}
+
+void CudaDriver::choose_experts(const ChooseCall& call, Stream stream) {
+  CudaOutcome outcome = experts_.choose(call, stream);
+  check(outcome.code, outcome.call);
+}
+
+void CudaDriver::move_experts(const MoveCall& call, Stream stream) {
+  CudaOutcome outcome = experts_.move(call, stream);
+  check(outcome.code, outcome.call);
+}
+
+void CudaDriver::shift_rows(const ShiftCall& call, Stream stream) {
+  CudaOutcome outcome = experts_.shift(call, stream);
   check(outcome.code, outcome.call);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/cuda_decode.h"
+#include "cuda/cuda_experts.h"
 #include "cuda/cuda_library.h"
 #include "driver/driver.h"
 
@@ -62,6 +63,11 @@ class CudaDriver final : public Driver {
   void prepare_decoding() override;
   void decode(const DecodeCall& call, Stream stream) override;
 
+  void prepare_experts() override;
+  void choose_experts(const ChooseCall& call, Stream stream) override;
+  void move_experts(const MoveCall& call, Stream stream) override;
+  void shift_rows(const ShiftCall& call, Stream stream) override;
+
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
   Address host_address(const void* start, size_t bytes) override;
@@ -74,6 +80,7 @@ class CudaDriver final : public Driver {
   const CudaLibrary& cuda_;
   const int32_t ordinal_;
   CudaDecoder decoder_;
+  CudaExperts experts_;
   int device_ = 0;
   void* context_ = nullptr;
   size_t granularity_bytes_ = 0;

@@ -48,6 +48,9 @@ class DriverError final : public CoreError {
 struct LinearRecipe;
 struct LinearCall;
 struct DecodeCall;
+struct ChooseCall;
+struct MoveCall;
+struct ShiftCall;
 
 // What device bytes hold that nobody has written, where that is asked for: NaN in every float format.
 constexpr unsigned char kPoison = 0xFF;
@@ -139,6 +142,14 @@ class Driver {
   // Whatever decoding needs is there afterwards: decode itself may be captured.
   virtual void prepare_decoding() {}
   virtual void decode(const DecodeCall& call, Stream stream) = 0;
+
+  // Experts in slots (csrc/experts). Whatever these need is there after the first, and they may be captured.
+  virtual void prepare_experts() {}
+  virtual void choose_experts(const ChooseCall& call, Stream stream) = 0;
+  virtual void move_experts(const MoveCall& call, Stream stream) = 0;
+  virtual void shift_rows(const ShiftCall&, Stream) {
+    throw CoreError(Failure::usage, "the soft driver shifts no rows: products of groups are made on the calling thread");
+  }
 
   // Read-only registration of memory that exists; pinned memory of our own.
   virtual void register_host(const void* start, size_t bytes) = 0;

@@ -1,7 +1,6 @@
 #include "open/budget_choice.h"
 
 #include <algorithm>
-#include <string>
 
 #include "driver/driver.h"
 #include "open/byte_text.h"
@@ -49,6 +48,12 @@ const char* origin_text(int64_t origin) {
     default:
       return "automatic";
   }
+}
+
+std::string clamp_sentence(const PenstockBudget& budget) {
+  if (budget.budget_bytes >= budget.asked_bytes) return "";
+  return "the budget of " + format_bytes(budget.asked_bytes) + " (" + origin_text(budget.origin) +
+         ") is more than all weights take: " + format_bytes(budget.budget_bytes) + " of it are used";
 }
 
 int64_t budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes) {

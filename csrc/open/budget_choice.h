@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "penstock_core.h"
 
@@ -13,6 +14,9 @@ int64_t budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
 
 // For people.
 const char* origin_text(int64_t origin);
+
+// Where less is taken than was asked for; else empty.
+std::string clamp_sentence(const PenstockBudget& budget);
 
 // What is left alone: 2% of a GPU's memory, 5% of main memory, and never less than 256 MiB.
 int64_t reserve_bytes(int64_t total_bytes, bool on_gpu);

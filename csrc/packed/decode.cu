@@ -1,6 +1,6 @@
 // Decodes blocks of packed weights: one warp makes the 1,024 values of a tile. docs/format.md has the layout.
 //
-// Compiled beforehand to csrc/packed/decode_ptx.inc (bench/decode_ptx.py), which the driver turns into code for the GPU at hand.
+// Compiled beforehand to csrc/packed/decode_ptx.inc (bench/kernel_ptx.py), which the driver turns into code for the GPU at hand.
 // Whatever the packed bytes are, nothing outside of them is read, and nothing is written but the values asked for: how many
 // there are, and where blocks begin, the host says.
 #include "packed/decode_params.h"

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "driver/driver.h"
+#include "experts/expert_table.h"
 
 namespace penstock {
 namespace {
@@ -246,48 +247,91 @@ class Method {
   std::vector<int64_t> holder_;           // by block: the stay whose copy was issued last; -1: none
 };
 
-// What is for packed weights is for nothing else: its blocks lie in no other range, and nobody else writes or reads there.
-void check_packed(const PlanRecord& plan) {
-  std::vector<bool> packed(plan.ranges.size());
-  if (plan.slots) packed[(size_t)plan.slot_range] = true;
-  std::vector<std::pair<int64_t, std::pair<int64_t, int64_t>>> rooms;  // range, begin, end
-  if (plan.slots) rooms.push_back({plan.slot_range, {0, plan.slots * plan.slot_bytes}});
-  for (const StoreRecord& store : plan.stores) {
-    packed[(size_t)store.piece.range] = true;
-    const int64_t begin = store.piece.range_offset_bytes;
-    rooms.push_back({store.piece.range, {begin, begin + store.room_bytes}});
+// What is no weight's own lies in rooms: slots and stores of packed weights, slots and tables of experts. Their blocks lie in
+// no other range, and nobody else writes or reads there.
+class Rooms {
+ public:
+  explicit Rooms(const PlanRecord& plan) : plan_(plan), has_rooms_(plan.ranges.size()) {
+    if (plan.slots) add(plan.slot_range, 0, plan.slots * plan.slot_bytes);
+    for (const StoreRecord& store : plan.stores) add(store.piece.range, store.piece.range_offset_bytes, store.room_bytes);
+    for (const BankRecord& bank : plan.banks) {
+      add(bank.range, bank.range_offset_bytes, table_layout((int)bank.experts, (int)bank.slots).bytes, kAlignment);
+      for (const BankMemberRecord& member : bank.members)
+        add(member.range, member.range_offset_bytes, bank.slots * member.row_bytes, kAlignment);
+    }
   }
-  std::sort(rooms.begin(), rooms.end());
-  for (size_t i = 1; i < rooms.size(); ++i)
-    if (rooms[i - 1].first == rooms[i].first && rooms[i - 1].second.second > rooms[i].second.first)
-      refuse("two rooms of packed weights overlap in range " + text(rooms[i].first));
-  std::vector<int64_t> ranges_of(plan.block_bytes.size());
-  for (const RangeRecord& range : plan.ranges)
-    for (int64_t block : range.blocks) ranges_of[(size_t)block]++;
-  for (size_t r = 0; r < packed.size(); ++r)
-    if (packed[r])
-      for (int64_t block : plan.ranges[r].blocks)
-        if (ranges_of[(size_t)block] > 1)
-          refuse("block " + text(block) + " is for packed weights, and another range maps it");
-  auto refuse_use = [&](int64_t range, const char* what) {
-    if (range >= 0 && packed[(size_t)range]) refuse(std::string(what) + " goes to range " + text(range) +
-                                                    ", which is for packed weights");
-  };
-  for (const PieceRecord& piece : plan.fills) refuse_use(piece.range, "a fill");
-  for (const MethodRecord& method : plan.methods) {
-    for (const CopyRecord& copy : method.copies) refuse_use(copy.piece.range, "a copy");
-    for (const AccessRecord& access : method.accesses)
-      if (access.bytes) refuse_use(access.range, "an access");
+
+  void check() {
+    std::sort(rooms_.begin(), rooms_.end());
+    for (size_t i = 1; i < rooms_.size(); ++i)
+      if (rooms_[i - 1].first == rooms_[i].first && rooms_[i - 1].second.second > rooms_[i].second.first)
+        refuse("two rooms overlap in range " + text(rooms_[i].first));
+    std::vector<int64_t> ranges_of(plan_.block_bytes.size());
+    for (const RangeRecord& range : plan_.ranges)
+      for (int64_t block : range.blocks) ranges_of[(size_t)block]++;
+    for (size_t r = 0; r < has_rooms_.size(); ++r)
+      if (has_rooms_[r])
+        for (int64_t block : plan_.ranges[r].blocks)
+          if (ranges_of[(size_t)block] > 1)
+            refuse("block " + text(block) + " is for packed weights or experts, and another range maps it");
+    for (const PieceRecord& piece : plan_.fills) refuse_use(piece.range, "a fill");
+    for (const MethodRecord& method : plan_.methods) {
+      for (const CopyRecord& copy : method.copies) refuse_use(copy.piece.range, "a copy");
+      for (const AccessRecord& access : method.accesses)
+        if (access.bytes) refuse_use(access.range, "an access");
+    }
   }
+
+ private:
+  void add(int64_t range, int64_t begin, int64_t bytes, int64_t alignment = 1) {
+    if (begin % alignment)
+      refuse("a room begins at byte " + text(begin) + " of range " + text(range) + ", needs a multiple of " +
+             text(alignment));
+    has_rooms_[(size_t)range] = true;
+    rooms_.push_back({range, {begin, begin + bytes}});
+  }
+
+  void refuse_use(int64_t range, const char* what) const {
+    if (range >= 0 && has_rooms_[(size_t)range])
+      refuse(std::string(what) + " goes to range " + text(range) + ", which is for packed weights or experts");
+  }
+
+  const PlanRecord& plan_;
+  std::vector<bool> has_rooms_;
+  std::vector<std::pair<int64_t, std::pair<int64_t, int64_t>>> rooms_;  // range, begin, end
+};
+
+// What an access chooses, every member of its bank is to read before the next one chooses: so an expert that the table has
+// in a slot is in the slots of all of them.
+void check_choices(const PlanRecord& plan, const MethodRecord& method, const std::string& what) {
+  std::vector<std::vector<bool>> due(plan.banks.size());  // by bank and member: still to be read
+  std::vector<size_t> missing(plan.banks.size());
+  for (const AccessRecord& access : method.accesses) {
+    if (access.bank < 0) continue;
+    const auto bank = (size_t)access.bank;
+    if (access.chooses) {
+      if (missing[bank]) refuse(what + "access " + text(access.number) + " chooses before all have read");
+      missing[bank] = plan.banks[bank].members.size();
+      due[bank].assign(missing[bank], true);
+    }
+    if (!missing[bank] || !due[bank][access.member])
+      refuse(what + "access " + text(access.number) + " reads slots that nobody has chosen for it");
+    due[bank][access.member] = false;
+    missing[bank]--;
+  }
+  for (size_t bank = 0; bank < missing.size(); ++bank)
+    if (missing[bank]) refuse(what + "of bank " + text((int64_t)bank) + " not all members are read");
 }
 
 }  // namespace
 
 void check_plan(const PlanRecord& plan, int64_t page_bytes) {
   Memory memory(plan, page_bytes);
-  check_packed(plan);
-  for (size_t m = 0; m < plan.methods.size(); ++m)
+  Rooms(plan).check();
+  for (size_t m = 0; m < plan.methods.size(); ++m) {
     Method(plan.methods[m], memory, plan.block_bytes.size(), (int64_t)m).check();
+    check_choices(plan, plan.methods[m], "method " + text((int64_t)m) + ", ");
+  }
 }
 
 }  // namespace penstock

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "experts/expert_table.h"
 #include "penstock_records.h"
 
 namespace penstock {
@@ -17,7 +18,7 @@ constexpr int64_t kMostSlots = (1 << 10) + 1;
 constexpr int64_t kMostUnitBytes = (int64_t{1} << 40) + 1;
 
 // Of each kind of record, as it stands in a plan.
-constexpr size_t kPieceNumbers = 5, kAccessNumbers = 7, kStayNumbers = 2, kCopyNumbers = 3 + kPieceNumbers;
+constexpr size_t kPieceNumbers = 5, kMemberNumbers = 3, kAccessNumbers = 9, kStayNumbers = 2, kCopyNumbers = 3 + kPieceNumbers;
 
 // Every sum that is made of these lies in the weight, and in the range.
 PieceRecord read_bytes(RecordReader& in, const std::vector<int64_t>& weight_bytes) {
@@ -46,6 +47,32 @@ StoreRecord read_store(RecordReader& in, const PlanRecord& plan, const std::vect
   return store;
 }
 
+// So many bytes from the offset on lie in the range.
+void read_room(RecordReader& in, const PlanRecord& plan, int64_t bytes, int64_t& range, int64_t& offset_bytes) {
+  range = in.next(0, (int64_t)plan.ranges.size());
+  offset_bytes = in.next(0, plan.ranges[(size_t)range].bytes - bytes + 1);
+}
+
+BankRecord read_bank(RecordReader& in, const PlanRecord& plan, const std::vector<int64_t>& weight_bytes) {
+  BankRecord bank{};
+  bank.experts = in.next(1, kMostExperts + 1);
+  bank.slots = in.next(1, bank.experts + 1);
+  read_room(in, plan, table_layout((int)bank.experts, (int)bank.slots).bytes, bank.range, bank.range_offset_bytes);
+  for (size_t i = in.length(kMemberNumbers); i > 0; --i) {
+    BankMemberRecord member{};
+    member.weight = in.next(0, (int64_t)weight_bytes.size());
+    const int64_t all = weight_bytes[(size_t)member.weight];
+    member.row_bytes = all / bank.experts;
+    if (!member.row_bytes || all % bank.experts || member.row_bytes % kExpertUnitBytes)
+      throw RecordError("weight " + std::to_string(member.weight) + " of a bank has " + std::to_string(all) +
+                        " bytes, which are not " + std::to_string(bank.experts) + " experts");
+    // Slots are no more than experts, so that their bytes are no more than the weight's.
+    read_room(in, plan, bank.slots * member.row_bytes, member.range, member.range_offset_bytes);
+    bank.members.push_back(member);
+  }
+  return bank;
+}
+
 AccessRecord read_access(RecordReader& in, const PlanRecord& plan, const std::vector<int64_t>& weight_bytes,
                          int64_t stays) {
   AccessRecord access{};
@@ -65,6 +92,15 @@ AccessRecord read_access(RecordReader& in, const PlanRecord& plan, const std::ve
   }
   const int64_t there = access.is_split() ? access.prefix_bytes : access.range == kDirect ? 0 : access.bytes;
   in.last(3, 0, (access.range < 0 ? 0 : plan.ranges[(size_t)access.range].bytes) - there + 1);
+  access.bank = in.next(kNoSlots, (int64_t)plan.banks.size());
+  access.chooses = in.next(0, access.bank >= 0 ? 2 : 1);
+  if (access.bank < 0) return access;
+  in.last(6, kDirect, kDirect + 1);  // what is in no slot is read where it lies
+  const std::vector<BankMemberRecord>& members = plan.banks[(size_t)access.bank].members;
+  while (access.member < members.size() && members[access.member].weight != access.weight) ++access.member;
+  if (access.member == members.size())
+    throw RecordError("an access of weight " + std::to_string(access.weight) + " is given to bank " +
+                      std::to_string(access.bank) + ", which has others");
   return access;
 }
 
@@ -115,6 +151,7 @@ PlanRecord read_plan(const int64_t* numbers, size_t count, const std::vector<int
     plan.slot_bytes = in.next(1, plan.ranges[plan.slot_range].bytes / plan.slots + 1);
   }
   for (size_t i = in.length(kPieceNumbers); i > 0; --i) plan.stores.push_back(read_store(in, plan, weight_bytes));
+  for (size_t i = in.length(); i > 0; --i) plan.banks.push_back(read_bank(in, plan, weight_bytes));
   for (size_t i = in.length(); i > 0; --i) plan.methods.push_back(read_method(in, plan, weight_bytes));
   in.finish();
   return plan;

@@ -26,6 +26,9 @@ struct RangeRecord {
 };
 
 constexpr int64_t kDirect = -2;
+// In the place of a bank: the access reads no experts; or experts that have no slots.
+constexpr int64_t kNoExperts = -1;
+constexpr int64_t kNoSlots = -2;
 
 struct AccessRecord {
   int64_t number;
@@ -35,9 +38,16 @@ struct AccessRecord {
   int64_t range_offset_bytes;
   int64_t stay;  // -1: resident
   int64_t prefix_bytes;  // -1: not split; else so many are at range_offset_bytes, the rest is read where it lies
+  int64_t bank;     // of whose slots it reads what they hold
+  int64_t chooses;  // 1: its index decides what these hold from here on, for the other members of the bank too
+  size_t member = 0;  // of the bank's members, its own weight
 
   bool is_split() const { return prefix_bytes >= 0; }
-  int64_t in_place_bytes() const { return range == kDirect ? bytes : is_split() ? bytes - prefix_bytes : 0; }
+  bool reads_experts() const { return bank != kNoExperts; }
+  // Of experts in slots the device counts what crosses the link.
+  int64_t in_place_bytes() const {
+    return bank >= 0 ? 0 : range == kDirect ? bytes : is_split() ? bytes - prefix_bytes : 0;
+  }
 };
 
 // One weight in the ring, from its copies to its last reader.
@@ -70,6 +80,23 @@ struct StoreRecord {
   int64_t room_bytes;
 };
 
+// A weight of a bank, and where its slots lie.
+struct BankMemberRecord {
+  int64_t weight;
+  int64_t row_bytes;
+  int64_t range;
+  int64_t range_offset_bytes;
+};
+
+// Weights whose rows are taken by one index, and so many slots for rows of each; their table is in a range as well.
+struct BankRecord {
+  int64_t experts;
+  int64_t slots;
+  int64_t range;
+  int64_t range_offset_bytes;
+  std::vector<BankMemberRecord> members;
+};
+
 struct PlanRecord {
   std::vector<int64_t> block_bytes;
   std::vector<RangeRecord> ranges;
@@ -79,6 +106,7 @@ struct PlanRecord {
   int64_t slot_bytes = 0;
   int64_t slot_range = 0;
   std::vector<StoreRecord> stores;
+  std::vector<BankRecord> banks;
   std::vector<MethodRecord> methods;
 };
 

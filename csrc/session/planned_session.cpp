@@ -13,6 +13,7 @@ constexpr int64_t kMeasuredBytes = 64 << 20;
 
 void PlannedSession::install(PlanRecord plan) {
   check_plan(plan, (int64_t)driver_.granularity_bytes());
+  retire_expert_counts();
   uninstall();
   plan_ = std::move(plan);
   Undo undo([&] { uninstall(); });
@@ -20,6 +21,7 @@ void PlannedSession::install(PlanRecord plan) {
   give_packed_memory();
   create_events();
   find_in_place();
+  prepare_experts();
   fill_residents();
   measure();
   std::vector<Shape> shapes;
@@ -140,6 +142,7 @@ void PlannedSession::measure() {
 
 void PlannedSession::uninstall() noexcept {
   finish();
+  has_tables_ = must_empty_tables_ = false;
   quietly([&] { source_.follow({}, {}); });
   // Graphs first: they wait for events of the source, as for those of the plan.
   set_shapes({});
@@ -180,6 +183,7 @@ Address PlannedSession::address_of(const AccessRecord& access) const {
 
 void PlannedSession::begin_run(bool cold) {
   next_copy_ = 0;
+  begin_tables();
   forget_many_recipes();
   if (!cold) return;
   MethodState& method = methods_[method_];
@@ -301,11 +305,20 @@ void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].acc
 
 void PlannedSession::reset() noexcept {
   for (MethodState& method : methods_) forget_copies(method);
+  // S11: an expert may be in the table, and not yet in its slot. Where this fails, the next run begins with it.
+  quietly([&] { empty_tables(); });
+  sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
   if (!poison_) return;
   // What the run has copied and nobody has read would be right in the next.
   quietly([&] {
     for (const MethodRecord& method : plan_.methods)
       for (const CopyRecord& copy : method.copies) poison(copy.piece, copy_stream_);
+  });
+  quietly([&] {
+    for (const BankRecord& bank : plan_.banks)
+      for (const BankMemberRecord& member : bank.members)
+        driver_.fill(ranges_[member.range].address + (Address)member.range_offset_bytes, kPoison,
+                     (size_t)(bank.slots * member.row_bytes), copy_stream_);
   });
   quietly([&] { source_.poison(copy_stream_); });
   sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });

@@ -4,6 +4,7 @@
 #include <array>
 #include <map>
 
+#include "experts/expert_calls.h"
 #include "linear/linear_recipe.h"
 #include "plan/plan_records.h"
 #include "session/streaming_session.h"
@@ -11,6 +12,13 @@
 namespace penstock {
 
 class LinearOperands;
+
+// Of one bank, since the plan was installed.
+struct ExpertCountsRecord {
+  int64_t calls;
+  int64_t hits;
+  int64_t misses;
+};
 
 class PlannedSession final : public StreamingSession {
  public:
@@ -26,6 +34,13 @@ class PlannedSession final : public StreamingSession {
   // they are launched; null: the calling thread makes them.
   void offer_linear(PrepareLinear prepare);
 
+  // Rows of an access that was fetched, by `rows` numbers at `index`, to `out`. Returns false after fail().
+  bool take_rows(int64_t number, Address index, int64_t rows, Address out);
+  // Both wait for the device.
+  std::vector<ExpertCountsRecord> expert_counts();
+  std::vector<HitRate> logged_hits(int64_t bank, const std::vector<int64_t>& slots);
+
+  const PlanRecord& plan() const { return plan_; }
   // Physical bytes held for weights, now and at most.
   int64_t device_bytes() const { return device_bytes_; }
   int64_t peak_device_bytes() const { return peak_device_bytes_; }
@@ -34,6 +49,9 @@ class PlannedSession final : public StreamingSession {
   void begin_run(bool cold) override;
   Address acquire(int64_t position) override;
   void multiply(const LinearRequest& request, TensorHandle* out) override;
+  void take_rows(const RowsRequest& request, TensorHandle* out) override;
+  void multiply_groups(const GroupedRequest& request, TensorHandle* out) override;
+  void add_device_counts(Counters* last_run, Counters* totals) override;
   void step_ended(int64_t step) override;
   void end_run() override;
   void reset() noexcept override;
@@ -102,6 +120,17 @@ class PlannedSession final : public StreamingSession {
   Address address_of(const AccessRecord& access) const;
   LinearCase case_of(int64_t position, const LinearOperands& operands) const;
   void multiply_here(const LinearCase& which, const LinearCall& call);
+  Address table_of(int64_t bank) const;
+  void prepare_experts();
+  void empty_tables();
+  void begin_tables();
+  void retire_expert_counts();
+  bool uses_bank(int64_t method, size_t bank) const;
+  std::vector<ExpertCounts> counts_now();
+  void choose(const AccessRecord& access, Address index, int64_t rows, bool by_ends);
+  MoveCall move_of(int64_t position, int64_t experts, int64_t row_bytes, Address index, int64_t rows) const;
+  void take_rows(int64_t position, int64_t experts, int64_t row_bytes, Address index, int64_t rows, Address out);
+  std::vector<unsigned char> table_now(int64_t bank);
   const LinearRecipe& recipe(const LinearCase& which);
   void forget_many_recipes();
 
@@ -120,6 +149,14 @@ class PlannedSession final : public StreamingSession {
   bool kernel_offered_ = false;
   // By method, access, tokens and rows of the head. They hold addresses of the present plan.
   std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
+  // By bank: whether it was chosen from in this run.
+  std::vector<bool> chosen_from_;
+  // Whether the tables of the plan have begun.
+  bool has_tables_ = false;
+  // A run has failed, and what it left in them is still there.
+  bool must_empty_tables_ = false;
+  // What plans before the present one have counted.
+  Counters retired_;
   int64_t device_bytes_ = 0;
   int64_t peak_device_bytes_ = 0;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "driver/driver.h"
@@ -28,6 +29,24 @@ struct LinearRequest {
   int32_t device_type;
 };
 
+// Rows of a weight by a tensor of 64-bit numbers: along its first dimension.
+struct RowsRequest {
+  TensorHandle weight;  // as it was lent
+  TensorHandle index;
+  int64_t access;
+  int32_t device_type;
+};
+
+// Rows of x times a matrix each: those of one expert follow one another, and `ends` (32 bits) says where each expert's end.
+struct GroupedRequest {
+  TensorHandle x;
+  TensorHandle weight;  // as it was lent: (experts, depth, columns), or as linears have it (experts, columns, depth)
+  TensorHandle ends;
+  bool is_linear;
+  int64_t access;
+  int32_t device_type;
+};
+
 class Session {
  public:
   virtual ~Session() = default;
@@ -38,6 +57,9 @@ class Session {
   // Multiplies with the weight of an access that was fetched. Returns false after fail(), or after torch refused a
   // call: torch has then told why.
   bool linear(const LinearRequest& request, TensorHandle* out);
+  // The same for rows that are taken by index, and for products of groups of rows.
+  bool rows(const RowsRequest& request, TensorHandle* out);
+  bool grouped(const GroupedRequest& request, TensorHandle* out);
 
   // The launches of step `step` have all been issued.
   virtual void done(int64_t step) = 0;
@@ -49,6 +71,11 @@ class Session {
  protected:
   // May throw. Here the library's product, for a weight that lies whole where it was lent.
   virtual void multiply(const LinearRequest& request, TensorHandle* out);
+  virtual void take_rows(const RowsRequest& request, TensorHandle* out);
+  virtual void multiply_groups(const GroupedRequest& request, TensorHandle* out);
+
+  // What a call into torch or the driver throws, told as every failure is.
+  bool attempt(const std::function<void()>& call);
 
   bool fail(const std::string& message, Failure failure = Failure::divergence) {
     if (error_.empty()) {

@@ -17,6 +17,7 @@
 #include "open/registration_probe.h"
 #include "penstock_core.h"
 #include "session/engine.h"
+#include "session/session_summary.h"
 
 namespace penstock {
 namespace {
@@ -121,7 +122,8 @@ int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t c
 void copy_counters(const Counters& counters, int64_t* out) {
   const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
                             counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
-                            counters.bytes_in_place, counters.bytes_decoded};
+                            counters.bytes_in_place, counters.bytes_decoded,  counters.expert_hits,
+                            counters.expert_misses,  counters.expert_bytes};
   std::memcpy(out, values, sizeof values);
 }
 
@@ -231,10 +233,15 @@ const char* penstock_format_bytes(int64_t bytes) {
   text = format_bytes(bytes);
   return text.c_str();
 }
-const char* penstock_budget_origin_text(int64_t origin) { return origin_text(origin); }
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });
+}
+// What to tell the user when less is taken than was asked for; empty where it is not so. Good until the next call.
+const char* penstock_clamp_sentence(const PenstockBudget* budget) {
+  thread_local std::string text;
+  text = clamp_sentence(*budget);
+  return text.c_str();
 }
 
 // That the session holds: of the file, or of staging buffers. 0 where it was not opened here.
@@ -254,6 +261,23 @@ void penstock_session_destroy(void* handle) {
   Driver* held = over->driver;
   delete over;
   if (inside) held->leave();
+}
+
+// Pinned memory of the session's device, for what whoever runs it moves there. Null where it cannot be had; freed before
+// the session.
+void* penstock_session_allocate_host(void* handle, int64_t bytes) {
+  void* out = nullptr;
+  guarded([&] {
+    Entered entered(*engine(handle)->driver);
+    out = engine(handle)->driver->allocate_host((size_t)bytes);
+  });
+  return out;
+}
+void penstock_session_free_host(void* handle, void* start) {
+  quietly([&] {
+    Entered entered(*engine(handle)->driver);
+    engine(handle)->driver->free_host(start);
+  });
 }
 
 int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t count) {
@@ -355,17 +379,35 @@ int32_t penstock_session_end_replay(void* handle) {
 int32_t penstock_session_failure(void* handle) { return (int32_t)engine(handle)->session().failure(); }
 const char* penstock_session_failure_text(void* handle) { return engine(handle)->session().error().c_str(); }
 
-// What compiled code does, without torch.
-int32_t penstock_session_acquire(void* handle, int64_t number, uint64_t* address) {
-  return engine(handle)->session().acquire(number, address) ? 0 : 1;
-}
-void penstock_session_done(void* handle, int64_t step) { engine(handle)->session().done(step); }
-
 int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
-    copy_counters(engine(handle)->session().last_run(), last_run);
-    copy_counters(engine(handle)->session().totals(), totals);
+    Counters run, all;
+    engine(handle)->session().count(&run, &all);
+    copy_counters(run, last_run);
+    copy_counters(all, totals);
+  });
+}
+
+// Of the experts of bank after bank: calls, hits and misses since the plan was installed, three numbers each. Called first
+// for the count alone. Waits for the device.
+int64_t penstock_session_expert_counts(void* handle, int64_t* out, int64_t capacity) {
+  int64_t count = -1;
+  guarded([&] {
+    Engine& over = *engine(handle);
+    Entered entered(*over.driver);
+    count = over.planned ? copy_records(over.planned->expert_counts(), out, capacity) : 0;
+  });
+  return count;
+}
+
+// By each number of slots: how many of the uses that a bank has logged would have been hits, and how many there were.
+int32_t penstock_session_expert_hits(void* handle, int64_t bank, const int64_t* slots, int64_t count, int64_t* out) {
+  return guarded([&] {
+    Engine& over = *engine(handle);
+    Entered entered(*over.driver);
+    if (!over.planned) throw CoreError(Failure::usage, "the policy lru has no banks of experts");
+    copy_records(over.planned->logged_hits(bank, {slots, slots + count}), out, count);
   });
 }
 
@@ -383,10 +425,11 @@ int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
   return copy_records(engine(handle)->session().link(), out, capacity);
 }
 
-// For tests, which make them late. Null: packed weights alone have a stream of their own on the link.
-void* penstock_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
-
-void* penstock_session_link_stream(void* handle) { return engine(handle)->source->link_stream(); }
+// In one line. Good until the next call on this thread; null where it cannot be had.
+const char* penstock_session_summary(void* handle, const PenstockSummary* asked) {
+  thread_local std::string text;
+  return guarded([&] { text = session_summary(*engine(handle), *asked); }) ? nullptr : text.c_str();
+}
 
 int32_t penstock_session_drain(void* handle) {
   return guarded([&] {

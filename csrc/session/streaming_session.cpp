@@ -355,16 +355,12 @@ LinkRecord StreamingSession::time_copies(const Copies& copies) {
   return record;
 }
 
-Counters StreamingSession::last_run() {
-  Counters counters = run_;
-  if (!run_.replays) counters.stall_ns = stalls_.last_run_ns();
-  return counters;
-}
-
-Counters StreamingSession::totals() {
-  Counters counters = totals_;
-  counters.stall_ns = stalls_.total_ns();
-  return counters;
+void StreamingSession::count(Counters* last_run, Counters* totals) {
+  *last_run = run_;
+  if (!run_.replays) last_run->stall_ns = stalls_.last_run_ns();
+  *totals = totals_;
+  totals->stall_ns = stalls_.total_ns();
+  add_device_counts(last_run, totals);
 }
 
 void StreamingSession::start_trace() { trace_ = std::make_unique<Trace>(driver_, copy_stream_); }

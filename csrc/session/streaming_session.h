@@ -30,6 +30,11 @@ struct Counters {
   int64_t bytes_in_place = 0;
   // Of packed weights, what was decoded: as the weights have it.
   int64_t bytes_decoded = 0;
+  // Of experts with slots, once for each call that asks for one: those that were in a slot, those that were not, and what
+  // crossed the link of these. Counted by the device.
+  int64_t expert_hits = 0;
+  int64_t expert_misses = 0;
+  int64_t expert_bytes = 0;
 };
 
 // So many copies, one after the other, and the bytes that they take over the link together.
@@ -77,8 +82,8 @@ class StreamingSession : public Session {
   // Waits until nothing of ours is at work on the device.
   void drain();
 
-  Counters last_run();
-  Counters totals();
+  // Of the last run, and of all of them. Waits for the device.
+  void count(Counters* last_run, Counters* totals);
 
   // How long copies of real weights take, measured once when a plan or a pool is set up: as many as will be made first,
   // as they are; then some of each size. Empty when nothing is ever copied.
@@ -114,12 +119,21 @@ class StreamingSession : public Session {
   virtual void capture_begins() = 0;
   virtual void capture_ends() = 0;
   virtual void capture_failed() noexcept = 0;
+  // What only the device knows, of the last run and of all of them. Nothing of ours is at work.
+  virtual void add_device_counts(Counters* last_run, Counters* totals) {
+    (void)last_run;
+    (void)totals;
+  }
+
   // Before and after the launch.
   virtual void replay_begins(bool cold) = 0;
   virtual void replay_ends() = 0;
 
   // Where an access that was fetched in this run stands in the schedule; throws if it was not.
   int64_t fetched_position(int64_t number) const;
+
+  // The method of the last run; -1 where it failed, or there was none.
+  int64_t last_method() const { return owner_; }
 
   // The compute stream waits for a copy; the wait is measured.
   void wait_for_copy(Event ready);

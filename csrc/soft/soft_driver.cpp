@@ -1,4 +1,4 @@
-// The driver table over the parts: memory, pools, streams, captures, host memory.
+// The driver table over the parts: memory, pools, streams, host memory.
 #include "soft/soft_driver.h"
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "experts/expert_calls.h"
 #include "host/fault_guard.h"
 #include "packed/decode_call.h"
 
@@ -30,10 +31,10 @@ void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 SoftDriver::SoftDriver(size_t granularity_bytes, size_t capacity_bytes, bool poison)
     : capacity_(capacity_bytes), memory_(granularity_bytes, poison, capacity_), poison_(poison) {}
 
-SoftDriver::~SoftDriver() {
-  // First of all: what is queued uses the rest.
-  streams_.clear();
-}
+// First of all: what is queued uses the rest.
+SoftDriver::~SoftDriver() { finish_streams(); }
+
+void SoftDriver::finish_streams() { streams_.clear(); }
 
 template <typename Thing>
 std::shared_ptr<Thing> SoftDriver::find(const std::map<void*, std::shared_ptr<Thing>>& things, void* handle,
@@ -67,18 +68,13 @@ std::shared_ptr<SoftStream> SoftDriver::queue_of(Stream stream, const char* call
   return stream ? stream_of(stream, call) : nullptr;
 }
 
-std::shared_ptr<Completion> SoftDriver::recording_of(const SoftEvent& event, const char* call) {
-  captures_.refuse(event, call);
-  return event.latest();
-}
-
-void SoftDriver::enqueue(Stream stream, const char* call, SoftNode::Kind kind, std::function<void()> body) {
+void SoftDriver::enqueue(Stream stream, const char* call, Work kind, std::function<void()> body) {
   auto queue = queue_of(stream, call);
   auto timed = [this, body = std::move(body)] {
     body();
     pace_.clock.tick();
   };
-  if (captures_.add(stream, call, {kind, timed, nullptr, {}})) return;
+  if (captured(stream, call, kind, timed)) return;
   if (queue)
     queue->work(std::move(timed));
   else
@@ -141,7 +137,6 @@ void SoftDriver::destroy_pool(Pool pool) {
 Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
   auto entry = find(pools_, pool, "pool_allocate", "pool");
   auto queue = queue_of(stream, "pool_allocate");
-  captures_.refuse(stream, "pool_allocate");
   std::lock_guard<std::mutex> lock(entry->mutex);
   const SoftPool::Lease lease = entry->pool.allocate(bytes, stream);
   if (poison_ && lease.fresh) {
@@ -157,7 +152,6 @@ Address SoftDriver::pool_allocate(Pool pool, size_t bytes, Stream stream) {
 void SoftDriver::pool_release(Pool pool, Address address, Stream stream) {
   auto entry = find(pools_, pool, "pool_release", "pool");
   auto queue = queue_of(stream, "pool_release");
-  captures_.refuse(stream, "pool_release");
   std::lock_guard<std::mutex> lock(entry->mutex);
   auto release = entry->pool.release(address, stream);
   auto body = [entry, release] { entry->pool.execute(*release); };
@@ -186,17 +180,11 @@ Stream SoftDriver::create_stream() {
 void SoftDriver::destroy_stream(Stream stream) {
   auto queue = take(streams_, stream, "destroy_stream", "stream");
   queue->finish();
-  captures_.forget(stream);
 }
 
 void SoftDriver::synchronize_stream(Stream stream) {
   auto queue = queue_of(stream, "synchronize_stream");
-  captures_.refuse(stream, "synchronize_stream");
   if (queue) throw_if(queue->drain());
-}
-
-bool SoftDriver::is_capturing(Stream stream) {
-  return captures_.is_on(stream);
 }
 
 Event SoftDriver::create_event(bool timing) {
@@ -214,40 +202,17 @@ void SoftDriver::destroy_event(Event event) {
 void SoftDriver::record(Event event, Stream stream) {
   auto recorded = event_of(event, "record");
   auto queue = queue_of(stream, "record");
-  if (!captures_.record(stream, *recorded)) record_eagerly(*recorded, queue.get());
-}
-
-void SoftDriver::record_external(Event event, Stream stream) {
-  auto recorded = event_of(event, "record_external");
-  auto queue = queue_of(stream, "record_external");
-  if (!captures_.add(stream, "record_external", {SoftNode::Kind::record, nullptr, recorded, {}}))
-    record_eagerly(*recorded, queue.get());
-}
-
-void SoftDriver::record_eagerly(SoftEvent& event, SoftStream* queue) {
   auto completion = std::make_shared<Completion>(pace_);
   if (queue)
     queue->record(completion);
   else
     completion->complete(nullptr);
-  event.record(std::move(completion));
+  recorded->record(std::move(completion));
 }
 
 void SoftDriver::wait(Stream stream, Event event) {
   auto queue = queue_of(stream, "wait");
-  auto recorded = event_of(event, "wait");
-  if (!captures_.wait(stream, *recorded)) wait_eagerly(queue.get(), *recorded);
-}
-
-void SoftDriver::wait_external(Stream stream, Event event) {
-  auto queue = queue_of(stream, "wait_external");
-  auto recorded = event_of(event, "wait_external");
-  if (captures_.add(stream, "wait_external", {SoftNode::Kind::wait, nullptr, recorded, {}})) return;
-  if (!captures_.wait(stream, *recorded)) wait_eagerly(queue.get(), *recorded);
-}
-
-void SoftDriver::wait_eagerly(SoftStream* queue, const SoftEvent& event) {
-  auto completion = event.latest();
+  auto completion = event_of(event, "wait")->latest();
   if (!completion) return;
   if (queue) return queue->wait(std::move(completion));
   pace_.delays.pause_sometimes();
@@ -255,12 +220,12 @@ void SoftDriver::wait_eagerly(SoftStream* queue, const SoftEvent& event) {
 }
 
 void SoftDriver::synchronize_event(Event event) {
-  auto completion = recording_of(*event_of(event, "synchronize_event"), "synchronize_event");
+  auto completion = event_of(event, "synchronize_event")->latest();
   if (completion) throw_if(completion->await());
 }
 
 bool SoftDriver::is_complete(Event event) {
-  auto completion = recording_of(*event_of(event, "is_complete"), "is_complete");
+  auto completion = event_of(event, "is_complete")->latest();
   if (!completion) return true;
   SoftFault fault;
   int64_t time_ns;
@@ -276,7 +241,7 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
     auto event = event_of(events[i], "elapsed_ns");
     const std::string which = i ? "the second event" : "the first event";
     if (!event->timing) fail("elapsed_ns", EINVAL, which + " was created without timing");
-    auto completion = recording_of(*event, "elapsed_ns");
+    auto completion = event->latest();
     if (!completion) fail("elapsed_ns", EINVAL, which + " was never recorded");
     SoftFault fault;
     const bool complete = completion->is_complete(&fault, &times_ns[i]);
@@ -289,7 +254,7 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
 }
 
 void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stream stream) {
-  enqueue(stream, "copy_to_device", SoftNode::Kind::copy, [to, from, bytes] {
+  enqueue(stream, "copy_to_device", Work::copy, [to, from, bytes] {
     if (!guarded_copy(pointer(to), from, bytes))
       throw DriverError(Failure::host_read, "soft copy_to_device", EFAULT,
                         "the source of " + std::to_string(bytes) + " bytes could not be read");
@@ -297,16 +262,16 @@ void SoftDriver::copy_to_device(Address to, const void* from, size_t bytes, Stre
 }
 
 void SoftDriver::copy_to_host(void* to, Address from, size_t bytes, Stream stream) {
-  enqueue(stream, "copy_to_host", SoftNode::Kind::copy,
+  enqueue(stream, "copy_to_host", Work::copy,
           [to, from, bytes] { std::memcpy(to, pointer(from), bytes); });
 }
 
 void SoftDriver::fill(Address to, unsigned char value, size_t bytes, Stream stream) {
-  enqueue(stream, "fill", SoftNode::Kind::copy, [to, value, bytes] { std::memset(pointer(to), value, bytes); });
+  enqueue(stream, "fill", Work::copy, [to, value, bytes] { std::memset(pointer(to), value, bytes); });
 }
 
 void SoftDriver::decode(const DecodeCall& call, Stream stream) {
-  enqueue(stream, "decode", SoftNode::Kind::kernel, [call] {
+  enqueue(stream, "decode", Work::kernel, [call] {
     for (size_t block = 0; block + 1 < call.begins_bytes.size(); ++block) {
       const int64_t at = (int64_t)block * kBlockRawBytes, bytes = std::min(kBlockRawBytes, call.weight_bytes - at);
       const int64_t begin = std::max(call.begin_bytes, at), end = std::min(call.end_bytes, at + bytes);
@@ -316,6 +281,14 @@ void SoftDriver::decode(const DecodeCall& call, Stream stream) {
                    static_cast<unsigned char*>(pointer(call.out)) + (begin - call.begin_bytes));
     }
   });
+}
+
+void SoftDriver::choose_experts(const ChooseCall& call, Stream stream) {
+  enqueue(stream, "choose_experts", Work::kernel, [call] { penstock::choose_experts(call); });
+}
+
+void SoftDriver::move_experts(const MoveCall& call, Stream stream) {
+  enqueue(stream, "move_experts", Work::kernel, [call] { penstock::move_experts(call); });
 }
 
 void SoftDriver::register_host(const void* start, size_t bytes) {
@@ -342,51 +315,7 @@ void SoftDriver::free_host(void* start) {
 }
 
 void SoftDriver::launch(Stream stream, std::function<void()> body) {
-  enqueue(stream, "launch", SoftNode::Kind::kernel, std::move(body));
-}
-
-void SoftDriver::begin_capture(Stream stream) {
-  queue_of(stream, "begin_capture");
-  captures_.begin(stream);
-}
-
-Graph SoftDriver::end_capture(Stream stream) {
-  queue_of(stream, "end_capture");
-  auto graph = captures_.end(stream);
-  std::lock_guard<std::mutex> lock(mutex_);
-  graphs_[graph.get()] = graph;
-  return graph.get();
-}
-
-void SoftDriver::launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed) {
-  auto captured = find(graphs_, graph, "launch_graph", "graph");
-  auto queue = queue_of(stream, "launch_graph");
-  if (order < SoftOrder::copies_first || order > SoftOrder::threads)
-    fail("launch_graph", EINVAL, "there is no order " + std::to_string((int32_t)order) + ", only 0 to 3");
-  captures_.refuse(stream, "launch_graph");
-  for (const SoftNode& node : captured->nodes)
-    if (node.kind == SoftNode::Kind::wait) captures_.refuse(*node.event, "launch_graph");
-  auto launch = std::make_shared<SoftLaunch>(captured, order, seed, pace_);
-  // As record does: on the stream first, which may refuse it, and then in the events.
-  if (queue)
-    queue->work_through([launch, on = queue.get()](SoftFault fault) { return launch->run(std::move(fault), on); },
-                        launch->records());
-  launch->announce();
-  if (!queue) throw_if(launch->run(nullptr, nullptr));
-}
-
-void SoftDriver::launch_graph(Graph graph, Stream stream) {
-  launch_graph(graph, stream, order_, order_seed_);
-}
-
-void SoftDriver::set_order(SoftOrder order, uint64_t seed) {
-  order_ = order;
-  order_seed_ = seed;
-}
-
-void SoftDriver::destroy_graph(Graph graph) {
-  // A launch that is pending holds the graph until it has been done.
-  take(graphs_, graph, "destroy_graph", "graph");
+  enqueue(stream, "launch", Work::kernel, std::move(body));
 }
 
 void SoftDriver::set_late(Stream stream, bool late) { stream_of(stream, "set_late")->set_late(late); }
@@ -408,7 +337,6 @@ SoftCounts SoftDriver::counts() const {
   std::lock_guard<std::mutex> lock(mutex_);
   counts.streams = (int64_t)streams_.size();
   counts.events = (int64_t)events_.size();
-  counts.graphs = (int64_t)graphs_.size();
   counts.pools = (int64_t)pools_.size();
   for (const auto& [handle, entry] : pools_) {
     counts.pool_allocations += (int64_t)entry->pool.live();

@@ -11,7 +11,6 @@
 #include <mutex>
 
 #include "driver/driver.h"
-#include "soft/soft_graph.h"
 #include "soft/soft_host.h"
 #include "soft/soft_memory.h"
 #include "soft/soft_pool.h"
@@ -36,10 +35,11 @@ struct SoftCounts {
   int64_t host_allocations;
   int64_t host_bytes;
   int64_t peak_host_bytes;
-  int64_t graphs;
 };
 
-class SoftDriver final : public Driver {
+// A program on the CPU has no graphs, so nothing can be captured here. For tests there is a driver that stands on this one and
+// captures: tests/native/capturing_driver.h.
+class SoftDriver : public Driver {
  public:
   // A capacity of 0 is no limit of ours. With poison, device bytes that are fresh or released read as 0xFF.
   SoftDriver(size_t granularity_bytes, size_t capacity_bytes, bool poison);
@@ -67,14 +67,14 @@ class SoftDriver final : public Driver {
   Stream create_stream() override;
   void destroy_stream(Stream stream) override;
   void synchronize_stream(Stream stream) override;
-  bool is_capturing(Stream stream) override;
+  bool is_capturing(Stream) override { return false; }
 
   Event create_event(bool timing) override;
   void destroy_event(Event event) override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;
-  void record_external(Event event, Stream stream) override;
-  void wait_external(Stream stream, Event event) override;
+  void record_external(Event event, Stream stream) override { record(event, stream); }
+  void wait_external(Stream stream, Event event) override { wait(stream, event); }
   void synchronize_event(Event event) override;
   bool is_complete(Event event) override;
   int64_t elapsed_ns(Event from, Event to) override;
@@ -85,32 +85,43 @@ class SoftDriver final : public Driver {
 
   void decode(const DecodeCall& call, Stream stream) override;
 
+  void choose_experts(const ChooseCall& call, Stream stream) override;
+  void move_experts(const MoveCall& call, Stream stream) override;
+
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;
   Address host_address(const void* start, size_t bytes) override;
   void* allocate_host(size_t bytes) override;
   void free_host(void* start) override;
 
-  // Work on the stream, and on those that wait for its events, is not done but becomes nodes of a graph.
-  void begin_capture(Stream stream) override;
-  Graph end_capture(Stream stream) override;
-  // In the order that was set, at first copies first.
-  void launch_graph(Graph graph, Stream stream) override;
-  void destroy_graph(Graph graph) override;
+  void begin_capture(Stream) override { refuse_graph(); }
+  Graph end_capture(Stream) override { refuse_graph(); }
+  void launch_graph(Graph, Stream) override { refuse_graph(); }
+  void destroy_graph(Graph) override { refuse_graph(); }
 
   // What follows is for tests: what only the inside of a driver can tell or force. The rest of what they need is outside,
   // in tests/native.
 
   // A kernel: runs in stream order.
   void launch(Stream stream, std::function<void()> body);
-  // Ordered on the stream as one piece of work. The seed is that of the orders that draw.
-  void launch_graph(Graph graph, Stream stream, SoftOrder order, uint64_t seed);
-  void set_order(SoftOrder order, uint64_t seed);
   SoftCounts counts() const;
   SoftPace& pace() { return pace_; }
   void set_late(Stream stream, bool late);
 
+ protected:
+  enum class Work { copy, kernel };
+  // Whether somebody else has taken a piece of work on this stream.
+  virtual bool captured(Stream, const char*, Work, const std::function<void()>&) { return false; }
+  // Before whatever their work uses goes.
+  void finish_streams();
+  std::shared_ptr<SoftEvent> event_of(Event event, const char* call) const;
+  // Null for the calling thread's own.
+  std::shared_ptr<SoftStream> queue_of(Stream stream, const char* call) const;
+
  private:
+  [[noreturn]] static void refuse_graph() {
+    throw CoreError(Failure::capture, "nothing can be captured: a program on the CPU has no graphs");
+  }
   // One lock over both halves of a release, so that no allocation on the same stream slips in between.
   struct PoolEntry {
     PoolEntry(size_t max_bytes, bool poison, SoftCapacity& capacity) : pool(max_bytes, poison, capacity) {}
@@ -125,24 +136,15 @@ class SoftDriver final : public Driver {
   std::shared_ptr<Thing> take(std::map<void*, std::shared_ptr<Thing>>& things, void* handle, const char* call,
                               const char* kind);
   std::shared_ptr<SoftStream> stream_of(Stream stream, const char* call) const;
-  std::shared_ptr<SoftEvent> event_of(Event event, const char* call) const;
-  std::shared_ptr<SoftStream> queue_of(Stream stream, const char* call) const;
-  std::shared_ptr<Completion> recording_of(const SoftEvent& event, const char* call);
-  void enqueue(Stream stream, const char* call, SoftNode::Kind kind, std::function<void()> body);
-  void record_eagerly(SoftEvent& event, SoftStream* queue);
-  void wait_eagerly(SoftStream* queue, const SoftEvent& event);
+  void enqueue(Stream stream, const char* call, Work kind, std::function<void()> body);
 
   SoftPace pace_;
   SoftCapacity capacity_;
   SoftMemory memory_;
   SoftHost host_;
-  SoftCaptures captures_;
   const bool poison_;
   mutable std::mutex mutex_;  // of the tables below
   std::map<void*, std::shared_ptr<SoftEvent>> events_;
-  std::map<void*, std::shared_ptr<SoftGraph>> graphs_;
-  SoftOrder order_ = SoftOrder::copies_first;
-  uint64_t order_seed_ = 1;
   std::map<void*, std::shared_ptr<PoolEntry>> pools_;
   std::map<void*, std::shared_ptr<SoftStream>> streams_;
 };

@@ -67,17 +67,6 @@ std::shared_ptr<Completion> SoftEvent::latest() const {
 void SoftEvent::record(std::shared_ptr<Completion> completion) {
   std::lock_guard<std::mutex> lock(mutex_);
   latest_ = std::move(completion);
-  mark_ = nullptr;
-}
-
-std::shared_ptr<const SoftMark> SoftEvent::mark() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return mark_;
-}
-
-void SoftEvent::record(std::shared_ptr<const SoftMark> mark) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  mark_ = std::move(mark);
 }
 
 SoftStream::SoftStream(SoftPace& pace) : pace_(pace), thread_([this] { loop(); }) {}

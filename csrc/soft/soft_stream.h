@@ -8,7 +8,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <vector>
 
@@ -48,29 +47,17 @@ class Completion {
   SoftFault fault_;
 };
 
-struct SoftCapture;
-
-// One recording of an event in a captured stream: what has been captured there by then.
-struct SoftMark {
-  std::weak_ptr<SoftCapture> capture;  // gone when the capture has ended
-  std::set<size_t> nodes;
-};
-
 // Recording again replaces the completion, so that those who wait for an earlier one are not disturbed.
 class SoftEvent {
  public:
   explicit SoftEvent(bool timing) : timing(timing) {}
   std::shared_ptr<Completion> latest() const;
-  // Null unless the event was recorded in a captured stream, and last there.
-  std::shared_ptr<const SoftMark> mark() const;
   void record(std::shared_ptr<Completion> completion);
-  void record(std::shared_ptr<const SoftMark> mark);
   const bool timing;
 
  private:
   mutable std::mutex mutex_;
   std::shared_ptr<Completion> latest_;  // null until recorded
-  std::shared_ptr<const SoftMark> mark_;
 };
 
 class SoftStream : public std::enable_shared_from_this<SoftStream> {

@@ -1,9 +1,12 @@
-// run_model model.pte model.ptd BUDGET ROWS COLUMNS [--runs N] [--set-budget BYTES]... < input > output
+// run_model model.pte model.ptd BUDGET ROWS COLUMNS [--runs N] [--set-budget BYTES]... [--cuda-graph] [--calibrate]
+//           < input > output
 //
 // Runs `forward` on one float32 matrix that is read raw from standard input; writes the first output raw. BUDGET is a
 // number of bytes, or "default": what was baked in, or else automatic. After each --set-budget it runs again with
 // that budget, without loading anything again. --runs: so many times with each budget, once if nothing is said; the last
-// output is written. What the last run moved, and how long the runs took, is printed to standard error.
+// output is written. What the last run moved, and how long the runs took, is printed to standard error. --cuda-graph: runs
+// are captured, and replayed as CUDA graphs. --calibrate: the runs with the last budget are traced, and it is printed how
+// long each step takes once its weights are there, and what copies of each size reach.
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/backend/backend_options_map.h>
@@ -19,6 +22,8 @@
 #include <map>
 #include <string>
 #include <vector>
+
+#include "penstock_executorch.h"
 
 using executorch::extension::from_blob;
 using executorch::extension::Module;
@@ -66,7 +71,7 @@ bool set_budget(const char* budget) {
 
 constexpr const char* kFigures[] = {
     "weight_offload_budget", "weight_offload_plan", "weight_offload_plan_count", "weight_offload_device_bytes",
-    "weight_offload_peak_device_bytes", "weight_offload_runs", "weight_offload_last_run_bytes_streamed",
+    "weight_offload_peak_device_bytes", "weight_offload_runs", "weight_offload_replays", "weight_offload_last_run_bytes_streamed",
     "weight_offload_last_run_bytes_hit", "weight_offload_last_run_bytes_in_place", "weight_offload_last_run_bytes_decoded",
     "weight_offload_last_run_copies", "weight_offload_last_run_stall_ns", "weight_offload_link_bytes_per_s"};
 using Text = std::array<char, executorch::runtime::kMaxOptionValueLength>;
@@ -108,18 +113,52 @@ bool run_and_print(const Work& work) {
   return run_ns >= 0 && print_figures(run_ns);
 }
 
+// By step, what each run took for it.
+using Steps = std::map<int64_t, std::vector<int64_t>>;
+
+void take_step(const PenstockSpan* span, void* steps) {
+  if (span->lane == 0) (*static_cast<Steps*>(steps))[span->index].push_back(span->end_ns - span->begin_ns);
+}
+
+void print_link(const PenstockLinkSample* sample, void*) {
+  std::fprintf(stderr, "link: copies of %lld bytes at %.3f GB/s\n", (long long)(sample->bytes / sample->copies),
+               sample->ns ? (double)sample->bytes / (double)sample->ns : 0.0);
+}
+
+// More runs, with a trace of them.
+bool calibrate(const Work& work) {
+  Steps steps;
+  if (penstock_executorch_start_trace("", "") || run(work) < 0 ||
+      penstock_executorch_stop_trace("", "", take_step, &steps) || penstock_executorch_link("", "", print_link, nullptr)) {
+    std::fprintf(stderr, "not calibrated: %s\n", penstock_executorch_text());
+    return false;
+  }
+  int64_t sum_ns = 0;
+  for (auto& [step, took_ns] : steps) {
+    std::nth_element(took_ns.begin(), took_ns.begin() + (long)took_ns.size() / 2, took_ns.end());
+    std::fprintf(stderr, "step %lld: %lld ns\n", (long long)step, (long long)took_ns[took_ns.size() / 2]);
+    sum_ns += took_ns[took_ns.size() / 2];
+  }
+  std::fprintf(stderr, "%zu steps: %.3f ms\n", steps.size(), (double)sum_ns / 1e6);
+  return true;
+}
+
 int main(int count, char** words) {
-  bool understood = count >= 6 && count % 2 == 0;
+  bool understood = count >= 6, cuda_graph = false, is_calibrating = false;
   int runs = 1;
   std::vector<const char*> budgets;
-  for (int i = 6; understood && i < count; i += 2) {
-    if (std::strcmp(words[i], "--set-budget") == 0) budgets.push_back(words[i + 1]);
-    else if (std::strcmp(words[i], "--runs") == 0) runs = std::atoi(words[i + 1]);
+  for (int i = 6; understood && i < count; ++i) {
+    const bool has_value = i + 1 < count;
+    if (std::strcmp(words[i], "--set-budget") == 0 && has_value) budgets.push_back(words[++i]);
+    else if (std::strcmp(words[i], "--runs") == 0 && has_value) runs = std::atoi(words[++i]);
+    else if (std::strcmp(words[i], "--cuda-graph") == 0) cuda_graph = true;
+    else if (std::strcmp(words[i], "--calibrate") == 0) is_calibrating = true;
     else understood = false;
   }
   if (!understood || runs < 1) {
     std::fprintf(stderr,
-                 "usage: %s model.pte model.ptd BUDGET ROWS COLUMNS [--runs N] [--set-budget BYTES]... < input > output\n",
+                 "usage: %s model.pte model.ptd BUDGET ROWS COLUMNS [--runs N] [--set-budget BYTES]... [--cuda-graph] "
+                 "[--calibrate] < input > output\n",
                  words[0]);
     return 2;
   }
@@ -135,6 +174,7 @@ int main(int count, char** words) {
   BackendOptions<2> options;
   Error error = Error::Ok;
   if (std::strcmp(words[3], "default") != 0) error = options.set_option("weight_offload_budget", words[3]);
+  if (error == Error::Ok && cuda_graph) error = options.set_option("weight_offload_cuda_graph", true);
   LoadBackendOptionsMap map;
   if (error == Error::Ok) error = map.set_options(kBackend, options.view());
   if (error == Error::Ok) error = module.load(map);
@@ -149,5 +189,5 @@ int main(int count, char** words) {
   if (!run_and_print(work)) return 1;
   for (const char* budget : budgets)
     if (!set_budget(budget) || !run_and_print(work)) return 1;
-  return 0;
+  return is_calibrating && !calibrate(work) ? 1 : 0;
 }

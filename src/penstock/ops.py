@@ -6,6 +6,9 @@ penstock_weight  what a fetch becomes while compiling: a factory without the wei
                  is named after it without the namespace.
 penstock_linear  x (tokens, K) times a lent weight (N, K) transposed, plus bias: for a weight whose rows may lie in two
                  places. Its C shim asks the session where, by the access of the weight.
+penstock_rows    rows of a lent weight by index: experts, of which only those that are asked for need be anywhere.
+penstock_grouped groups of rows of x times a matrix each of a lent weight. `ends`: where the rows of each end. `linear`:
+                 the matrices are (columns, depth), as linears have them.
 own              a copy that the compiler cannot elide
 settle           the identity, computed on the spot: the compiler may not compute its input again in each of its readers
 keep             a late use of lent weights, lowered to nothing; it keeps passes from writing into them
@@ -28,6 +31,13 @@ _LIBRARY.define(
     "penstock_linear(Tensor x, Tensor weight, Tensor? bias, int access) -> Tensor",
     tags=(torch.Tag.needs_contiguous_strides,),
 )
+_LIBRARY.define(
+    "penstock_rows(Tensor weight, Tensor index, int access) -> Tensor", tags=(torch.Tag.needs_contiguous_strides,)
+)
+_LIBRARY.define(
+    "penstock_grouped(Tensor x, Tensor weight, Tensor ends, bool linear, int access) -> Tensor",
+    tags=(torch.Tag.needs_contiguous_strides,),
+)
 _LIBRARY.define("force_clone(Tensor value) -> Tensor")
 _LIBRARY.define("materialize(Tensor value) -> Tensor")
 _LIBRARY.define("forbid_reinplace(Tensor[] lent) -> ()")
@@ -35,6 +45,8 @@ _LIBRARY.define("forbid_reinplace(Tensor[] lent) -> ()")
 FETCH = torch.ops.penstock.fetch.default
 WEIGHT = torch.ops.penstock.penstock_weight.default
 LINEAR = torch.ops.penstock.penstock_linear.default
+ROWS = torch.ops.penstock.penstock_rows.default
+GROUPED = torch.ops.penstock.penstock_grouped.default
 FORCE_CLONE = torch.ops.penstock.force_clone.default
 MATERIALIZE = torch.ops.penstock.materialize.default
 FORBID_REINPLACE = torch.ops.penstock.forbid_reinplace.default
@@ -64,6 +76,24 @@ def _linear_fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _rows_missing(weight: torch.Tensor, index: torch.Tensor, access: int) -> torch.Tensor:
+    raise RuntimeError(f"access {access}: a weightless program takes experts only as compiled code inside a session")
+
+
+def _rows_fake(weight: torch.Tensor, index: torch.Tensor, access: int) -> torch.Tensor:
+    return weight.new_empty((*index.shape, *weight.shape[1:]))
+
+
+def _grouped_missing(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, linear: bool, access: int
+) -> torch.Tensor:
+    return _rows_missing(weight, ends, access)
+
+
+def _grouped_fake(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, linear: bool, access: int) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1 if linear else 2])
+
+
 _LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
 # A weight that is lazily conjugated or negated reaches the op as it is. Resolved before, it would be a copy that the
 # fetch takes, and no longer the weight itself.
@@ -71,12 +101,16 @@ for _key in ("Conjugate", "Negative"):
     _LIBRARY.impl("fetch", torch.library.fallthrough_kernel, _key)
 _LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")
 _LIBRARY.impl("penstock_linear", _linear_missing, "CompositeExplicitAutograd")
+_LIBRARY.impl("penstock_rows", _rows_missing, "CompositeExplicitAutograd")
+_LIBRARY.impl("penstock_grouped", _grouped_missing, "CompositeExplicitAutograd")
 _LIBRARY.impl("force_clone", lambda value: value.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("materialize", lambda value: value.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("forbid_reinplace", lambda lent: None, "CompositeExplicitAutograd")
 torch.library.register_fake("penstock::fetch", _fetch, lib=_LIBRARY)
 torch.library.register_fake("penstock::penstock_weight", _weight_fake, lib=_LIBRARY)
 torch.library.register_fake("penstock::penstock_linear", _linear_fake, lib=_LIBRARY)
+torch.library.register_fake("penstock::penstock_rows", _rows_fake, lib=_LIBRARY)
+torch.library.register_fake("penstock::penstock_grouped", _grouped_fake, lib=_LIBRARY)
 torch.library.register_fake("penstock::force_clone", lambda value: torch.empty_like(value), lib=_LIBRARY)
 torch.library.register_fake("penstock::materialize", lambda value: torch.empty_like(value), lib=_LIBRARY)
 torch.library.register_fake("penstock::forbid_reinplace", lambda lent: None, lib=_LIBRARY)

@@ -21,8 +21,10 @@ from penstock.weight import State, Weight
 
 __all__ = ["FORMAT_VERSION", "METADATA_FILE"]
 
-FORMAT_VERSION = 5
-# Its states do not say whether their split can be chosen: it is the one of the export.
+FORMAT_VERSION = 6
+# Its accesses do not say which are of experts.
+_WITHOUT_EXPERTS = 5
+# Nor do its states say whether their split can be chosen: it is the one of the export.
 _WITHOUT_NEAR = 4
 
 
@@ -100,6 +102,8 @@ class Method:
     activation_example_bytes: int
     activation_bound_bytes: int | None
     temporaries: tuple[Temporary, ...]
+    # Weights that look like stacks of experts, and are read whole: why.
+    whole_experts: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,7 @@ class _MethodRow:
     activation_example_bytes: int
     activation_bound_bytes: int | None
     temporaries: tuple[Temporary, ...]
+    whole_experts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ def program_to_json(program: Program, code: Sequence[CodeFile] = ()) -> str:
     for method, row in zip(program.methods, table["methods"], strict=True):
         row["signature"] = signature_to_row(method.signature)
         row["schedule"] = {
-            "accesses": [[a.number, a.weight, a.pinned, a.gathered, a.linear] for a in method.schedule.accesses],
+            "accesses": [list(dataclasses.astuple(access)) for access in method.schedule.accesses],
             "steps": [[s.kernel, list(s.accesses)] for s in method.schedule.steps],
         }
     rows = [dataclasses.asdict(file) for file in code]
@@ -226,6 +231,8 @@ def _described(raw: bytes) -> tuple[Program, tuple[CodeFile, ...]]:
         table = parse_json(unsealed(raw))
         if version == _WITHOUT_NEAR:
             table = _with_near(table)
+        if version <= _WITHOUT_EXPERTS:
+            table = _with_experts(table)
         found = decode(_Description, table, rows=(Access, Step))
     except SchemaError as error:
         raise PackageError(f"the offload metadata is damaged: {error}") from error
@@ -249,6 +256,21 @@ def _with_near(table: Any) -> Any:
     return {**table, "states": [{**row, "near": None} for row in rows]}
 
 
+def _with_experts(table: Any) -> Any:
+    def row(method: Any) -> Any:
+        if not isinstance(method, dict) or not isinstance(method.get("schedule"), dict):
+            return method  # which the schema refuses
+        if "whole_experts" in method:
+            raise SchemaError(f"a method has the key 'whole_experts', which format version {_WITHOUT_EXPERTS} has not")
+        accesses = method["schedule"].get("accesses")
+        if isinstance(accesses, list):
+            accesses = [[*access, None] if isinstance(access, list) else access for access in accesses]
+        return {**method, "schedule": {**method["schedule"], "accesses": accesses}, "whole_experts": {}}
+
+    methods = table.get("methods")
+    return {**table, "methods": [row(method) for method in methods]} if isinstance(methods, list) else table
+
+
 def _check_version(raw: bytes) -> int:
     """Before anything else: a file of another release is not a damaged one."""
     try:
@@ -258,10 +280,10 @@ def _check_version(raw: bytes) -> int:
     if type(table) is not dict or "format_version" not in table:
         raise PackageError("the offload metadata is damaged: it has no 'format_version'")
     version = table["format_version"]
-    if version not in (_WITHOUT_NEAR, FORMAT_VERSION) or type(version) is not int:
+    if type(version) is not int or not _WITHOUT_NEAR <= version <= FORMAT_VERSION:
         shown = printable(f"{version!r:.40}") if not isinstance(version, list | dict) else type(version).__name__
         raise PackageError(
-            f"the program has format version {shown}; this release reads version {FORMAT_VERSION}, and {_WITHOUT_NEAR}"
+            f"the program has format version {shown}; this release reads versions {_WITHOUT_NEAR} to {FORMAT_VERSION}"
         )
     return version
 

@@ -16,7 +16,16 @@ from penstock.plan.floor import check_schedules
 from penstock.printable import printable
 from penstock.runtime.symbolic_layout import SymbolicLayout
 from penstock.schema import HIGHEST
-from penstock.weight import CACHE_DIMS, ITEM_BYTES, POSITIONS_DIM, State, Weight
+from penstock.weight import (
+    CACHE_DIMS,
+    EXPERT_UNIT_BYTES,
+    ITEM_BYTES,
+    MOST_EXPERTS,
+    POSITIONS_DIM,
+    State,
+    Weight,
+    are_experts,
+)
 from penstock.weights.format import layout_fault
 from penstock.weights.identity import layout_identity
 
@@ -148,6 +157,14 @@ def _check_schedules(program: Program) -> None:
         check_schedules([method.schedule for method in program.methods], weights, granularity_bytes=1)
     except ScheduleError as error:
         _refuse(printable(str(error)))
+    for access in (access for method in program.methods for access in method.schedule.accesses):
+        if access.routing is not None and (
+            access.pinned or not access.gathered or not are_experts(weights[access.weight])
+        ):
+            _refuse(
+                f"access {access.number} takes experts of {_quoted(access.weight)}, needs one that is only taken by "
+                f"index, and 1 to {MOST_EXPERTS} rows of a multiple of {EXPERT_UNIT_BYTES} bytes"
+            )
     lived = 0
     for method in program.methods:
         first, last = method.schedule.first_step, method.schedule.last_step

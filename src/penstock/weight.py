@@ -37,6 +37,11 @@ SEQUENCES_DIM = 1
 POSITIONS_DIM = 3
 
 
+# Of experts, which are the rows of a weight: as csrc/experts/expert_table.h has them.
+MOST_EXPERTS = 4096
+EXPERT_UNIT_BYTES = 16
+
+
 @dataclass(frozen=True)
 class Weight:
     """One set of bytes. `aliases` are the further names of a tied weight.
@@ -56,6 +61,10 @@ class Weight:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.shape[0] if self.shape and self.shape[0] else 0
+
+    @property
     def storage_shape(self) -> tuple[int, ...]:
         """The shape of the bytes as they lie in the file and in memory."""
         return tuple(self.shape[d] for d in self.dim_order)
@@ -63,6 +72,17 @@ class Weight:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+
+def are_experts(weight: Weight) -> bool:
+    """Whether its rows can be experts: they lie one after the other, are not too many, and kernels can copy them."""
+    return (
+        len(weight.shape) > 1
+        and weight.dim_order == tuple(range(len(weight.shape)))
+        and weight.shape[0] <= MOST_EXPERTS
+        and weight.row_bytes > 0
+        and weight.row_bytes % EXPERT_UNIT_BYTES == 0
+    )
 
 
 @dataclass(frozen=True)

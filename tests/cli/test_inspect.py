@@ -137,8 +137,8 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
         built_with={},
         weights=(),
         states=(),
-        methods=(DelegateMethod("forward", (), (), 1),),
-        plan_tables=tuple(PlanTable((0,), (), PAGE, PAGE, tuple(part)) for part in (rows[:2], rows[2:])),
+        methods=(DelegateMethod("forward", (), (), 1, 0),),
+        plan_tables=tuple(PlanTable((0,), (), PAGE, PAGE, 0, tuple(part)) for part in (rows[:2], rows[2:])),
     )
     description = dataclasses.replace(description, **changes)  # type: ignore[arg-type]
     payload = pack_payload(description, plans, code.read_bytes())
@@ -152,7 +152,7 @@ def pte(path: Path, code: Path, **changes: object) -> Path:
         *({"page_bytes": value} for value in (0, -1, 2**62)),
         *(
             {"plan_tables": value}
-            for value in ((), (PlanTable((0,), (), PAGE, PAGE, ()),), (PlanTable((7,), (), 0, 0, ()),))
+            for value in ((), (PlanTable((0,), (), PAGE, PAGE, 0, ()),), (PlanTable((7,), (), 0, 0, 0, ()),))
         ),
     ],
     ids=str,

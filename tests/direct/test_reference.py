@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.direct.failures import KernelInputError
-from penstock.direct.reference import split_linear_reference
+from tests.direct.split_reference import split_linear_reference
 
 SIZES = [(1, 80, 72), (17, 203, 136), (100, 300, 200)]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from penstock.direct import self_check
 from penstock.direct.failures import KernelDeviceError
-from penstock.direct.reference import split_linear_reference
 from penstock.direct.self_check import Launch, Product, check_first_use, check_products, products
 from penstock.direct.tile_shape import TILE_TOKENS, TOKEN_CTAS, choose_tile
+from tests.direct.split_reference import split_linear_reference
 
 CPU = torch.device("cpu")
 

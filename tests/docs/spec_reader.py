@@ -239,7 +239,7 @@ def read_program(path: Path) -> dict[str, Any]:
         members = [member for member in archive.namelist() if "/data/aotinductor/" in member]
         code = {member.split("/")[3] for member in members}
         contents = {member.partition("/")[2]: archive.read(member) for member in members}
-    assert document["format_version"] == 5
+    assert document["format_version"] == 6
     assert {row["name"]: (row["nbytes"], row["sha256"]) for row in document["code"]} == {
         name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
     }

@@ -22,6 +22,7 @@ PAGES = (
     "README.md",
     "docs/performance.md",
     "docs/direct.md",
+    "docs/experts.md",
     "docs/executorch.md",
     "docs/models.md",
     *(page for page in pages() if page.startswith("docs/bench/")),

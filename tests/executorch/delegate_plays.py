@@ -28,6 +28,7 @@ from penstock.errors import PackageError
 from penstock.executorch.native import NativeModule, Value, _fill
 from penstock.executorch.payload import pack_payload, read_payload
 from penstock.native import core
+from penstock.record import VERSION
 from tests.executorch.probe import (
     UNTOUCHED,
     Delegate,
@@ -40,11 +41,13 @@ from tests.executorch.probe import (
     library,
     logged,
     made,
+    records,
     resized,
+    start_trace,
 )
 from tests.executorch.programs import FIRST_CALLS, TWIN_ROWS, TWIN_WIDTH, Narrow, Wide
 from tests.runtime.mutant_plays import LEAST_S, PATIENCE, Plays, missed, tell_missed
-from tests.runtime.soft import Failure
+from tests.runtime.soft import Failure, SoftHooks
 from tests.threads import thread_count
 
 # enum class Kind in csrc/load_error.h, and ExecuTorch's numbers of errors.
@@ -59,6 +62,7 @@ BUDGET_OPTION, CAP_OPTION, DEVICE_OPTION = (
     *("weight_offload_budget", "weight_offload_host_memory_cap"),
     "weight_offload_device",
 )
+GRAPH_OPTION = "weight_offload_cuda_graph"
 PLAYS: dict[str, Callable[[Program], None]] = {}
 
 
@@ -211,7 +215,9 @@ def everything_is_given_back(program: Program) -> None:
         low = {**at_floor(program, "back"), BUDGET_OPTION: str(program.whole.floor_bytes - 1)}
         refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR)
         # Made, and given back: each of the core's steps fails.
-        for step in ("driver_granularity", "load_torch", "open", "session_install", "other pages"):
+        steps = ("driver_granularity", "load_torch", "open", "session_install", "session_summary")
+        steps += ("session_allocate_host", "other pages")
+        for step in steps:
             library().probe_refuse(step.encode())
             refused(
                 lambda: Delegate(program, "wide", at_floor(program, "back")), BUILD if step == "other pages" else CORE
@@ -229,7 +235,7 @@ def everything_is_given_back(program: Program) -> None:
 def nothing_of_a_run_is_kept(program: Program) -> None:
     with loaded(program, at_floor(program, "kept"), "wide") as (wide,):
         inputs = inputs_of("wide", 1)
-        # Other strides than the code's: each of them is copied. The others are not.
+        # Other strides than the code's: they are laid out anew in pinned memory, which is not torch's.
         strided = tuple(x.t().contiguous().t() for x in inputs)
         assert all(a.stride() != b.stride() for a, b in zip(strided, inputs, strict=True))
         library().probe_count_tensors()
@@ -241,7 +247,7 @@ def nothing_of_a_run_is_kept(program: Program) -> None:
             assert library().probe_tensors_alive() == alive
             counts.append(library().probe_tensors_made() - before)
             del kept
-        assert counts == [counts[0], counts[0] + 2] * 2 and counts[0] > 0, counts
+        assert counts == [counts[0]] * 4 and counts[0] > 0, counts
 
 
 @play
@@ -280,14 +286,20 @@ def budgets(program: Program) -> None:
     for number in (0, count // 2, count - 1):
         found, log = told(str(steps[number]))
         assert found == [floor_bytes, full_bytes, steps[number], steps[number], 0, number, count, steps[number]]
-        assert f"(given at load), plan {number + 1} of {count} takes" in log
-        name, data = program.description.program, program.data_path
-        for method in ("wide", "narrow"):
-            assert f"penstock: {method} of {name} on cpu: floor " in log
-        assert log.count(f", weights from {data}, held in memory\n") == 2
-    found, _ = told(str(full_bytes + PAGE))
+        # Once for both, by the name of the program: what the delegate was given here is no part of a file.
+        assert log.count(f"penstock: {program.description.program} on cpu: floor ") == 1
+        assert log.count("(given at load), resident ") == 1 and "is more than all weights take" not in log
+        plan = f"plan {number + 1} of {count} in the file takes "
+        assert log.count(plan) == log.count(f", weights from {program.data_path}, held in memory\n") == 1
+    found, log = told(str(full_bytes + PAGE))
     assert found[2:4] == [full_bytes, full_bytes + PAGE] and found[5] == count - 1
+    assert log.count("(given at load) is more than all weights take") == 1
     assert told("auto")[0][4] == 4
+    own: dict[str, Option] = {"weight_offload_group": "own", "weight_offload_budget:narrow": str(full_bytes)}
+    with logged() as both_logs, loaded(program, own, "wide", "narrow"):
+        pass
+    assert both_logs[0].count(" on cpu: floor ") == 2 and both_logs[0].count(" (of narrow alone)\n") == 1
+    assert "per run of wide" in both_logs[0] and " (of wide alone)" not in both_logs[0]
     for below in (floor_bytes - 1, 0):
         low = {**at_floor(program, "budgets"), BUDGET_OPTION: str(below)}
         error = refused(lambda: Delegate(program, "wide", low), BELOW_FLOOR, INVALID_ARGUMENT)  # noqa: B023
@@ -306,10 +318,101 @@ def poison(program: Program) -> None:
             refused(lambda: Delegate(program, "wide", at_floor(program, "poison")), OPTION, said=f"is '{wrong}'")
 
 
+def transfer_bytes(program: Program, *methods: str) -> int:
+    return sum(method.transfer_bytes for method in program.description.methods if method.name in methods)
+
+
+def pinned() -> tuple[int, int]:
+    """Blocks of pinned memory that the driver made last holds, and their bytes."""
+    counts = SoftHooks(made().driver).counts()
+    return counts.host_allocations, counts.host_bytes
+
+
+@play
+def inputs_and_outputs_pass_through_pinned_memory(program: Program) -> None:
+    """One block for each method, of what it can need at most, for all of its runs; given back with it."""
+    most = -(-4 * TWIN_ROWS * TWIN_WIDTH // 256) + -(-4 * TWIN_ROWS**2 // 256) + -(-8 * TWIN_ROWS // 256)
+    assert transfer_bytes(program, "wide") == 256 * (most + TWIN_ROWS * TWIN_WIDTH // 64)
+    with loaded(program, at_floor(program, "pinned"), "wide", "narrow") as (wide, narrow):
+        assert pinned() == (2, transfer_bytes(program, "wide", "narrow"))
+        for run in range(100):
+            check_run(wide, run % 7, rows=(2, TWIN_ROWS, 3)[run % 3])
+        check_run(narrow, 1)
+        # Of other strides than the code takes: in the order of its own.
+        x, mix = inputs_of("wide", 5)
+        turned = x.t().contiguous().t()
+        assert equal(wide.execute((turned, mix), room("wide")), expected_of("wide", (x, mix)))
+        assert pinned() == (2, transfer_bytes(program, "wide", "narrow"))
+        narrow.close()
+        assert pinned() == (1, transfer_bytes(program, "wide"))
+        # Nothing of a run that failed is left in it.
+        refused(lambda: wide.execute((x, torch.eye(4)), room("wide")), CODE)
+        check_run(wide, 2)
+        fail_later("allocate_host", Failure.REGISTRATION, 1)
+        assert transfer_bytes(program, "narrow") == 2 * 4 * TWIN_WIDTH
+        said = (
+            "the inputs and outputs of method 'narrow' pass through 512 B of pinned memory, which could not be had: all"
+        )
+        refused(lambda: Delegate(program, "narrow", at_floor(program, "pinned")), CORE, INTERNAL, said)
+        assert pinned() == (1, transfer_bytes(program, "wide"))
+        narrow.handle = Delegate(program, "narrow", at_floor(program, "pinned")).handle
+        check_run(narrow, 2)
+    # What the file says of them is not taken on trust.
+    wide_method, narrow_method = program.description.methods
+    none = {"methods": (replace(wide_method, transfer_bytes=0), narrow_method)}
+    with loaded(program, at_floor(program, "none"), "wide", changes=none):
+        assert pinned() == (0, 0)
+    short = {"methods": (replace(wide_method, transfer_bytes=256 * 4), narrow_method)}
+    with loaded(program, at_floor(program, "short"), "wide", changes=short) as (wide,):
+        refused(lambda: check_run(wide, 1), PACKAGE, INVALID_PROGRAM, "take more than the 1024 bytes that the program")
+
+
+def not_logged(action: Callable[[], object], kind: int, said: str) -> None:
+    """A refusal of a function that the log knows nothing of."""
+    found = None
+    try:
+        action()
+    except Refused as error:
+        found = error
+    assert found is not None and found.kind == kind and said in found.text, found
+
+
+@play
+def runs_are_traced_and_the_link_is_told(program: Program) -> None:
+    options = at_floor(program, "traced", **{"weight_offload_budget:narrow": str(program.whole.full_bytes)})
+    with loaded(program, options, "wide", "narrow") as (wide, narrow):
+        (copies, nbytes, ns), *by_size = records("link", 3, "traced")
+        assert copies > 0 and nbytes > 0 and ns > 0
+        assert all(size % count == 0 and ns > 0 for count, size, ns in by_size)
+        # With everything resident nothing is copied.
+        assert records("link", 3, "traced", "narrow") == []
+        check_run(wide, 1)
+        start_trace("traced")
+        for run in range(3):
+            check_run(wide, run)
+            check_run(narrow, run)
+        last, totals = (ctypes.c_int64 * 10)(), (ctypes.c_int64 * 10)()
+        assert core().penstock_session_counters(made().session, last, totals) == 0
+        spans = records("stop_trace", 7, "traced")
+        steps, copied = ([one for one in spans if one[0] == lane] for lane in (0, 1))
+        assert len({one[1] for one in steps}) == 3 and len(spans) == len(steps) + len(copied)
+        assert len({(one[1], one[3]) for one in steps}) == len(steps) and len(steps) % 3 == 0
+        assert len({one[3] for one in copied}) == len(copied) // 3 and all(one[4] > 0 for one in copied)
+        assert all(one[5] <= one[6] for one in spans) and spans == sorted(spans, key=lambda one: one[5])
+        not_logged(lambda: records("stop_trace", 7, "traced"), CORE, "no trace was started")
+        for group, delegate, said in (
+            ("nobody", "", "no program is loaded in group 'nobody'"),
+            ("traced", "wide", "no delegate 'wide' that has a budget of its own is loaded in group 'traced'"),
+        ):
+            not_logged(lambda: records("link", 3, group, delegate), OPTION, said)  # noqa: B023
+            not_logged(lambda: start_trace(group, delegate), OPTION, said)  # noqa: B023
+
+
 @play
 def staging(program: Program) -> None:
     with loaded(program, at_floor(program, "staged", **{CAP_OPTION: str(10 * PAGE)}), "wide", "narrow") as both:
-        assert (made().host_cap_bytes, made().extra_host_bytes) == (10 * PAGE, program.whole.floor_bytes)
+        extra_bytes = program.whole.floor_bytes + transfer_bytes(program, "wide", "narrow")
+        assert (made().host_cap_bytes, made().extra_host_bytes) == (10 * PAGE, extra_bytes)
         for seed in range(3):
             for delegate in both:
                 check_run(delegate, seed)
@@ -605,7 +708,9 @@ def payloads_that_are_none(program: Program) -> None:
     for payload in broken:
         found = refused(lambda: Delegate(program, "wide", options, payload=payload), PACKAGE)  # noqa: B023
         assert found.text == _refusal(payload)
-    assert "format version 6, and this release reads version 7: lower it again" in _refusal(changed(8, 6))
+    assert f"format version {VERSION - 1}, and this release reads version {VERSION}: lower it again" in _refusal(
+        changed(8, VERSION - 1)
+    )
     # What its seal is made good for, and Python does not look at: plans are for C++.
     swapped = pack_payload(program.description, [*program.plans[1:2], program.plans[0], *program.plans[2:]], b"")
     said = "is not the one that was written"
@@ -673,7 +778,7 @@ def a_program_for_a_gpu(program: Program) -> None:
             with contextlib.suppress(Refused):
                 Delegate(program, "wide", options, changes=changes)
         assert "the compiled code of method 'wide' cannot be loaded" in log[0] and made().device_index == 1
-        assert made().extra_host_bytes == 0
+        assert made().extra_host_bytes == transfer_bytes(program, "wide", "narrow")
         return log[0]
 
     log = log_at_load(loud)
@@ -684,6 +789,15 @@ def a_program_for_a_gpu(program: Program) -> None:
     if not torch.backends.cuda.is_built():
         unnamed = at_floor(program, "gpu")
         refused(lambda: Delegate(program, "wide", unnamed, changes=changes), BUILD, said="sees no GPU here")
+    said = "weight_offload_cuda_graph does not go with a CPU"
+    refused(lambda: Delegate(program, "wide", at_floor(program, "gpu", **{GRAPH_OPTION: True})), CORE, INTERNAL, said)
+    graphs = {**loud, GRAPH_OPTION: True}
+    if not torch.backends.cuda.is_built():
+        said = "weight_offload_cuda_graph needs memory of torch's that this library was built without"
+        refused(lambda: Delegate(program, "wide", graphs, changes=changes), BUILD, said=said)
+    said = "weight_offload_cuda_graph does not go with a cap on host memory"
+    capped = {**graphs, CAP_OPTION: str(4 * PAGE)}
+    refused(lambda: Delegate(program, "wide", capped, changes=changes), CORE, INTERNAL, said)
     other = {**changes, "built_with": {**changes["built_with"], "capability": "9.0"}}
     refused(lambda: Delegate(program, "wide", loud, changes=other, with_code=False), BUILD, said="capability 9.0")
     library().probe_refuse(b"cuda_create")

@@ -141,6 +141,12 @@ void stand_between() {
     made.drivers = (int64_t)drivers.size();
     real.driver_destroy(driver);
   };
+  core.session_allocate_host = [](void* session, int64_t bytes) {
+    return refuses("session_allocate_host") ? nullptr : real.session_allocate_host(session, bytes);
+  };
+  core.session_summary = [](void* session, const PenstockSummary* asked) {
+    return refuses("session_summary") ? nullptr : real.session_summary(session, asked);
+  };
   core.driver_granularity = [](void* driver, int64_t* bytes) {
     if (refuses("driver_granularity")) return 1;
     if (refuses("memory")) throw std::bad_alloc();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,8 +65,9 @@ class PythonPlayer:
 class CppPlayer:
     """tests/executorch/behaviour_probe.cpp, which has no Python in it."""
 
-    def __init__(self, binary: Path) -> None:
-        self._process = subprocess.Popen([str(binary)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, binary: Path, log: IO[str] | None = None) -> None:
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([str(binary)], stdin=pipe, stdout=pipe, stderr=log, text=True)
 
     def open(self, program: Path, weights: Path, budget: int | str | None) -> None:
         self._ask("open", program, weights, "-" if budget is None else budget)

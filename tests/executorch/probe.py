@@ -80,6 +80,9 @@ def library() -> ctypes.CDLL:
         "probe_count_tensors": (None, []),
         "probe_tensors_alive": (c_int64, []),
         "probe_tensors_made": (c_int64, []),
+        "penstock_executorch_link": (c_int32, [c_char_p, c_char_p, _VISIT, c_void_p]),
+        "penstock_executorch_start_trace": (c_int32, [c_char_p, c_char_p]),
+        "penstock_executorch_stop_trace": (c_int32, [c_char_p, c_char_p, _VISIT, c_void_p]),
         "probe_two_at_once": (c_int32, [*values, *values]),
     }
     for name, (result, arguments) in functions.items():
@@ -103,6 +106,10 @@ def drivers_wrapped_by(function: str) -> Iterator[None]:
         wrap_drivers_by(library(), "wrap")
 
 
+# What C++ is shown of a record: its numbers.
+_VISIT = ctypes.CFUNCTYPE(None, POINTER(c_int64), c_void_p)
+
+
 class Refused(Exception):
     def __init__(self, status: int) -> None:
         self.status, self.kind = status, library().penstock_executorch_kind()
@@ -114,6 +121,22 @@ def made() -> Made:
     found = Made()
     library().probe_made(ctypes.byref(found))
     return found
+
+
+def records(function: str, numbers: int, group: str, delegate: str = "") -> list[list[int]]:
+    """What a function of penstock_executorch.h shows, so many numbers each; raises Refused."""
+    found: list[list[int]] = []
+    visit = _VISIT(lambda record, _: found.append(record[:numbers]))
+    status = getattr(library(), f"penstock_executorch_{function}")(group.encode(), delegate.encode(), visit, None)
+    if status:
+        raise Refused(status)
+    return found
+
+
+def start_trace(group: str, delegate: str = "") -> None:
+    status = library().penstock_executorch_start_trace(group.encode(), delegate.encode())
+    if status:
+        raise Refused(status)
 
 
 def fail_later(call: str, failure: int, number: int) -> None:

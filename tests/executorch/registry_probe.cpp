@@ -82,7 +82,8 @@ Core fake() {
     return int64_t{given_bytes >= 0 ? PENSTOCK_BUDGET_LOAD : PENSTOCK_BUDGET_BAKED};
   };
   core.format_bytes = [](int64_t) { return ""; };
-  core.budget_origin_text = [](int64_t) { return ""; };
+  core.clamp_sentence = [](const PenstockBudget*) { return ""; };
+  core.session_summary = [](void*, const PenstockSummary* asked) { return asked->name; };
   // As the core has it: what is more than all weights take is not used.
   core.choose_budget = [](PenstockBudget* budget) {
     budget->asked_bytes = budget->given_bytes >= 0 ? budget->given_bytes : budget->baked_bytes;
@@ -106,6 +107,9 @@ Core fake() {
     if (sessions.refused_installs > 0 && sessions.refused_installs--) return 1;
     return static_cast<Session*>(session)->path == "bad plan" ? 1 : 0;
   };
+  core.session_start_trace = [](void*) { return 0; };
+  core.session_stop_trace = [](void*) { return 0; };
+  core.session_spans = [](void*, int64_t*, int64_t) { return int64_t{0}; };
   core.session_destroy = [](void* session) {
     auto* made = static_cast<Session*>(session);
     sessions.pass(made->path.rfind("held", 0) == 0);
@@ -123,9 +127,9 @@ Payload program(const std::string& name) {
   payload.page_bytes = 4096;
   payload.baked_bytes = 8192;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
-  payload.methods = {{"one", {}, {}, 1}, {"two", {}, {}, 1}};
-  payload.plan_tables = {{{0, 1}, {}, 4096, 8192, {{4096, true, 0, 0}, {8192, true, 0, 0}}},
-                         {{1}, {}, 2048, 8192, {{2048, true, 0, 0}}}};
+  payload.methods = {{"one", {}, {}, 1, 100}, {"two", {}, {}, 1, 20}};
+  payload.plan_tables = {{{0, 1}, {}, 4096, 8192, 0, {{4096, true, 0, 0}, {8192, true, 0, 0}}},
+                         {{1}, {}, 2048, 8192, 0, {{2048, true, 0, 0}}}};
   return payload;
 }
 
@@ -271,6 +275,20 @@ void a_budget_is_set_between_runs() {
   {
     std::lock_guard<std::mutex> run(session.running());
     Worker setting([&] { expect(refusal_of(session, 4096) == Kind::busy, "a budget was set during a run"); });
+  }
+  session.start_trace();
+  expect(session.is_tracing() && refusal_of(session, 4096) == Kind::busy, "a budget was set under a trace");
+  expect(session.stop_trace().empty() && !session.is_tracing(), "a trace goes on");
+  {
+    std::lock_guard<std::mutex> run(session.running());
+    Worker tracing([&] {
+      try {
+        session.start_trace();
+        expect(false, "a trace was started during a run");
+      } catch (const LoadError& refusal) {
+        expect(refusal.kind == Kind::busy, "the refusal is told as another");
+      }
+    });
   }
   expect(refusal_of(session, 4095) == Kind::below_floor, "a budget below the floor was set");
   expect(is_at(8192, 1), "a budget that was refused has changed something");

@@ -14,6 +14,7 @@ import torch
 
 import penstock
 from penstock.errors import BelowFloorError
+from penstock.executorch.build import sources_folder
 from penstock.executorch.library import executorch_folder
 from penstock.executorch.lowered_file import read_lowered
 from tests.executorch.programs import REPOSITORY, WIDTH, random_rows
@@ -35,6 +36,7 @@ def built(build: Path, sources: Path, library: Path) -> Path:
         *("cmake", "-S", sources, "-B", build),
         f"-Dexecutorch_DIR={executorch_folder() / 'share' / 'cmake'}",
         f"-DPENSTOCK_EXECUTORCH_LIBRARY={library}",
+        f"-DPENSTOCK_EXECUTORCH_HEADERS={sources_folder()}",
         f"-DTORCH_FOLDER={Path(torch.__file__).parent}",
         f"-DCMAKE_CXX_COMPILER={os.environ.get('CXX', 'g++')}",
     ]
@@ -130,6 +132,33 @@ def test_it_runs_as_often_as_it_is_asked_to(example: Path, lowered: Callable[[st
     for wrong in (["--runs", "0"], ["--run", "7"], ["--runs"]):
         refused = subprocess.run([*words[:6], *wrong], input=b"", capture_output=True, check=False)
         assert refused.returncode == 2 and b"[--runs N]" in refused.stderr
+
+
+def test_it_measures_what_python_calibrates_by(example: Path, lowered: Callable[[str], Path]) -> None:
+    """The time of every step, and the rate of copies of each size."""
+    x, program = random_rows(5), lowered("chain")
+    with penstock.Module(program, EVERYTHING) as module:
+        floor_bytes = module.floor_bytes
+        module.set_budget(floor_bytes)
+        link, steps = module.link, len(module.program.methods[0].schedule.steps)
+    words = [example, program, program.with_suffix(".ptd"), str(floor_bytes), "5", str(WIDTH), "--runs", "3"]
+    done = subprocess.run([*words, "--calibrate"], input=x.numpy().tobytes(), capture_output=True, check=True)
+    # The runs with a trace are more of the same.
+    assert len(done.stdout) == 2 * 4 * 5 * (WIDTH // 2) and done.stdout[: len(done.stdout) // 2] * 2 == done.stdout
+    said = done.stderr.decode()
+    times = re.findall(r"^step (\d+): (\d+) ns$", said, re.MULTILINE)
+    assert [int(step) for step, _ in times] == list(range(steps))
+    assert f"{steps} steps: {sum(int(ns) for _, ns in times) / 1e6:.3f} ms\n" in said
+    sizes = re.findall(r"^link: copies of (\d+) bytes at [\d.]+ GB/s$", said, re.MULTILINE)
+    assert sizes and [int(size) for size in sizes[1:]] == [int(one.piece_bytes) for one in link[1:]]
+
+
+def test_graphs_are_refused_on_a_cpu(example: Path, lowered: Callable[[str], Path]) -> None:
+    program = lowered("chain")
+    words = [example, program, program.with_suffix(".ptd"), "default", "5", str(WIDTH), "--cuda-graph"]
+    done = subprocess.run(words, input=random_rows(5).numpy().tobytes(), capture_output=True, check=False)
+    assert done.returncode == 1
+    assert b"weight_offload_cuda_graph does not go with a CPU: only a CUDA device has graphs" in done.stderr
 
 
 def test_a_budget_that_cannot_be_set_leaves_the_old_one(run_model: Run, lowered: Callable[[str], Path]) -> None:

@@ -73,8 +73,9 @@ def test_delegates_without_python_take_plans_from_the_file(lowered: Paths, opene
     path = lowered("decoder")
     resident = opened(path, EVERYTHING)
     expected = generate(resident.run_method, 6)
-    for number, budget_bytes in enumerate((resident.floor_bytes, resident.floor_bytes + 100_000, 1 << 30)):
-        native = NativeModule(str(path), [str(path.with_suffix(".ptd"))], str(budget_bytes), f"plans {number}")
+    for number, budget_bytes in enumerate((resident.floor_bytes, resident.floor_bytes + 100_000, None)):
+        budget = "auto" if budget_bytes is None else str(budget_bytes)
+        native = NativeModule(str(path), [str(path.with_suffix(".ptd"))], budget, f"plans {number}")
         try:
             for name in ("prefill", "decode"):
                 native.load_method(name)
@@ -84,7 +85,8 @@ def test_delegates_without_python_take_plans_from_the_file(lowered: Paths, opene
             found = native.session()
             assert found is not None
             assert found[1].floor_bytes == resident.floor_bytes
-            assert found[1].plan_bytes <= found[1].budget_bytes <= budget_bytes
+            assert found[1].plan_bytes <= found[1].budget_bytes <= (budget_bytes or resident.full_bytes)
+            assert found[1].source == ("automatic" if budget_bytes is None else "load")
             for _ in range(2):
                 tokens, logits = generate(lambda name, *given: native.execute(name, given)[0], 6)  # noqa: B023
                 assert tokens == expected[0]

@@ -27,7 +27,7 @@ from tests.runtime.mutants import Mutant, Mutated, Rules
 __all__ = ["driver"]
 
 SOURCES = building.sources_folder()
-FILES = ["delegate.cpp", "program_session.cpp", "code.cpp", "state_table.cpp"]
+FILES = ["delegate.cpp", "program_session.cpp", "code.cpp", "state_table.cpp", "transfer_memory.cpp"]
 # The registry.
 ELSEWHERE = {
     "registry",
@@ -55,7 +55,7 @@ TICKET = (
     "delegate_ref.number < 0 || (size_t)delegate_ref.number >= payload.methods.size() || "
     "payload.methods[(size_t)delegate_ref.number].name != delegate_ref.method"
 )
-STRIDES = "views[i].strides != strides[i] || !parts_->device.is_cpu()"
+REPLAYED = "!replays || !replays->replay(shapes, stream)"
 INTERRUPTED = "written < 0 && errno == EINTR"
 EQUIVALENT: dict[str, str] = {
     f"delegate.cpp load: delegate_ref.number < 0 left out of {TICKET}": "as a size it is above every other",
@@ -64,7 +64,21 @@ EQUIVALENT: dict[str, str] = {
     f"code.cpp PackageFile: written < 0 left out of {INTERRUPTED}": NEEDS_SIGNAL,
     "code.cpp PackageFile: written < 0 taken for true": "it needs a file system that writes nothing, and does not fail",
     'code.cpp CompiledCode: if (device == "cuda") taken for false': NEEDS_GPU,
-    f"code.cpp take_inputs: !parts_->device.is_cpu() left out of {STRIDES}": NEEDS_GPU,
+    "code.cpp take_inputs: if (!parts_->device.is_cpu()) taken for true": "one more copy of the same",
+    "code.cpp take_inputs: if (!parts_->device.is_cpu()) taken for false": NEEDS_GPU,
+    **{
+        f"delegate.cpp {fault}": "graphs are on a GPU only: tests/executorch/test_graphs.py"
+        for fault in (
+            "load: if (delegate->graph_memory) taken for false",
+            "execute_delegate: delegate.session_ref->session().is_tracing() taken for true",
+            "execute_delegate: delegate.session_ref->session().is_tracing() taken for false",
+            f"execute_delegate: if ({REPLAYED}) taken for true",
+            f"execute_delegate: !replays->replay(shapes, stream) left out of {REPLAYED}",
+            "execute_delegate: if (replays) taken for false",
+        )
+    },
+    "transfer_memory.cpp ~TransferMemory: if (start_) taken for true": "the core is quiet about what was not allocated",
+    "delegate.cpp PenstockBackend: log_line(kInfo, line) left out": "told by C++: tests/executorch/test_summary.py",
     'delegate.cpp check_program: if (payload.device == "cpu") taken for true': OTHER_BLAS,
     'delegate.cpp check_program: if (payload.device == "cpu") taken for false': OTHER_BLAS,
     'state_table.cpp device_of: device == "cuda" taken for false': NEEDS_GPU,

@@ -10,14 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.options import REFUSALS
 from tests.executorch.cpp_program import build_program
 
-INVALID_ARGUMENT, MEMORY_ALLOCATION_FAILED, INVALID_EXTERNAL_DATA = 0x12, 0x21, 0x24
+INTERNAL, INVALID_ARGUMENT, MEMORY_ALLOCATION_FAILED, INVALID_EXTERNAL_DATA = 0x01, 0x12, 0x21, 0x24
 Probe = Callable[..., tuple[int, str]]
 
 
 # A C++ program is built for them.
 pytestmark = pytest.mark.slow
+
+
+def sessions(log: str, origin: str) -> int:
+    """How many were made with a budget that comes from there."""
+    return log.count(f"({origin}), resident ")
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +57,14 @@ def probe(library: Path, lowered: Callable[[str], Path], tmp_path_factory: pytes
 
 def test_options_that_there_are(probe: Probe) -> None:
     status, log = probe()
-    assert (status, log.count("(automatic)")) == (0, 2)
+    assert (status, sessions(log, "automatic")) == (0, 2)
     for option in (
         ("int", "weight_offload_budget_mb", "1"),
         ("text", "weight_offload_budget", "1048576"),
         ("text", "weight_offload_budget", "200000"),
     ):
         status, log = probe(option, ("text", "weight_offload_group", "one"))
-        assert (status, log.count("(given at load)")) == (0, 2)
+        assert (status, sessions(log, "given at load")) == (0, 2)
     status, log = probe(("text", "weight_offload_budget", "auto"), ("bool", "weight_offload_quiet", "true"))
     assert (status, "penstock:" in log) == (0, False)
     status, log = probe(
@@ -97,6 +103,17 @@ def test_options_that_are_refused(probe: Probe, options: list[tuple[str, str, st
     assert said in log
 
 
+def test_graphs_are_refused_as_python_refuses_them(probe: Probe) -> None:
+    """On a CPU. With a cap: tests/executorch/delegate_plays.py, where a library stands in for a GPU's driver."""
+    status, log = probe(("bool", "weight_offload_cuda_graph", "true"))
+    (reason,) = (one.reason for one in REFUSALS if (one.option, one.beside) == ("cuda_graph=True", "a CPU"))
+    assert status == INTERNAL and f"weight_offload_cuda_graph does not go with a CPU: {reason}" in log
+    status, log = probe(("bool", "weight_offload_cuda_graph", "false"))
+    assert status == 0 and "graphs" not in log
+    status, log = probe(("text", "weight_offload_cuda_graph", "true"))
+    assert status == INVALID_ARGUMENT and "weight_offload_cuda_graph is no bool" in log
+
+
 def test_a_cap_too_small_to_stage_through(probe: Probe) -> None:
     status, log = probe(("text", "weight_offload_host_memory_cap", "100"))
     assert status == MEMORY_ALLOCATION_FAILED and "staging needs at least 16384" in log
@@ -106,10 +123,11 @@ def test_a_delegate_with_a_budget_of_its_own(probe: Probe, lowered: Callable[[st
     path = lowered("split")
     own = [("text", f"weight_offload_budget:forward__{number}", "1048576") for number in range(2)]
     status, log = probe(*own, path=path, rows=2)
-    assert (status, log.count("(given at load)"), log.count("(automatic)")) == (0, 4, 0)
+    assert (status, sessions(log, "given at load"), sessions(log, "automatic")) == (0, 4, 0)
+    assert [log.count(f" (of forward__{number} alone)\n") for number in range(2)] == [2, 2]
     # One alone; the other one has the program's.
     status, log = probe(own[0], path=path, rows=2)
-    assert (status, log.count("(given at load)"), log.count("(automatic)")) == (0, 2, 2)
+    assert (status, sessions(log, "given at load"), sessions(log, "automatic")) == (0, 2, 2)
     status, log = probe(("text", "weight_offload_budget:forward__1", "4096"), path=path, rows=2)
     assert status == INVALID_ARGUMENT
     assert "is below the floor" in log
@@ -123,7 +141,7 @@ def test_the_plan_taken_is_the_largest_that_fits(probe: Probe) -> None:
     for budget_bytes in (floor_bytes, floor_bytes + 30_000, floor_bytes + 60_000, 1 << 20):
         status, log = probe(("text", "weight_offload_budget", str(budget_bytes)))
         assert status == 0
-        number, count, held = re.search(r"plan (\d+) of (\d+) takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
+        number, count, held = re.search(r"plan (\d+) of (\d+) in the file takes (\d+) KiB", log).groups()  # type: ignore[union-attr]
         assert int(held) * 1024 <= budget_bytes
         taken.append(int(number))
     # A plan may hold less than the budget it was made for, and then serves smaller ones.

@@ -27,6 +27,7 @@ from penstock.executorch.payload import StoredPlan, checksum, pack_payload, read
 from penstock.executorch.plan_table import make_plan_tables
 from penstock.native import core
 from penstock.plan.planner import Planner
+from penstock.record import VERSION
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
 
@@ -44,8 +45,8 @@ DESCRIPTION = Description(
     built_with={"torch": "2"},
     weights=(SharedWeight(("é", "of several words"), 6, (3,), (0,), 12),),
     states=(SharedState("s", 6, (2, 3), (1, 0), 24, 1),),
-    methods=(DelegateMethod("forward", (0,), (DelegateInput(6, (-1,), (0,)),), 1),),
-    plan_tables=(PlanTable((0,), (0,), 1, 2, (PLAN.row(),)),),
+    methods=(DelegateMethod("forward", (0,), (DelegateInput(6, (-1,), (0,)),), 1, 256),),
+    plan_tables=(PlanTable((0,), (0,), 1, 2, 1, (PLAN.row(),)),),
 )
 (WEIGHT,), (STATE,), (METHOD,), (TABLE,) = (
     *(DESCRIPTION.weights, DESCRIPTION.states),
@@ -83,10 +84,9 @@ def test_a_description_that_is_none_is_refused_though_its_checksum_is_right(chan
 
 def test_an_earlier_format_is_refused_with_what_makes_it_anew() -> None:
     packed = bytearray(pack_payload(DESCRIPTION, [PLAN], b"code"))
-    packed[8] = 6
-    with pytest.raises(
-        PackageError, match=r"has format version 6, and this release reads version 7: lower it again, with "
-    ):
+    packed[8] = VERSION - 1
+    said = f"has format version {VERSION - 1}, and this release reads version {VERSION}: lower it again, with "
+    with pytest.raises(PackageError, match=said):
         read_payload(bytes(packed))
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import os
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
+from penstock.errors import PenstockError
+from penstock.executorch import planning
 from penstock.executorch.plan_spacing import ROUND_PERCENTS, Spacing, cost_bytes, spaced_plans
-from penstock.executorch.plan_table import PACKED, RARE, USUAL
+from penstock.executorch.plan_table import PACKED, RARE, USUAL, MadeTable, make_plan_tables
 from penstock.plan.menu import Menu
 from penstock.plan.nominal import nominal
 from penstock.plan.packed import BLOCK_BYTES, Begins
@@ -55,6 +59,13 @@ def uneven(methods: int) -> tuple[list[Schedule], dict[str, Weight]]:
     return [chain(f"m{index}", order) for index, order in enumerate(orders[:methods])], weights
 
 
+@dataclass(frozen=True)
+class Made:
+    plan: Plan
+    device_bytes: int
+    cost_bytes: float
+
+
 class Table:
     """Plans of one program by what they hold, as the delegate looks them up."""
 
@@ -70,20 +81,20 @@ class Table:
         self.schedules, self.weights, self.page_bytes = schedules, weights, page_bytes
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self.made: list[int] = []
-        self.plans = spaced_plans(
+        found = spaced_plans(
             self._plan_at,
-            schedules,
             self.planner.floor_bytes,
             self.planner.full_bytes,
             self.weight_bytes,
             spacing,
             page_bytes=page_bytes,
         )
-        self.plans.sort(key=lambda plan: plan.device_bytes)
+        self.plans = sorted((one.plan for one in found), key=lambda plan: plan.device_bytes)
 
-    def _plan_at(self, budget_bytes: int) -> Plan:
+    def _plan_at(self, budget_bytes: int) -> Made:
         self.made.append(budget_bytes)
-        return self.planner.plan(budget_bytes)
+        plan = self.planner.plan(budget_bytes)
+        return Made(plan, plan.device_bytes, self.cost_bytes(plan))
 
     def taken(self, budget_bytes: int) -> Plan:
         return self.plans[bisect.bisect_right([plan.device_bytes for plan in self.plans], budget_bytes) - 1]
@@ -106,6 +117,35 @@ def test_every_budget_streams_little_more_than_its_own_plan(spacing: Spacing, me
         table.check(budget_bytes, spacing)
         # One byte less than the next page is the same budget.
         assert table.taken(budget_bytes + page_bytes - 1) is table.taken(budget_bytes)
+
+
+def test_on_several_cores_the_same_plans_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process of its own, also where several methods and placements have tables."""
+    schedules, weights = decoder(3, 256, 1_000)
+    schedules.append(chain("short", list(weights)[2:12]))
+
+    def tables(cores: int) -> list[MadeTable]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        return make_plan_tables(schedules, list(weights.values()), page_bytes=4096)
+
+    monkeypatch.setattr(planning, "FEWEST_ACCESSES", 1)
+    alone = tables(1)
+    assert [table.row.methods for table in alone] == [(0, 1), (0,), (1,), (0, 1), (0,)]
+    assert tables(3) == alone
+
+
+def test_a_process_that_ends_is_an_error_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedules, weights = decoder(1, 256, 1_000)
+    task = planning.Task(schedules, list(weights.values()), 4096, {})
+    with planning._Workers(task, 2) as workers:
+        assert workers.planned((0,), "auto", 1 << 20).device_bytes <= 1 << 20
+        with pytest.raises(PenstockError, match="no plan for 1 bytes was made: BelowFloorError: "):
+            workers.planned((0,), "auto", 1)
+        for process in workers._processes:
+            process.kill()
+        with pytest.raises(PenstockError, match="a process that made plans ended with -9"):
+            workers.planned((0,), "auto", 1 << 20)
+    assert all(process.returncode == -9 for process in workers._processes)
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_what_the_metadata_says(decoder_build: Built) -> None:
     with zipfile.ZipFile(decoder_build.result.program_path) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith("/extra/penstock.json")]
         table = json.loads(archive.read(name))
-    assert table["format_version"] == FORMAT_VERSION == 5
+    assert table["format_version"] == FORMAT_VERSION == 6
     program = read_program(decoder_build.result.program_path)
     assert program.budget_bytes == 8 * GIB
     assert program.device == "cpu"

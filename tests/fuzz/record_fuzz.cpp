@@ -112,7 +112,7 @@ int main(int count, char** arguments) {
     penstock_executorch::read_description(numbers.data(), numbers.size() * sizeof(int64_t));
   };
   std::map<std::string, std::function<void(const Numbers&)>> readers;
-  for (const char* name : {"plan-0", "plan-1", "plan-2", "plan-3"}) readers[name] = plan;
+  for (const char* name : {"plan-0", "plan-1", "plan-2", "plan-3", "plan-4"}) readers[name] = plan;
   readers["lru"] = [&](const Numbers& numbers) { read_lru(numbers.data(), numbers.size(), weight_bytes); };
   readers["packed"] = [&](const Numbers& numbers) { read_packed(numbers.data(), numbers.size(), places); };
   readers["description"] = description;

@@ -20,7 +20,9 @@ from penstock.executorch.description import (
 )
 from penstock.executorch.file_seal import append_seal
 from penstock.executorch.payload import StoredPlan, pack_payload
+from penstock.plan.experts import Slots, find_banks, with_slots
 from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
+from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.program import ConstantSpec, Program, TensorSpec, program_to_json
 from penstock.record import to_record
@@ -33,7 +35,14 @@ from penstock.weights.packing import Blocks
 CORPUS = Path(__file__).parent / "corpus"
 PAGE = 4096
 SIZES = {"a": 3 * PAGE, "b": 5 * PAGE - 100, "c": 64, "d": 2 * PAGE, "e": 3 * PAGE}
-STREAMED_SIZES = {**{f"w{number}": 3 * PAGE - 100 * number for number in range(7)}, "table": 9 * PAGE}
+# Of the experts of a layer: so many rows in both weights, taken by one index.
+EXPERTS = 8
+EXPERT_SIZES = {"up": EXPERTS * 2048, "down": EXPERTS * 1040}
+STREAMED_SIZES = {
+    **{f"w{number}": 3 * PAGE - 100 * number for number in range(7)},
+    "table": 9 * PAGE,
+    **EXPERT_SIZES,
+}
 BFLOAT16 = 6  # PackedKind::bfloat16_levels in csrc/packed/packed_block.h
 CODE = {"forward": b"code of forward " * 20, "decode": b"code of decode " * 20}
 
@@ -101,8 +110,8 @@ def shared_description() -> Description:
         built_with={"torch": "2.13.0", "machine": "m", "cpu": "c", "capability": "9.0", "gpu": "g"},
         weights=tuple(SharedWeight((name,), 0, (count,), (0,), count) for name, count in SIZES.items()),
         states=(SharedState("s", 6, (2, 3), (1, 0), 24, 0),),
-        methods=tuple(DelegateMethod(name, (0,), inputs, 1) for name in ("forward", "decode")),
-        plan_tables=(PlanTable((0, 1), (4,), 8 * PAGE, 14 * PAGE, tuple(plan.row() for plan in PLANS)),),
+        methods=tuple(DelegateMethod(name, (0,), inputs, 1, 512) for name in ("forward", "decode")),
+        plan_tables=(PlanTable((0, 1), (4,), 8 * PAGE, 14 * PAGE, 8 * PAGE, tuple(plan.row() for plan in PLANS)),),
     )
 
 
@@ -115,7 +124,7 @@ def write_pte(path: Path, payload: bytes) -> Path:
 
 def streaming_schedules() -> list[Schedule]:
     """Of which a plan at its floor copies, and reads a table in place: and so has records of every kind."""
-    names = list(STREAMED_SIZES)
+    names = [name for name in STREAMED_SIZES if name not in EXPERT_SIZES]
     forward = tuple(Access(number, name, gathered=name == "table") for number, name in enumerate((*names, names[1])))
     steps = tuple(Step(f"kernel {number}", (number,)) for number in range(len(forward)))
     back = tuple(Access(number, name) for number, name in enumerate(reversed(names[:-1])))
@@ -125,15 +134,44 @@ def streaming_schedules() -> list[Schedule]:
     ]
 
 
+def expert_schedules() -> list[Schedule]:
+    """The same with a bank, which one method reads by one index and then by another, and the other by one."""
+    made = []
+    for schedule, routings in zip(streaming_schedules(), ((0, 1), (5,)), strict=True):
+        accesses, steps = list(schedule.accesses), list(schedule.steps)
+        for routing in routings:
+            for name in EXPERT_SIZES:
+                accesses.append(Access(len(accesses), name, gathered=True, routing=routing))
+                steps.append(Step(f"experts {routing}", (accesses[-1].number,)))
+        made.append(Schedule(schedule.method, tuple(accesses), tuple(steps)))
+    return made
+
+
+def streamed_weights() -> dict[str, Weight]:
+    plain = {name: Weight(name, "uint8", (count,), (0,)) for name, count in STREAMED_SIZES.items()}
+    stacked = {name: Weight(name, "uint8", (EXPERTS, count // EXPERTS), (0, 1)) for name, count in EXPERT_SIZES.items()}
+    return {**plain, **stacked}
+
+
+def expert_plan() -> Plan:
+    """Streams, and has slots for three experts."""
+    weights, schedules = streamed_weights(), expert_schedules()
+    planner = Planner(schedules, weights, page_bytes=PAGE, placement="auto")
+    banks = find_banks(schedules, weights, EXPERT_SIZES)
+    plan = planner.plan(planner.floor_bytes)
+    return with_slots(plan, schedules, weights, banks, Slots({bank.names[0]: 3 for bank in banks}))
+
+
 def records() -> dict[str, bytes]:
     """One of each kind that the core and the delegate read, and a plan for each way to place weights."""
-    weights = {name: Weight(name, "uint8", (count,), (0,)) for name, count in STREAMED_SIZES.items()}
+    weights = streamed_weights()
     planner = Planner(streaming_schedules(), weights, page_bytes=PAGE)
     plans = [planner.plan(planner.floor_bytes + pages * PAGE) for pages in (0, 4)]
     plans.append(planner.plan(planner.full_bytes))
     # As if its blocks were whole and as long as packed: what a block may have is not the plan's to know.
     begins = {name: (0, STREAMED_SIZES[name] // 16 * 16) for name in ("w1", "w2", "w4")}
     plans.append(with_packed(plans[1], begins, SlotSizes(2, 4 * PAGE, 8 * PAGE), 4 * PAGE))
+    plans.append(expert_plan())
     blocks = Blocks(BFLOAT16, 2 * BLOCK_BYTES + 5000, 7 * PAGE, array("q", (0, 46_000, 92_000, 96_000)))
     lru = lru_numbers(streaming_schedules(), weights, budget_bytes=20 * PAGE, granularity_bytes=PAGE)
     return {

@@ -317,6 +317,8 @@ def plan_records(rng: random.Random, folder: Path) -> str:
             rig.session.install((_int64() * len(changed))(*changed))
         except PenstockError as error:
             return told(error, PenstockError)
+        # Whatever banks it has, they begin empty.
+        assert not any(map(any, rig.session.expert_counts()))
         rig.session.uninstall()
     return "identical" if changed == numbers else "consistent"
 

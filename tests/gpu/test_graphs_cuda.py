@@ -16,6 +16,7 @@ from penstock.runtime.session import Session
 from tests.gpu import programs
 from tests.gpu.test_runtime_cuda import compiled, floor_of, generate, resident, same
 from tests.harness import bits
+from tests.native.session import copy_stream
 
 __all__ = ["compiled", "resident"]  # fixtures
 
@@ -83,7 +84,7 @@ def test_slow_kernels_and_slow_copies(compiled: dict[str, Path]) -> None:
     delays = random.Random(7)
     for budget in (floor, (floor + full) // 2):
         with penstock.Module(compiled["slow_chain"], budget=budget, cuda_graph=True) as module:
-            copies = torch.cuda.ExternalStream(module._session.copy_stream)
+            copies = torch.cuda.ExternalStream(copy_stream(module._session))
             outputs = [module(x)]
             for _ in range(30):
                 torch.cuda._sleep(delays.randrange(2_000_000))

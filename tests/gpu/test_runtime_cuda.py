@@ -23,6 +23,7 @@ from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.runtime.plan_installer import FIRST_RUNS
 from tests.gpu import programs
 from tests.harness import bits
+from tests.native.session import copy_stream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -169,7 +170,7 @@ def test_slow_kernels_and_slow_copies(compiled: dict[str, Path], placement: str,
         with penstock.Module(
             compiled["slow_chain"], budget=budget, placement=placement, host_memory=host_memory
         ) as module:
-            copies = torch.cuda.ExternalStream(module._session.copy_stream)
+            copies = torch.cuda.ExternalStream(copy_stream(module._session))
             outputs = []
             for _ in range(30):
                 torch.cuda._sleep(delays.randrange(2_000_000))

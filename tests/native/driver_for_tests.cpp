@@ -280,6 +280,26 @@ void TestDriver::prepare_decoding() {
   wrapped_->prepare_decoding();
 }
 
+void TestDriver::prepare_experts() {
+  calls_.count("prepare_experts");
+  wrapped_->prepare_experts();
+}
+
+void TestDriver::choose_experts(const ChooseCall& call, Stream stream) {
+  calls_.count("choose_experts");
+  wrapped_->choose_experts(call, stream);
+}
+
+void TestDriver::move_experts(const MoveCall& call, Stream stream) {
+  calls_.count("move_experts");
+  wrapped_->move_experts(call, stream);
+}
+
+void TestDriver::shift_rows(const ShiftCall& call, Stream stream) {
+  calls_.count("shift_rows");
+  wrapped_->shift_rows(call, stream);
+}
+
 void TestDriver::decode(const DecodeCall& call, Stream stream) {
   calls_.count("decode");
   wrapped_->decode(call, stream);

@@ -115,6 +115,10 @@ class TestDriver final : public Driver {
   void launch_linear(const LinearRecipe& recipe, const LinearCall& call, Stream stream) override;
   void prepare_decoding() override;
   void decode(const DecodeCall& call, Stream stream) override;
+  void prepare_experts() override;
+  void choose_experts(const ChooseCall& call, Stream stream) override;
+  void move_experts(const MoveCall& call, Stream stream) override;
+  void shift_rows(const ShiftCall& call, Stream stream) override;
 
   void register_host(const void* start, size_t bytes) override;
   void unregister_host(const void* start) override;

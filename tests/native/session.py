@@ -1,4 +1,4 @@
-"""Sessions over sources that tests choose, by chunks and by buffers."""
+"""Sessions over sources that tests choose, by chunks and by buffers; and what only compiled code asks of a session."""
 
 from __future__ import annotations
 
@@ -61,3 +61,41 @@ def make_session(
     assert handle.value is not None
     # All that a session asks of a driver is its handle.
     return Session(cast(Driver, driver), handle.value)
+
+
+def acquire(session: Session, number: int, address: object) -> int:
+    """As compiled code fetches the weight of an access: nonzero where the session refuses."""
+    function = library().penstock_test_session_acquire
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    return int(function(session.handle, number, address))
+
+
+def take_rows(
+    session: Session, number: int, index: ctypes.Array[ctypes.c_int64], out: ctypes.Array[ctypes.c_ubyte]
+) -> int:
+    """As compiled code takes experts by an index: nonzero where the session refuses."""
+    function = library().penstock_test_session_take_rows
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64, ctypes.c_uint64] * 2]
+    return int(function(session.handle, number, ctypes.addressof(index), len(index), ctypes.addressof(out)))
+
+
+def done(session: Session, step: int) -> None:
+    function = library().penstock_test_session_done
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    function(session.handle, step)
+
+
+def copy_stream(session: Session) -> int:
+    """The stream that copies run on, as the driver names it."""
+    return _stream(session, "copy")
+
+
+def link_stream(session: Session) -> int:
+    """The one on which packed weights cross the link."""
+    return _stream(session, "link")
+
+
+def _stream(session: Session, which: str) -> int:
+    function = getattr(library(), f"penstock_test_session_{which}_stream")
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_void_p
+    return int(function(session.handle))

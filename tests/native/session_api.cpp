@@ -1,4 +1,5 @@
-// Sessions over sources that tests choose: penstock_open decides on chunks and buffers by itself.
+// Sessions over sources that tests choose: penstock_open decides on chunks and buffers by itself. And what only compiled
+// code does with a session, and its streams.
 #include "driver/cleanup.h"
 #include "session/engine.h"
 #include "status.h"
@@ -25,5 +26,22 @@ int32_t penstock_test_session_create(penstock::Driver* driver, const char* path,
     *out = made.release();
   });
 }
+
+static penstock::Engine* engine(void* handle) { return static_cast<penstock::Engine*>(handle); }
+
+// What compiled code does, without torch.
+int32_t penstock_test_session_acquire(void* handle, int64_t number, uint64_t* address) {
+  return engine(handle)->session().acquire(number, address) ? 0 : 1;
+}
+void penstock_test_session_done(void* handle, int64_t step) { engine(handle)->session().done(step); }
+
+// Takes rows of an access that was fetched, by `rows` numbers of 64 bits.
+int32_t penstock_test_session_take_rows(void* handle, int64_t number, uint64_t index, int64_t rows, uint64_t out) {
+  return engine(handle)->planned->take_rows(number, index, rows, out) ? 0 : 1;
+}
+
+void* penstock_test_session_copy_stream(void* handle) { return engine(handle)->session().copy_stream(); }
+// Null: packed weights alone have a stream of their own on the link.
+void* penstock_test_session_link_stream(void* handle) { return engine(handle)->source->link_stream(); }
 
 }  // extern "C"

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <thread>
 
-#include "soft/soft_driver.h"
+#include "capturing_driver.h"
 #include "status.h"
 
 namespace penstock {
@@ -11,6 +11,7 @@ namespace {
 
 // Ends the process where it is none: a driver that wraps one must be unwrapped first.
 SoftDriver& soft(Driver* driver) noexcept { return dynamic_cast<SoftDriver&>(*driver); }
+CapturingDriver& capturing(Driver* driver) noexcept { return dynamic_cast<CapturingDriver&>(*driver); }
 
 void sleep_ns(uint64_t ns) {
   if (ns) std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
@@ -35,6 +36,8 @@ uint64_t hash(const void* start, size_t bytes) {
 }  // namespace penstock
 
 using penstock::Address;
+using penstock::capturing;
+using penstock::CapturingDriver;
 using penstock::Driver;
 using penstock::Graph;
 using penstock::soft;
@@ -43,7 +46,21 @@ using penstock::to_status;
 
 extern "C" {
 
-void penstock_soft_counts(Driver* driver, penstock::SoftCounts* out) { *out = soft(driver).counts(); }
+// One that captures, as tests make it; a module opens one that does not.
+penstock::Driver* penstock_soft_create_capturing(size_t page_bytes, size_t capacity_bytes, int32_t poison) {
+  penstock::Driver* made = nullptr;
+  to_status([&] { made = new CapturingDriver(page_bytes, capacity_bytes, poison != 0); });
+  return made;
+}
+
+struct Counts {
+  penstock::SoftCounts of_driver;
+  int64_t graphs;
+};
+void penstock_soft_counts(Driver* driver, Counts* out) {
+  auto* capturing = dynamic_cast<CapturingDriver*>(driver);
+  *out = {soft(driver).counts(), capturing ? capturing->graphs() : 0};
+}
 void penstock_soft_set_delays(Driver* driver, uint64_t seed, uint64_t max_ns) {
   soft(driver).pace().delays.set(seed, max_ns);
 }
@@ -61,11 +78,11 @@ void penstock_soft_set_clock(Driver* driver, int64_t now_ns, int64_t tick_ns) {
 
 // In an order that the captured edges allow.
 int32_t penstock_soft_launch_graph(Driver* driver, Graph graph, Stream stream, int32_t order, uint64_t seed) {
-  return to_status([&] { soft(driver).launch_graph(graph, stream, (penstock::SoftOrder)order, seed); });
+  return to_status([&] { capturing(driver).launch_graph(graph, stream, (penstock::SoftOrder)order, seed); });
 }
 // For launches that say no order, as those of a session.
 void penstock_soft_set_order(Driver* driver, int32_t order, uint64_t seed) {
-  soft(driver).set_order((penstock::SoftOrder)order, seed);
+  capturing(driver).set_order((penstock::SoftOrder)order, seed);
 }
 
 // Test kernels.

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.report.data import (
     CurvePoint,
+    ExpertSlots,
     MeasuredPoint,
     ReportData,
     Stall,
@@ -89,6 +90,7 @@ def a_report(*, hostile: bool = False, **changes: Any) -> ReportData:
             WeightResidency("norm.weight", "float32", (2048,), 8192, 8192, 0, "resident"),
             WeightResidency(weight, "bfloat16", (3, 1048577), 6 * MIB + 7, 0, 6 * MIB + 7, "streamed"),
         ),
+        experts=(ExpertSlots(tuple(f"{weight}.{part}" for part in ("up", "down")), 128, 26, 1_234_567, 98_765, 0.926),),
         runs=tuple(
             TracedRun(run, method, run * RUN_NS, run * RUN_NS + 9_501_250, 3, 2, 10 * MIB + 7, 6_300_375, 499_750 - run)
             for run in range(1, RUNS + 1)

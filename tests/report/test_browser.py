@@ -324,4 +324,4 @@ def test_what_a_screen_reader_is_given_has_names(report: Path, open_page: OpenPa
     ]
     assert len(by_role["main"]) == len(by_role["banner"]) == len(by_role["contentinfo"]) == 1
     # The two tables that are folded away have no place in it.
-    assert len(by_role["table"]) == 3
+    assert len(by_role["table"]) == 4

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Calls that order, time or forget: without one of them something must go wrong.
-DRIVER_CALL = re.compile(r"\bdriver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+|fill)\(")
+DRIVER_CALL = re.compile(
+    r"\bdriver_\.(?:(?:wait|record)(?:_external)?|synchronize_\w+|fill|(?:choose|move)_experts|copy_to_host)\("
+)
 OWN_CALL = re.compile(
     r"(?<![\w.>:~])(?:(?:source_\.|beneath_->)(?:follow|finish|poison|take_memory|begin_capture|end_capture)"
     r"|give_packed_memory|give_up_slots|finish|await_copy|poison|forget_copies|reset|announce|restore_progress|leave_capture"
     r"|stalls_\.\w+|trace_->\w+|set_shapes|await_readers|await_copies|fill_residents|drop_order|discard_run"
+    r"|prepare_experts|empty_tables|begin_tables|retire_expert_counts|drain|choose|take|copy|add|admit_all|admit_most"
     r"|(?:registry\(\)|all)\.\w+\.(?:wait|erase|emplace|notify_all|insert)|session_->taken\(\)\.erase"
     r"|made->taken\(\)\.insert|session_\.reset)\("
 )
@@ -134,6 +137,8 @@ class Rules:
 
 
 CORE = Rules()
+# Of a file whose conditions decide, and do not only guard.
+THOROUGH = Rules(parts=True)
 
 
 @dataclass(frozen=True)
@@ -148,10 +153,19 @@ class Mutant:
 class Mutated:
     """Sources with all of their mutants, numbered from 1."""
 
-    def __init__(self, folder: Path, files: Sequence[str], skipped: Container[str] = (), rules: Rules = CORE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[str],
+        skipped: Container[str] = (),
+        rules: Rules = CORE,
+        thorough: Container[str] = (),
+    ) -> None:
+        """`thorough`: of the files those whose conditions are taken apart, whatever the rules."""
         self.mutants: list[Mutant] = []
         self._skipped = skipped
-        self._rules = rules
+        self._all_rules, self._rules = rules, rules
+        self._thorough = thorough
         changed = {file: self._mutate(file, (folder / file).read_text()) for file in files}
         self.texts = {file: f'#include "mutants.h"\n{text}' for file, text in changed.items()}
         self.texts |= {"mutants.h": HEADER, "mutants.cpp": SELECTOR}
@@ -165,6 +179,7 @@ class Mutated:
         return f"mutants::on({len(self.mutants)})"
 
     def _mutate(self, file: str, text: str) -> str:
+        self._rules = THOROUGH if file in self._thorough else self._all_rules
         lines, function, joined, at = [], "", "", 0
         for line in text.splitlines(keepends=True):
             at += len(line)
@@ -221,7 +236,8 @@ class Mutated:
             return f"({out}(void)({text}))"
         name = text[: text.index("(")]
         arguments = _arguments(text)
-        if "synchronize" not in name:
+        # What is copied to the host is read behind the call, and its place is gone soon.
+        if not re.search(r"synchronize|copy_to_host", name):
             out += f"{self._number(file, function, f'{flat} too late')} ? mutants::defer([=] {{ {text}; }}) : "
         # What is waited for alone may be in a function that was given no other stream.
         streams = BETWEEN_STREAMS if file == "packed/packed_source.cpp" and len(arguments) > 1 else WRONG_STREAMS

@@ -46,7 +46,7 @@ def records_of_packed_weights_are_refused(folder: Path) -> None:
     version, count, weight, raw, kind, data, first, second, _, end = range(10)
     assert sound[end] == blocks.begins_bytes[-1] and sound[end + 1] == 1
     damages: list[tuple[Mapping[int, int], str]] = [
-        ({version: 6}, "are of version 6, needs version 7"),
+        ({version: 8}, "are of version 8, needs version 9"),
         ({count: -1}, "is -1, needs to be in [0,"),
         ({count: 1}, f"have {len(sound)} numbers, and end after {end + 1}"),
         ({count: 2**62}, "needs to be in [0,"),
@@ -157,10 +157,13 @@ def memory_for_packed_weights_is_for_nothing_else(folder: Path) -> None:
         plan.ranges[stores[0].piece.range_index].nbytes, plan.ranges[stores[0].piece.range_index].blocks
     )
     cases: list[tuple[Plan, str]] = [
-        (replace(plan, stores=(stores[0], twice, *stores[2:])), "two rooms of packed weights overlap"),
-        (replace(plan, stores=(in_slots, *stores[1:])), "two rooms of packed weights overlap"),
-        (replace(plan, ranges=(*plan.ranges, again)), "is for packed weights, and another range maps it"),
-        (replace(plan, ranges=(*plan.ranges, store_again)), "is for packed weights, and another range maps it"),
+        (replace(plan, stores=(stores[0], twice, *stores[2:])), "two rooms overlap"),
+        (replace(plan, stores=(in_slots, *stores[1:])), "two rooms overlap"),
+        (replace(plan, ranges=(*plan.ranges, again)), "is for packed weights or experts, and another range maps it"),
+        (
+            replace(plan, ranges=(*plan.ranges, store_again)),
+            "is for packed weights or experts, and another range maps it",
+        ),
         (replace(plan, fills=(Piece("plain", 0, 64, slots.range_index, 0),)), "a fill goes to range"),
         (replace(plan, fills=(Piece("plain", 0, 64, stores[0].piece.range_index, 0),)), "a fill goes to range"),
         (_first_method(plan, copies=(over, *method.copies[1:])), "a copy"),

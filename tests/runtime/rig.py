@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CaptureError, PenstockError, WeightsChangedError
-from penstock.native import core
 from penstock.plan.plan import Plan, Traffic
 from penstock.runtime.records import Numbers, lru_numbers, plan_numbers
 from penstock.runtime.session import Stats
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.native.session import HostSource, make_session
+from tests.native.session import HostSource, acquire, copy_stream, done, link_stream, make_session
 from tests.plan.planning import full_bytes, make_plan, placed_floor
 from tests.runtime.soft import SoftDriver, hash_of
 
@@ -221,7 +220,7 @@ class Rig:
     @contextmanager
     def late_copies(self) -> Iterator[None]:
         """Copies are made when somebody waits for them."""
-        with self._late(self.session.copy_stream):
+        with self._late(copy_stream(self.session)):
             yield
 
     @contextmanager
@@ -232,7 +231,7 @@ class Rig:
 
     @property
     def link_stream(self) -> int:
-        return int(core().penstock_session_link_stream(self.session.handle))
+        return link_stream(self.session)
 
     @contextmanager
     def _late(self, stream: int) -> Iterator[None]:
@@ -269,12 +268,12 @@ class Rig:
 
     def acquire(self, number: int) -> int:
         address = ctypes.c_uint64()
-        if core().penstock_session_acquire(self.session.handle, number, ctypes.byref(address)):
+        if acquire(self.session, number, ctypes.byref(address)):
             self._give_up()
         return address.value
 
     def done(self, step: int) -> None:
-        core().penstock_session_done(self.session.handle, step)
+        done(self.session, step)
 
     def _give_up(self) -> None:
         if not self._capturing:
@@ -382,6 +381,7 @@ class Rig:
                 self._owner = None
             raise
         self.driver.set_order(order, seed)
+        self._before_launch(captured, stream)
         try:
             self.session.launch()
         except PenstockError:
@@ -389,6 +389,7 @@ class Rig:
             self._owner = None
             raise
         captured.launches += 1
+        self._launched(captured)
         try:
             self.session.end_replay()
         except PenstockError:
@@ -398,6 +399,12 @@ class Rig:
         if check:
             self.check()
             self.check_counters()
+
+    def _before_launch(self, captured: Captured, stream: int) -> None:
+        """For what a graph is to find in its inputs."""
+
+    def _launched(self, captured: Captured) -> None:
+        pass
 
     def check_graphs(self) -> int:
         """Of launches that are known to have ended; how many kernels there were."""

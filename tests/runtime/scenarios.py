@@ -24,13 +24,15 @@ from penstock.errors import (
     ScheduleDivergedError,
     WeightsChangedError,
 )
-from penstock.native import core
 from penstock.plan.check import check_plan
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from tests.native.library import testing
-from tests.runtime import packed_refusals, packed_scenarios  # noqa: F401  # theirs are in the list, too
+from tests.native.session import acquire, copy_stream
+
+# Theirs are in the list, too.
+from tests.runtime import expert_decisions, expert_scenarios, packed_refusals, packed_scenarios  # noqa: F401
 from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenario_tools import (
     COPIES_FIRST,
@@ -542,10 +544,10 @@ def after_a_refusal_nothing_is_lent(folder: Path) -> None:
                 rig.install_lru(_lru_floor(model))
             else:
                 rig.install(model.floor_bytes)
-            handle, address = rig.session.handle, ctypes.c_uint64()
+            address = ctypes.c_uint64()
             rig.begin()
-            assert core().penstock_session_acquire(handle, 999, ctypes.byref(address))
-            assert core().penstock_session_acquire(handle, 0, ctypes.byref(address)) and not address.value
+            assert acquire(rig.session, 999, ctypes.byref(address))
+            assert acquire(rig.session, 0, ctypes.byref(address)) and not address.value
             rig.done(0)
             rig.done(1)
             assert "expected access 0, got access 999" in str(refused(rig.session.end, ScheduleDivergedError))
@@ -1059,7 +1061,7 @@ def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
     check_plan(plan, schedules, model.weights)
     with Rig(model, poison=False) as rig:
         rig.install_plan(plan)
-        copies, stream, captures_on = rig.session.copy_stream, rig.stream(), rig.stream()
+        copies, stream, captures_on = copy_stream(rig.session), rig.stream(), rig.stream()
         inside, landed = threading.Event(), threading.Event()
 
         def wait_inside() -> None:
@@ -1149,7 +1151,7 @@ def a_capture_that_fails_changes_nothing(folder: Path) -> None:
             untouched()
             before = rig.session.stats()[0]
         rig.session.begin_capture(0, side)
-        assert core().penstock_session_acquire(rig.session.handle, 7, ctypes.byref(ctypes.c_uint64()))
+        assert acquire(rig.session, 7, ctypes.byref(ctypes.c_uint64()))
         assert isinstance(rig.session.abort(), ScheduleDivergedError)
         untouched()
         captured = rig.capture(0, side)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 from tests.native.driver import DriverFailure, Failure, Functions, WrappedDriver, bound, check, declare, wrap
+from tests.native.driver import library as test_functions
 from tests.native.library import core_path, testing
 
 __all__ = ["Counts", "DriverFailure", "Failure", "SoftDriver"]
@@ -58,13 +59,11 @@ SOFT: Functions = {
 def library() -> ctypes.CDLL:
     """The core; what tests ask of a soft driver is declared besides."""
     core = ctypes.CDLL(str(core_path()))
-    core.penstock_soft_error.restype = c_char_p
-    core.penstock_soft_create.argtypes = [c_size_t, c_size_t, c_int32]
-    core.penstock_soft_create.restype = c_void_p
     core.penstock_driver_destroy.argtypes = [c_void_p]
     core.penstock_driver_destroy.restype = None
     declare("penstock_soft", SOFT)
     plain: dict[str, tuple[Any, list[Any]]] = {
+        "create_capturing": (c_void_p, [c_size_t, c_size_t, c_int32]),
         "counts": (None, [c_void_p, POINTER(Counts)]),
         "set_delays": (None, [c_void_p, c_uint64, c_uint64]),
         "rest": (None, [c_void_p]),
@@ -130,9 +129,10 @@ class SoftDriver(SoftHooks):
     """One of its own."""
 
     def __init__(self, page_bytes: int = 4096, capacity_bytes: int = 0, poison: bool = False) -> None:
-        made = library().penstock_soft_create(page_bytes, capacity_bytes, poison)
+        library()
+        made = testing().penstock_soft_create_capturing(page_bytes, capacity_bytes, poison)
         if not made:
-            raise DriverFailure(Failure.DRIVER, library().penstock_soft_error().decode())
+            raise DriverFailure(Failure.DRIVER, test_functions().penstock_test_error().decode())
         super().__init__(wrap(made))
 
     def close(self) -> None:

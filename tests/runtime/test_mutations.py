@@ -19,13 +19,18 @@ FILES = [
     *("session/streaming_session.cpp", "session/planned_session.cpp", "session/planned_capture.cpp"),
     *("session/lru_session.cpp", "packed/packed_source.cpp", "host/staging.cpp"),
     *("timing/stall_meter.cpp", "timing/trace.cpp"),
+    *("session/planned_experts.cpp", "experts/expert_calls.cpp"),
 ]
+THOROUGH = ("session/planned_experts.cpp", "experts/expert_calls.cpp")
 # They make tensors, and scenarios know no torch: tests/runtime/test_module_runs.py does.
-NEED_TORCH = {"fetch", "tensor_at", "fetched_position", "forget_tensors"}
+NEED_TORCH = {"fetch", "tensor_at", "fetched_position", "forget_tensors", "multiply_groups"}
 
 NEVER_RECORDED = "an event that was never recorded is no wait"
 GIVES_BACK_NOTHING = "to give back what is not there fails, and nobody is told"
 HAS_WAITED = "whoever closes a session, or changes its plan, has waited for the link and given up its slots"
+ASKED_BY_TORCH = "what experts are asked for, and where none have slots, tensors say: tests/experts/test_modules.py"
+A_GUARD = "no compiled program asks for other experts than its plan has"
+NOTHING_COUNTED = "a plan that has banks has tables, and one that has none counts nothing"
 LATER_SLOT = "that slot was used after this one, and is freed behind it on the same stream"
 EQUIVALENT = {
     "trace.cpp step_begins: if (open_step_ < 0) taken for true": "the span that was open has no end, and is dropped",
@@ -43,7 +48,7 @@ EQUIVALENT = {
     "streaming_session.cpp time_copies: driver_.synchronize_stream(copy_stream_) left out": (
         "how much of the link's work lies between two events is a matter of time, which a clock of ticks does not tell"
     ),
-    "streaming_session.cpp last_run: if (!run_.replays) taken for true": "front ends tell no stall of a replay",
+    "streaming_session.cpp count: if (!run_.replays) taken for true": "front ends tell no stall of a replay",
     "planned_session.cpp create_memory: if (record.bytes == 0) taken for false": "the planner makes no empty range",
     "planned_session.cpp uninstall: if (!range.bytes) taken for false": "the planner makes no empty range",
     "planned_session.cpp create_events: if (record.copies[c].wait_step >= 0) taken for true": (
@@ -117,12 +122,41 @@ EQUIVALENT = {
         "only the last recording of a launch counts"
     ),
     "packed_source.cpp begin_capture: if (!captured_left_) taken for false": "a branch without copies is none",
+    "planned_experts.cpp move_of: experts < 1 left out of experts < 1 || access.bytes % experts || "
+    "access.bytes / experts != row_bytes || (access.bank >= 0 && plan_.banks[(size_t)access.bank].experts != "
+    "experts)": A_GUARD,
+    "planned_experts.cpp move_of: access.bytes % experts left out of experts < 1 || access.bytes % experts "
+    "|| access.bytes / experts != row_bytes || (access.bank >= 0 && plan_.banks[(size_t)access.bank].experts "
+    "!= experts)": A_GUARD,
+    "planned_experts.cpp move_of: access.bytes / experts != row_bytes left out of experts < 1 || "
+    "access.bytes % experts || access.bytes / experts != row_bytes || (access.bank >= 0 && "
+    "plan_.banks[(size_t)access.bank].experts != experts)": A_GUARD,
+    "planned_experts.cpp move_of: (access.bank >= 0 && plan_.banks[(size_t)access.bank].experts != experts) "
+    "left out of experts < 1 || access.bytes % experts || access.bytes / experts != row_bytes || "
+    "(access.bank >= 0 && plan_.banks[(size_t)access.bank].experts != experts)": A_GUARD,
+    "planned_experts.cpp move_of: access.bank >= 0 left out of access.bank >= 0 && "
+    "plan_.banks[(size_t)access.bank].experts != experts": ASKED_BY_TORCH,
+    "planned_experts.cpp move_of: if (access.bank < 0) taken for false": ASKED_BY_TORCH,
+    "planned_experts.cpp take_rows: access.bank >= 0 left out of rows > kMostRowsACall && "
+    "access.bank >= 0": ASKED_BY_TORCH,
+    "planned_experts.cpp take_rows: if (plan_.methods[(size_t)method_].accesses[(size_t)position].range != "
+    "kDirect) taken for true": ASKED_BY_TORCH,
+    "planned_experts.cpp take_rows: if (plan_.methods[(size_t)method_].accesses[(size_t)position].range != "
+    "kDirect) taken for false": ASKED_BY_TORCH,
+    "planned_experts.cpp take_rows: if (operands.rows()) taken for true": ASKED_BY_TORCH,
+    "planned_experts.cpp take_rows: if (operands.rows()) taken for false": ASKED_BY_TORCH,
+    "planned_experts.cpp retire_expert_counts: if (plan_.banks.empty() || !has_tables_) taken for "
+    "false": NOTHING_COUNTED,
+    "planned_experts.cpp retire_expert_counts: plan_.banks.empty() left out of plan_.banks.empty() || "
+    "!has_tables_": NOTHING_COUNTED,
+    "planned_experts.cpp retire_expert_counts: !has_tables_ left out of plan_.banks.empty() || "
+    "!has_tables_": NOTHING_COUNTED,
     "trace.cpp collect: if (std::abs(distance_ns) > kNearNs) taken for true": "measured from a place still nearer",
 }
 
 
 def mutated() -> Mutated:
-    made = Mutated(SOURCES, FILES, NEED_TORCH)
+    made = Mutated(SOURCES, FILES, NEED_TORCH, thorough=THOROUGH)
     # What comes too late comes behind the next work that the host issues.
     name = "soft/soft_driver.cpp"
     soft = (SOURCES / name).read_text()

@@ -197,7 +197,7 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
         values[2] += 1
 
     def earlier(values: list[int]) -> None:
-        values[0] = 6
+        values[0] = 7
 
     def beyond(values: list[int]) -> None:
         """The first copy begins with the last byte of its weight."""
@@ -211,7 +211,7 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
         (twice, r"copy \d enters twice"),
         (fewer, r"is fetched after 0 of the 1 copies of its stay; the others are issued behind it"),
         (huge_blocks, "needs to be in"),
-        (earlier, "the records of the plan are of version 6, needs version 7"),
+        (earlier, "the records of the plan are of version 7, needs version 9"),
         (beyond, r"needs to be in \[1, 2\)"),
         (odd_block, r"block 0 has 4097 bytes, a page has 4096"),
     ]

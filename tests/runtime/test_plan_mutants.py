@@ -18,6 +18,7 @@ from penstock.plan.check import PlanError, check_plan
 from penstock.plan.plan import Copy, MethodPlan, Plan
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Access, Schedule, Step
+from tests.native.session import copy_stream
 from tests.plan.test_check import inherited_wait
 from tests.runtime.rig import PAGE, Model, Rig, write_model
 
@@ -225,7 +226,7 @@ def run_hostile(model: Model, plan: Plan, seed: int) -> None:
             turn()
             if choose.random() < 0.3:
                 # A busy link.
-                rig.driver.launch_sleep(rig.session.copy_stream, 500 * US)
+                rig.driver.launch_sleep(copy_stream(rig.session), 500 * US)
         rig.check()
 
 
@@ -312,9 +313,9 @@ def test_an_inherited_wait_is_wrong_in_replays(tmp_path: Path) -> None:
         capturing = rig.stream()
         rig.steps = steps_with_a_busy_link  # type: ignore[method-assign]
         captured = rig.capture(stream=capturing)
-        rig.driver.call(rig.session.copy_stream, hold)
+        rig.driver.call(copy_stream(rig.session), hold)
         rig.replay(captured, stream, order=COPIES_FIRST, check=False)
-        rig.driver.call(rig.session.copy_stream, landed.set)
+        rig.driver.call(copy_stream(rig.session), landed.set)
         with pytest.raises(AssertionError, match=r"kernels of graphs that read other bytes.*w3"):
             rig.check()
         rig._compared.clear()

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from penstock.errors import CaptureError, DriverCallError, PenstockError, ScheduleDivergedError
-from penstock.native import core
+from tests.native.session import acquire, copy_stream
 from tests.runtime.rig import PAGE, Captured, Model, Rig, RunFailed, models, staged
 
 US = 1000
@@ -104,7 +104,7 @@ def test_the_next_run_s_copies_need_not_end_with_the_graph(made: dict[str, Model
             rig.await_kernels(stream)
             # The kernels have ended, and what is copied for the next run has not: nobody has waited for it.
             copied = rig.driver.create_event(False)
-            rig.driver.record(copied, rig.session.copy_stream)
+            rig.driver.record(copied, copy_stream(rig.session))
             assert rig.check_graphs() == captured.kernels and not rig.driver.is_complete(copied)
             rig.driver.destroy_event(copied)
         rig.check()
@@ -166,7 +166,7 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(made: dict[str, Model]
         stream, side = rig.stream(), rig.stream()
         rig.run(stream=stream)
         rig.session.begin_capture(0, side)
-        core().penstock_session_acquire(rig.session.handle, 7, 0)
+        acquire(rig.session, 7, None)
         with pytest.raises(ScheduleDivergedError, match="expected access 0, got access 7"):
             rig.session.end_capture()
         rig.run(stream=stream)

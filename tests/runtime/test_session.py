@@ -18,7 +18,7 @@ from penstock.errors import (
     WeightsChangedError,
 )
 from penstock.native import core
-from tests.native.session import HostSource
+from tests.native.session import HostSource, acquire
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenarios import SCENARIOS
 from tests.runtime.soft import SoftDriver
@@ -306,7 +306,7 @@ def test_a_run_within_a_run_is_refused_and_the_outer_one_goes_on(rig: Rig) -> No
 
 def test_fetched_outside_of_a_run(rig: Rig) -> None:
     for _ in range(2):
-        assert core().penstock_session_acquire(rig.session.handle, 0, ctypes.byref(ctypes.c_uint64()))
+        assert acquire(rig.session, 0, ctypes.byref(ctypes.c_uint64()))
         rig.done(0)
         assert core().penstock_session_failure_text(rig.session.handle) == b"access 0 was fetched outside of a run"
         rig.run()

@@ -83,9 +83,9 @@ def test_post_pass_runs_between_noop_removal_and_reinplacing() -> None:
 
 
 def test_options_exist() -> None:
-    from penstock.torch_private.inductor import REQUIRED_OPTIONS, _options, known_option
+    from penstock.torch_private.inductor import _SHIM_ARGUMENTS, REQUIRED_OPTIONS, _options, known_option
 
-    names = set(REQUIRED_OPTIONS) | set(_options(torch.device("cpu"), "folder", linear=True))
+    names = set(REQUIRED_OPTIONS) | set(_options(torch.device("cpu"), "folder", list(_SHIM_ARGUMENTS)))
     missing = [name for name in sorted(names) if not known_option(name)]
     assert not missing, f"torch._inductor.config lacks {missing}"
     assert not known_option("no_such_option")

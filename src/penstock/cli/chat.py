@@ -71,16 +71,8 @@ class ChatReport:
 def chat(
     folder: Path,
     max_new_tokens: int | None,
-    budget: str | None,
-    device_memory: str | None,
-    cache_length: int | None,
-    device: str | None,
-    dtype: str | None,
-    cache_dir: Path | None,
-    pack: bool,
-    trust_remote_code: bool,
     as_json: bool,
-    **sampling: Any,
+    **options: Any,
 ) -> None:
     """Talk to the transformers checkpoint in FOLDER, line by line. It must have a chat template.
 
@@ -91,23 +83,13 @@ def chat(
     penstock chat ./Llama-3.1-8B-Instruct --budget 8GiB
     penstock chat ./Llama-3.1-8B-Instruct --budget 8GiB --cache-length 16384 --temperature 0.7
     """
-    chosen = Sampling(**sampling)
+    chosen = Sampling.taken_from(options)
     check_folder(folder)
     with only_json_on_stdout(as_json):
         transformers = import_transformers("chat")
-        tokenizer = load_tokenizer(transformers, folder, trust_remote_code)
+        tokenizer = load_tokenizer(transformers, folder, options["trust_remote_code"])
         _check_template(tokenizer, folder)
-        model = load_model(
-            folder,
-            budget=budget,
-            device_memory=device_memory,
-            cache_length=cache_length,
-            device=device,
-            dtype=dtype,
-            cache_dir=cache_dir,
-            pack=pack,
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_model(folder, options)
         try:
             if chosen.seed is not None:
                 transformers.set_seed(chosen.seed)

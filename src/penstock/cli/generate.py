@@ -49,16 +49,8 @@ def generate(
     folder: Path,
     prompt: str,
     max_new_tokens: int,
-    budget: str | None,
-    device_memory: str | None,
-    cache_length: int | None,
-    device: str | None,
-    dtype: str | None,
-    cache_dir: Path | None,
-    pack: bool,
-    trust_remote_code: bool,
     as_json: bool,
-    **sampling: Any,
+    **options: Any,
 ) -> int:
     """Go on with PROMPT, by the transformers checkpoint in FOLDER. A PROMPT of - is read from stdin.
 
@@ -70,26 +62,16 @@ def generate(
     penstock generate ./Llama-3.1-8B - --budget 8GiB --max-new-tokens 500 --temperature 0.7 --seed 1 < prompt.txt
     penstock generate ./Llama-3.1-8B "Once upon a time" --greedy --json
     """
-    chosen = Sampling(**sampling)
+    chosen = Sampling.taken_from(options)
     text = _read_stdin() if prompt == "-" else check_text(prompt, "PROMPT")
     check_folder(folder)
     with only_json_on_stdout(as_json):
         transformers = import_transformers("generate")
-        tokenizer = load_tokenizer(transformers, folder, trust_remote_code)
+        tokenizer = load_tokenizer(transformers, folder, options["trust_remote_code"])
         ids = list(tokenizer(text).input_ids)
         if not ids:
             raise InputError("the prompt has no token; give some text")
-        model = load_model(
-            folder,
-            budget=budget,
-            device_memory=device_memory,
-            cache_length=cache_length,
-            device=device,
-            dtype=dtype,
-            cache_dir=cache_dir,
-            pack=pack,
-            trust_remote_code=trust_remote_code,
-        )
+        model = load_model(folder, options)
         try:
             found = _answer(transformers, model, tokenizer, ids, max_new_tokens, chosen)
         finally:

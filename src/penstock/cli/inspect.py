@@ -59,6 +59,7 @@ def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
 
 def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
     floor = report.floor
+    experts = sum(weight.nbytes for weight in report.weights if weight.experts)
     splittable = sum(weight.nbytes for weight in report.weights if weight.linear)
     in_place = f'{floor.streamed_bytes} bytes with placement="stream", where nothing is read in place in host memory'
     built = ", ".join(f"{name} {version}" for name, version in report.built_with.items())
@@ -69,6 +70,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
             ("file", f"{short_bytes(report.file_bytes)}, code for {report.device}, built with {built}"),
             ("weights", f"{report.weight_count}, {short_bytes(report.weight_bytes)}"),
             *([("", f"{short_bytes(splittable)} may lie on both sides of the link")] if splittable else []),
+            *([("", f"{short_bytes(experts)} are experts, of which some may have slots")] if experts else []),
             ("state", short_bytes(report.state_bytes)),
             ("identity", report.identity),
             ("baked budget", "none" if report.baked_budget_bytes is None else short_bytes(report.baked_budget_bytes)),
@@ -100,6 +102,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
                 ("schedule", f"{len(method.steps)} steps, {method.accesses} accesses"),
                 ("weights read", short_bytes(method.weight_bytes)),
                 ("activations", bound),
+                *[("experts", f"{printable(name)} is read whole: {why}") for name, why in method.whole_experts.items()],
             ],
         )
         steps = method.steps if top is None else method.largest_steps(top)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -66,6 +66,11 @@ class Sampling:
     greedy: bool = False
     prompt_lookup: int | None = None
 
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Sampling:
+        """Those of sampling_options, which then leave what a command was given."""
+        return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
+
     def __post_init__(self) -> None:
         drawn = {"--temperature": self.temperature, "--top-k": self.top_k, "--top-p": self.top_p}
         given = [name for name, value in drawn.items() if value is not None]
@@ -117,34 +122,16 @@ def load_tokenizer(transformers: ModuleType, folder: Path, trust_remote_code: bo
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
 
 
-def load_model(
-    folder: Path,
-    *,
-    budget: str | None,
-    device_memory: str | None,
-    cache_length: int | None,
-    device: str | None,
-    dtype: str | None,
-    cache_dir: Path | None,
-    pack: bool,
-    trust_remote_code: bool,
-) -> Any:
+def load_model(folder: Path, options: Mapping[str, Any]) -> Any:
+    """`options`: those of model_options, which are from_pretrained's by the same names."""
     import torch
 
     import penstock
 
     load: Any = penstock.from_pretrained
-    return load(
-        folder,
-        budget,
-        device_memory=device_memory,
-        cache_length=cache_length,
-        device=device,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        cache_dir=cache_dir,
-        pack=pack,
-        trust_remote_code=trust_remote_code,
-    )
+    budget, dtype = options["budget"], options["dtype"]
+    others = {name: value for name, value in options.items() if name != "budget"}
+    return load(folder, budget, **{**others, "dtype": None if dtype is None else getattr(torch, dtype)})
 
 
 def check_text(text: str, source: str) -> str:

@@ -26,6 +26,8 @@ class WeightRow:
     gathered: bool
     # Whether some access does nothing but multiply by its rows, which may then lie on both sides of the link.
     linear: bool
+    # How many experts its rows are, which one run takes only some of; 0: its rows are none.
+    experts: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class MethodRow:
     # Beside the weights, at most; None: without a bound.
     activation_bytes: int | None
     temporary_bytes: int
+    # Weights that look like stacks of experts, and are read whole: why.
+    whole_experts: dict[str, str]
     # The whole schedule, in the order of the run.
     steps: tuple[StepRow, ...]
 
@@ -168,6 +172,7 @@ def program_report(subject: Subject) -> ProgramReport:
     uses = Counter(access.weight for access in accesses)
     whole = {access.weight for access in accesses if not access.gathered}
     multiplied = {access.weight for access in accesses if access.linear}
+    not_routed = {access.weight for access in accesses if access.routing is None}
     return ProgramReport(
         path=subject.path,
         kind=subject.path.suffix.lstrip("."),
@@ -184,7 +189,15 @@ def program_report(subject: Subject) -> ProgramReport:
         methods=tuple(_method(method, subject) for method in program.methods),
         weights=tuple(
             WeightRow(
-                w.name, w.aliases, w.dtype, w.shape, w.nbytes, uses[w.name], w.name not in whole, w.name in multiplied
+                w.name,
+                w.aliases,
+                w.dtype,
+                w.shape,
+                w.nbytes,
+                uses[w.name],
+                w.name not in whole,
+                w.name in multiplied,
+                w.shape[0] if uses[w.name] and w.name not in not_routed else 0,
             )
             for w in program.weights
         ),
@@ -209,6 +222,7 @@ def _method(method: Method, subject: Subject) -> MethodRow:
         weight_bytes=sum(weights[name].nbytes for name in schedule.weight_names),
         activation_bytes=method.activation_bound_bytes,
         temporary_bytes=sum(temporary.nbytes for temporary in method.temporaries),
+        whole_experts=dict(method.whole_experts),
         steps=tuple(steps),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from executorch.exir.backend.backend_details import BackendDetails, PreprocessRe
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.tensor import scalar_type_enum
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 
 from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramError
 from penstock.executorch.description import (
+    TRANSFER_ALIGNMENT_BYTES,
     DelegateInput,
     DelegateMethod,
     Description,
@@ -35,6 +38,7 @@ from penstock.layout import canonical
 from penstock.plan.pages import page_bytes_on
 from penstock.program import Method, TensorSpec
 from penstock.temporary import TemporaryFolder
+from penstock.torch_private.graph import size_bound
 from penstock.weight import State
 from penstock.weights import read_index
 
@@ -178,6 +182,7 @@ def _method(method: Method, ep: ExportedProgram, states: Sequence[State]) -> Del
         states=tuple(names.index(name) for name in method.states),
         inputs=tuple(_tensor(method.name, spec, ep) for spec in method.signature.inputs),
         outputs=sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),
+        transfer_bytes=_transfer_bytes(method, ep),
     )
 
 
@@ -192,6 +197,26 @@ def _tensor(method: str, spec: Any, ep: ExportedProgram) -> DelegateInput:
         shape=tuple(size if isinstance(size, int) else -1 for size in spec.shape),
         dim_order=tuple(canonical(*hints)),
     )
+
+
+def _transfer_bytes(method: Method, ep: ExportedProgram) -> int:
+    """Of what a run is given and returns, as ExecuTorch plans its memory: at the highest values of all sizes."""
+    values = {node.name: node.meta["val"] for node in ep.graph.nodes if "val" in node.meta}
+    results = [spec.arg.name for spec in ep.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    total_bytes = 0
+    for name in (*(spec.name for spec in method.signature.inputs), *results):
+        value = values.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        sizes = [size_bound(size, ep.range_constraints) for size in value.shape]
+        if None in sizes:
+            raise UnsupportedProgramError(
+                f"{name!r} of {method.name!r} has a dynamic size without a highest value, and ExecuTorch plans memory "
+                "for it: export with Dim(..., max=...)"
+            )
+        nbytes = math.prod(size for size in sizes if size is not None) * value.dtype.itemsize
+        total_bytes += -(-nbytes // TRANSFER_ALIGNMENT_BYTES) * TRANSFER_ALIGNMENT_BYTES
+    return total_bytes
 
 
 def _hint(number: int | torch.SymInt) -> int:

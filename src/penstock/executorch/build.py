@@ -32,7 +32,8 @@ _FOLDER = "delegates"
 _DEFINITIONS = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL"]
 _FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-pthread"]
 # The sources that include torch's headers; the others may include ExecuTorch's, which define the same names.
-_TORCH_SOURCES = ("code.cpp", "state_table.cpp")
+_GRAPHS_SOURCE = "graph_memory.cpp"
+_TORCH_SOURCES = ("code.cpp", _GRAPHS_SOURCE, "state_table.cpp")
 
 
 def sources_folder() -> Path:
@@ -52,6 +53,18 @@ def _torch_folder() -> Path:
     if spec is None or spec.origin is None:
         raise PenstockError("torch is not installed")
     return Path(spec.origin).parent
+
+
+def cuda_headers(torch: Path) -> Path | None:
+    """CUDA's headers, which torch's own for graph_memory.cpp need: beside this torch, or of a toolkit. None where torch
+    has no CUDA, or they are nowhere: then the library has no CUDA graphs, and says so when it is asked for them."""
+    if not (torch / "lib" / "libtorch_cuda.so").exists():
+        return None
+    beside = torch.parent
+    folders = [*sorted(beside.glob("nvidia/*/include")), beside / "triton/backends/nvidia/include"]
+    folders += [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    needed = ("cuda_runtime_api.h", "crt/host_defines.h")
+    return next((folder for folder in folders if all((folder / name).exists() for name in needed)), None)
 
 
 def build(target: Path | None = None) -> Path:
@@ -82,6 +95,7 @@ def _key() -> str:
     for name in ("executorch", "torch"):
         made.update(f"{name} {importlib.metadata.version(name)} ".encode())
     made.update(f"{executorch_folder()} {_torch_folder()} {core_path()} {_FLAGS} {_DEFINITIONS} ".encode())
+    made.update(f"{cuda_headers(_torch_folder())} ".encode())
     for source in (*sorted(sources_folder().iterdir()), *sorted(headers_folder().iterdir())):
         made.update(f"{source.name} {source.stat().st_size} ".encode() + source.read_bytes())
     return made.hexdigest()[:16]
@@ -118,10 +132,13 @@ def _build(target: Path) -> None:
         str(portable),
     ]
     folders = [executorch / "lib", torch / "lib"]
+    cuda = cuda_headers(torch)
     with TemporaryFolder("delegate") as scratch:
         commands = []
         for source in sorted(sources_folder().glob("*.cpp")):
             includes = torch_includes if source.name in _TORCH_SOURCES else other_includes
+            if source.name == _GRAPHS_SOURCE and cuda is not None:
+                includes = [*includes, "-DPENSTOCK_TORCH_CUDA", "-isystem", str(cuda)]
             commands.append([compiler, *_FLAGS, *includes, "-c", str(source), "-o", str(scratch / f"{source.stem}.o")])
         with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
             list(threads.map(_run, commands))
@@ -133,6 +150,7 @@ def _build(target: Path) -> None:
                 *(f"-Wl,-rpath,{folder}" for folder in folders),
                 # torch, not torch_cpu alone: where there is CUDA, that is what brings its part of the loader.
                 *("-Wl,--no-as-needed", "-lexecutorch", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"),
+                *(("-ltorch_cuda", "-lc10_cuda") if cuda is not None else ()),
             ]
         )
         content = linked.read_bytes()

@@ -36,10 +36,12 @@ class Delegates(Module):
         budget: int | str | None,
         *,
         weights: Path,
+        transfer_bytes: int,
         state_store: StateStore | None = None,
         **options: Any,
     ) -> None:
         self._shown = shown
+        self._transfer_bytes = transfer_bytes
         # Of the other delegates of the program, where there are any.
         self._shared_state = state_store
         self._names = tuple(names)

@@ -12,6 +12,8 @@ from penstock.schema import SchemaError, Signed
 # What no machine has: sums of so few never overflow.
 MOST_BYTES = 1 << 56
 MOST_PAGE_BYTES = 1 << 30
+# Between main memory and the device, what a run is given and returns passes through one block of pinned memory.
+TRANSFER_ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class DelegateMethod:
     states: tuple[int, ...]
     inputs: tuple[DelegateInput, ...]
     outputs: int
+    # Of its inputs and outputs together, at the most that each can have, each from a multiple of TRANSFER_ALIGNMENT on.
+    transfer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class PlanTable:
     floor_bytes: int
     # With everything resident.
     full_bytes: int
+    # With less, weights are read over the link instead of copied. 0: that is no question of the budget.
+    copying_bytes: int
     plans: tuple[PlanRow, ...]
 
 
@@ -139,5 +145,11 @@ def _amounts(found: Description) -> Iterator[int]:
     yield from (found.budget_bytes or 0, found.activation_bytes or 0)
     yield from (weight.nbytes for weight in found.weights)
     yield from (state.nbytes for state in found.states)
+    yield from (method.transfer_bytes for method in found.methods)
     for table in found.plan_tables:
-        yield from (table.floor_bytes, table.full_bytes, *(plan.device_bytes for plan in table.plans))
+        yield from (
+            table.floor_bytes,
+            table.full_bytes,
+            table.copying_bytes,
+            *(plan.device_bytes for plan in table.plans),
+        )

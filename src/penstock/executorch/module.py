@@ -7,18 +7,13 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from penstock.errors import (
-    ClosedError,
-    ConcurrentRunError,
-    ForkedError,
     InputError,
-    NotCopyableError,
     PackageError,
 )
 from penstock.executorch.data_files import data_files
@@ -32,16 +27,20 @@ from penstock.executorch.state import ProgramState
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Method, Program
-from penstock.renamed import refuse_attribute, refuse_options
+from penstock.renamed import refuse_options
 from penstock.runtime.interrupts import HeldInterrupts
-from penstock.runtime.operation_lock import Busy, Operation, OperationLock
+from penstock.runtime.loaded import LoadedProgram
 from penstock.runtime.session import LinkSample, Stats
 from penstock.runtime.trace import Trace
 
 LOGGER = logging.getLogger("penstock")
 
 
-class Module:
+def _of_sharing(name: str) -> Any:
+    return property(lambda self: getattr(self._sharing, name), doc=getattr(Delegates, name).__doc__)
+
+
+class Module(LoadedProgram):
     """Loads `path` (a .pte with delegates of ours) and its data files, and runs it within a budget of device bytes.
 
     The surface of penstock.Module for a .pt2, and its options: `device`, `placement`, `host_memory`, `calibration`,
@@ -63,10 +62,7 @@ class Module:
         delegate_budgets: Mapping[str, int | str] | None = None,
         **options: Any,
     ) -> None:
-        self._open = False
-        self._lock = OperationLock()
-        self._pid = os.getpid()
-        self.path = Path(path)
+        super().__init__(path)
         try:
             with HeldInterrupts():
                 self._load(budget, weight_offload_budget_mb, weights, delegate_budgets, options)
@@ -116,31 +112,15 @@ class Module:
 
     # ------------------------------------------------------------------------------------------------------- running
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs `forward`, or the only method."""
-        return self.run_method(self._default_method(), *arguments, **keywords)
-
-    forward = __call__
-
-    def run_method(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """Nested as at export; a program that penstock.executorch.export did not write takes and gives flat tensors."""
-        self._require_usable()
-        if method not in self.methods:
-            raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
-        try:
-            with self._operation(wait=False):
-                self._state.require_valid(method)
-                call = self._calls.get(method)
-                if call is not None:
-                    return call.nested(self._execute(method, call.flat(arguments, keywords)))
-                if keywords:
-                    raise InputError(f"method {method!r} has no record of its arguments' names; pass them by position")
-                return self._execute(method, arguments)
-        except Busy:
-            raise ConcurrentRunError(
-                f"method {method!r} was called while another call of this module runs; use one module per thread, or a "
-                "lock around the calls"
-            ) from None
+    def _run(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """A program that penstock.executorch.export did not write takes and gives flat tensors."""
+        self._state.require_valid(method)
+        call = self._calls.get(method)
+        if call is not None:
+            return call.nested(self._execute(method, call.flat(arguments, keywords)))
+        if keywords:
+            raise InputError(f"method {method!r} has no record of its arguments' names; pass them by position")
+        return self._execute(method, arguments)
 
     def _execute(self, method: str, inputs: Sequence[Any]) -> list[Any]:
         try:
@@ -153,15 +133,21 @@ class Module:
 
     # ------------------------------------------------------------------------------------------------- what is there
 
+    # Of the delegates that share the budget.
+    program: Program = _of_sharing("program")
+    floor_bytes: int = _of_sharing("floor_bytes")
+    full_bytes: int = _of_sharing("full_bytes")
+    budget_bytes: int = _of_sharing("budget_bytes")
+    plan: Plan | None = _of_sharing("plan")
+    calibration: Calibration | None = _of_sharing("calibration")
+    last_run: Stats = _of_sharing("last_run")
+    link_bytes_per_s: float | None = _of_sharing("link_bytes_per_s")
+    link: tuple[LinkSample, ...] = _of_sharing("link")
+
     @property
     def delegates(self) -> Mapping[str, Delegates]:
         """Those with a budget of their own: each has the surface of this module, but for running."""
         return MappingProxyType(self._sessions.own)
-
-    @property
-    def program(self) -> Program:
-        """The delegates that share the budget, as methods, and the weights they read."""
-        return self._sharing.program
 
     @property
     def device(self) -> torch.device:
@@ -185,37 +171,9 @@ class Module:
     def host_bytes(self) -> int:
         return self._sessions.host_bytes
 
-    @property
-    def floor_bytes(self) -> int:
-        """The smallest budget for the delegates that share it."""
-        return self._sharing.floor_bytes
-
-    @property
-    def full_bytes(self) -> int:
-        """With this budget every weight is on the device; more buys nothing."""
-        return self._sharing.full_bytes
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._sharing.budget_bytes
-
-    @property
-    def plan(self) -> Plan | None:
-        """None under placement="lru", which decides while running."""
-        return self._sharing.plan
-
     def plan_at(self, budget_bytes: int) -> Plan | None:
         """What would be planned for another budget; nothing changes. None under placement="lru"."""
         return self._sharing.plan_at(budget_bytes)
-
-    @property
-    def calibration(self) -> Calibration | None:
-        return self._sharing.calibration
-
-    @property
-    def last_run(self) -> Stats:
-        """Of the delegate that ran last of those that share the budget. Waits for the device."""
-        return self._sharing.last_run
 
     def stats(self) -> Stats:
         """Totals since load, over all delegates of the program. Waits for the device."""
@@ -224,14 +182,6 @@ class Module:
     def device_memory(self) -> tuple[int, int]:
         """Bytes of device memory held for weights: now, and at most since load."""
         return self._sessions.device_memory()
-
-    @property
-    def link_bytes_per_s(self) -> float | None:
-        return self._sharing.link_bytes_per_s
-
-    @property
-    def link(self) -> tuple[LinkSample, ...]:
-        return self._sharing.link
 
     @property
     def summary(self) -> str:
@@ -295,52 +245,7 @@ class Module:
                 self._native.close()
             self._sessions.close()  # each of them takes the lock
 
-    def __enter__(self) -> Module:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    if not TYPE_CHECKING:  # to whom every name would be one of its attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            refuse_attribute(self, name)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """copy, deepcopy and pickle come here."""
-        raise NotCopyableError(
-            f"a loaded module cannot be copied or pickled: {self.path} holds device memory, a weights file and "
-            "compiled code; load it once more, or, in another process, there"
-        )
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
-
-    # ------------------------------------------------------------------------------------------------------- helpers
-
     @property
     def _sharing(self) -> Delegates:
         self._require_usable()
         return self._sessions.sharing
-
-    def _default_method(self) -> str:
-        if "forward" in self.methods:
-            return "forward"
-        if len(self.methods) == 1:
-            return self.methods[0]
-        raise PackageError(f"there is no method 'forward'; name one of {', '.join(self.methods)} with run_method")
-
-    def _require_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"{self.path} was loaded by process {self._pid}, and this is its child {os.getpid()}; load it here"
-            )
-        if not self._open:
-            raise ClosedError(f"{self.path} was closed")
-
-    def _operation(self, *, wait: bool = True) -> Operation:
-        """Between runs: waits for a run in another thread, keeps others out, and lets interrupts wait."""
-        return self._lock.operation(self._require_usable, wait=wait)

@@ -16,6 +16,7 @@ from penstock.executorch.description import Description
 from penstock.executorch.failures import failure
 from penstock.executorch.library import load_library
 from penstock.executorch.payload import checked_description
+from penstock.runtime.budget_choice import SOURCES
 from penstock.weights.format import SCALAR_TYPES
 
 _pointer = ctypes.c_void_p
@@ -64,8 +65,6 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_executorch_session": (_pointer, [_text, ctypes.POINTER(_i64)]),
 }
 
-_SOURCES = ("load", "baked", "automatic")
-
 
 @functools.cache
 def library() -> ctypes.CDLL:
@@ -107,6 +106,10 @@ class Payload:
     @property
     def states(self) -> list[str]:
         return [state.name for state in self.description.states]
+
+    def transfer_bytes(self, delegates: Sequence[str]) -> int:
+        """Pinned memory that each of these allocates, for what its runs are given and return."""
+        return sum(method.transfer_bytes for method in self.description.methods if method.name in delegates)
 
     def states_of(self, method: str) -> list[str]:
         """Of all delegates of a method of the .pte."""
@@ -220,7 +223,7 @@ class NativeModule:
         if not handle:
             return None
         floor, full, budget, asked, source, plan, count, held = numbers
-        return handle, SessionFacts(floor, full, budget, asked, _SOURCES[source], plan, count, held)
+        return handle, SessionFacts(floor, full, budget, asked, SOURCES[source], plan, count, held)
 
     def close(self) -> None:
         if self._handle is not None:

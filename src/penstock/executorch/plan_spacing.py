@@ -7,9 +7,12 @@ all.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from penstock.plan.plan import MethodPlan, Plan
 from penstock.plan.tuning import COPY_OVERHEAD_BYTES, NOMINAL_DECODED_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S
@@ -71,32 +74,48 @@ def _cost_bytes(plan: MethodPlan, schedule: Schedule) -> float:
     return plan.warm.bytes_streamed + sum(read_in_place) + decoded_bytes
 
 
+class Planned(Protocol):
+    """A plan, by what it holds and by what a run with it costs."""
+
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def cost_bytes(self) -> float: ...
+
+
+P = TypeVar("P", bound=Planned)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True)
-class _Planned:
+class _At(Generic[P]):
     budget_bytes: int
-    plan: Plan
-    cost_bytes: float
+    plan: P
 
 
 def spaced_plans(
-    plan_at: Callable[[int], Plan],
-    schedules: Sequence[Schedule],
+    plan_at: Callable[[int], P],
     floor_bytes: int,
     full_bytes: int,
     weight_bytes: int,
     spacing: Spacing,
     *,
     page_bytes: int,
-) -> list[Plan]:
-    """From the floor to everything resident, both included; in the order of the budgets they were made for."""
+    at_once: int = 1,
+) -> list[P]:
+    """From the floor to everything resident, both included; in the order of the budgets they were made for.
 
-    def planned(budget_bytes: int) -> _Planned:
-        plan = plan_at(budget_bytes)
-        return _Planned(budget_bytes, plan, cost_bytes(plan, schedules))
+    `at_once`: how many calls of `plan_at` there may be at a time. What comes out is the same.
+    """
 
-    def between(low: _Planned, high: _Planned) -> int | None:
+    def planned(budget_bytes: int) -> _At[P]:
+        return _At(budget_bytes, plan_at(budget_bytes))
+
+    def between(low: _At[P], high: _At[P]) -> int | None:
         """The budget to plan for next; None where nobody in between would gain by a plan."""
-        marks = spacing.mark(low.cost_bytes, weight_bytes), spacing.mark(high.cost_bytes, weight_bytes)
+        costs = low.plan.cost_bytes, high.plan.cost_bytes
+        marks = spacing.mark(costs[0], weight_bytes), spacing.mark(costs[1], weight_bytes)
         gaps = marks[0] - marks[1]
         # The larger one serves all budgets from what it holds on.
         room_bytes = high.plan.device_bytes - low.budget_bytes
@@ -104,22 +123,40 @@ def spaced_plans(
             return None
         count = math.ceil(gaps * SURPLUS)
         middle_bytes = spacing.amount(marks[0] - gaps * (count // 2) / count, weight_bytes)
-        part = (low.cost_bytes - middle_bytes) / (low.cost_bytes - high.cost_bytes)
+        part = (costs[0] - middle_bytes) / (costs[0] - costs[1])
         pages = min(max(1, round(room_bytes * part / page_bytes)), math.ceil(room_bytes / page_bytes) - 1)
         return low.budget_bytes + pages * page_bytes
 
+    def stretch(ends: tuple[_At[P], _At[P]]) -> list[P]:
+        """What follows the lower end, up to the upper one."""
+        done, ahead = [ends[0]], [ends[1]]
+        while ahead:
+            wanted = between(done[-1], ahead[-1])
+            if wanted is None:
+                done.append(ahead.pop())
+            else:
+                ahead.append(planned(wanted))
+        return [each.plan for each in done[1:]]
+
     exact = (weight_bytes * percent // 100 // page_bytes * page_bytes for percent in ROUND_PERCENTS)
     budgets = sorted({floor_bytes, *(nbytes for nbytes in exact if floor_bytes < nbytes < full_bytes), full_bytes})
+    ahead = dict(zip(budgets, _side_by_side(planned, budgets, at_once), strict=True)) if at_once > 1 else {}
     # From the largest down, so that those of which one already known serves all are left out.
-    ahead = [planned(full_bytes)]
-    for budget_bytes in reversed(budgets[:-1]):
-        if budget_bytes < ahead[-1].plan.device_bytes or budget_bytes == floor_bytes:
-            ahead.append(planned(budget_bytes))
-    done = [ahead.pop()]
-    while ahead:
-        wanted = between(done[-1], ahead[-1])
-        if wanted is None:
-            done.append(ahead.pop())
-        else:
-            ahead.append(planned(wanted))
-    return [each.plan for each in done]
+    ends: list[_At[P]] = []
+    for budget_bytes in reversed(budgets):
+        if not ends or budget_bytes < ends[-1].plan.device_bytes or budget_bytes == floor_bytes:
+            ends.append(ahead.get(budget_bytes) or planned(budget_bytes))
+    ends.reverse()
+    parts = _side_by_side(stretch, list(itertools.pairwise(ends)), at_once)
+    return [ends[0].plan, *itertools.chain.from_iterable(parts)]
+
+
+def _side_by_side(action: Callable[[Item], Result], items: Sequence[Item], at_once: int) -> list[Result]:
+    if at_once == 1:
+        return [action(item) for item in items]
+    threads = ThreadPoolExecutor(at_once)
+    try:
+        return list(threads.map(action, items))
+    finally:
+        # Where one of them failed nobody waits for the others.
+        threads.shutdown(wait=False, cancel_futures=True)

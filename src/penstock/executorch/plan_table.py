@@ -3,17 +3,16 @@ the largest that its budget allows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from tqdm import tqdm
 
 from penstock.executorch.description import PlanTable
 from penstock.executorch.payload import StoredPlan
 from penstock.executorch.plan_spacing import Spacing, spaced_plans
-from penstock.plan.check import check_plan
+from penstock.executorch.planning import PlannedBudget, Task, planning
 from penstock.plan.packed import Begins
-from penstock.plan.plan import Plan
-from penstock.plan.planner import Planner
-from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
@@ -42,41 +41,44 @@ def make_plan_tables(
     Where some weights are read in place, once more without: staging holds no weight in place. `begins`: of packed
     weights.
     """
+    task = Task(schedules, weights, page_bytes, begins or {})
     everything = tuple(range(len(schedules)))
     groups = [everything, *((number,) for number in everything if len(everything) > 1)]
+    # disable=None: silent unless standard error is a terminal.
+    with planning(task) as (plan, at_once), tqdm(desc="planning", unit=" plans", disable=None) as bar:
 
-    def table(methods: tuple[int, ...], placement: str) -> MadeTable:
-        chosen = [schedules[number] for number in methods]
-        read = {access.weight for schedule in chosen for access in schedule.accesses}
-        named = {weight.name: weight for weight in weights if weight.name in read}
-        packed = {name: blocks for name, blocks in (begins or {}).items() if name in named}
-        planner = Planner(chosen, named, page_bytes=page_bytes, placement=placement, begins=packed)
+        def table(methods: tuple[int, ...], placement: str) -> MadeTable:
+            def planned(budget_bytes: int) -> PlannedBudget:
+                found = plan(methods, placement, budget_bytes)
+                bar.update()
+                return found
 
-        def proved(budget_bytes: int) -> Plan:
-            plan = planner.plan(budget_bytes)
-            # Whoever reads the file knows no schedule: what a plan is trusted for is shown here.
-            check_plan(plan, chosen, named, budget_bytes=budget_bytes, packed=packed)
-            return plan
+            return _table(task, methods, placement, planned, at_once)
 
-        # Pages are whole: the floor of a small program may exceed what its weights take.
-        top_bytes = max(planner.floor_bytes, planner.full_bytes)
-        usual = PACKED if packed else USUAL
-        spacing = usual if methods == everything and placement == "auto" else RARE
-        weight_bytes = sum(weight.nbytes for weight in named.values())
-        plans = spaced_plans(
-            proved, chosen, planner.floor_bytes, top_bytes, weight_bytes, spacing, page_bytes=page_bytes
-        )
-        stored: dict[int, StoredPlan] = {}
-        for plan in plans:
-            # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
-            is_copying = any(method.copies for method in plan.methods)
-            numbers = bytes(plan_numbers(plan, (weight.name for weight in weights)))
-            stored.setdefault(plan.device_bytes, StoredPlan(plan.device_bytes, numbers, is_copying))
-        made = tuple(stored[held] for held in sorted(stored))
-        direct = {name for plan in plans for name in plan.direct_weights}
-        in_place = tuple(number for number, weight in enumerate(weights) if weight.name in direct)
-        rows = tuple(plan.row() for plan in made)
-        return MadeTable(PlanTable(methods, in_place, planner.floor_bytes, planner.full_bytes, rows), made)
+        tables = [table(methods, "auto") for methods in groups]
+        return tables + [table(found.row.methods, "stream") for found in tables if found.row.in_place]
 
-    tables = [table(methods, "auto") for methods in groups]
-    return tables + [table(found.row.methods, "stream") for found in tables if found.row.in_place]
+
+def _table(
+    task: Task, methods: tuple[int, ...], placement: str, planned: Callable[[int], PlannedBudget], at_once: int
+) -> MadeTable:
+    planner = task.planner(methods, placement)
+    # Pages are whole: the floor of a small program may exceed what its weights take.
+    top_bytes = max(planner.floor_bytes, planner.full_bytes)
+    usual = PACKED if task.packed_of(methods) else USUAL
+    spacing = usual if len(methods) == len(task.schedules) and placement == "auto" else RARE
+    weight_bytes = sum(weight.nbytes for weight in task.read_by(methods).values())
+    plans = spaced_plans(
+        planned, planner.floor_bytes, top_bytes, weight_bytes, spacing, page_bytes=task.page_bytes, at_once=at_once
+    )
+    stored: dict[int, StoredPlan] = {}
+    for plan in plans:
+        # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
+        stored.setdefault(plan.device_bytes, plan.stored)
+    made = tuple(stored[held] for held in sorted(stored))
+    direct = {name for plan in plans for name in plan.direct}
+    in_place = tuple(number for number, weight in enumerate(task.weights) if weight.name in direct)
+    rows = tuple(plan.row() for plan in made)
+    copying_bytes = planner.copying_bytes if placement == "auto" else 0
+    row = PlanTable(methods, in_place, planner.floor_bytes, planner.full_bytes, copying_bytes, rows)
+    return MadeTable(row, made)

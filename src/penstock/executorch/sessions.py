@@ -76,6 +76,7 @@ class Sessions:
             payload.weight_names,
             self._lock,
             budget,
+            transfer_bytes=payload.transfer_bytes(names),
             state_store=state_store,
             **options,
         )

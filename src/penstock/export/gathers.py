@@ -14,7 +14,7 @@ def is_gathered(weight: Node) -> bool:
     Only of the weight as it lies: rows of a permuted view are no rows in memory.
     """
     readers = list(weight.users)
-    if not readers or not all(_takes_rows(reader, weight) for reader in readers):
+    if not readers or any(row_index(reader, weight) is None for reader in readers):
         return False
     table = weight.meta["val"]
     taken = [reader.meta["val"].numel() for reader in readers]
@@ -23,16 +23,18 @@ def is_gathered(weight: Node) -> bool:
     return bool(known < table.numel())
 
 
-def _takes_rows(reader: Node, weight: Node) -> bool:
+def row_index(reader: Node, weight: Node) -> Node | None:
+    """What rows of the weight's first dimension are taken by; None where the reader does something else."""
     name, given = op_name(reader.target), arguments(reader)
-    if name == "aten::embedding":
-        return given["weight"] is weight and given["indices"] is not weight
-    if name == "aten::index_select":
-        return given["self"] is weight and given["index"] is not weight and given["dim"] == 0
-    return name == "aten::index" and given["self"] is weight and _is_first_only(given["indices"])
-
-
-def _is_first_only(indices: list[Node | None]) -> bool:
-    """Of the weight's dimensions only the first is indexed, and by numbers: a mask is as long as the table."""
-    first, *others = indices
-    return first is not None and first.meta["val"].dtype is not torch.bool and not any(others)
+    if name == "aten::embedding" and given["weight"] is weight:
+        index = given["indices"]
+    elif name == "aten::index_select" and given["self"] is weight and given["dim"] == 0:
+        index = given["index"]
+    elif name == "aten::index" and given["self"] is weight:
+        # Only the first dimension, and by numbers: a mask is as long as the table.
+        index, *others = given["indices"]
+        if any(others) or index is None or index.meta["val"].dtype is torch.bool:
+            return None
+    else:
+        return None
+    return index if index is not weight else None

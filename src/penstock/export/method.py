@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from penstock.errors import CompileError, PenstockError, ScheduleError
 from penstock.export.derive import Derivation, derive
+from penstock.export.experts import experts_workspace_bound_bytes
 from penstock.export.host_states import split_at_load
 from penstock.export.kv_workspace import kv_workspace_bound_bytes
 from penstock.export.weightless import WeightlessProgram, make_weightless
@@ -78,7 +79,7 @@ def compile_method(
     files = _compile(name, program, device, folder, recorder, options)
     if recorder.derivation is None:
         raise CompileError(f"method {name!r}: the compiler emitted no main graph")
-    method = _method(name, program, recorder.derivation, weight_names, kv_workspace_bound_bytes(ep, device))
+    method = _method(name, program, recorder.derivation, weight_names, _workspace_bound_bytes(program, ep, device))
     source = wrapper_source(files)
     check_wrapper(source, method.schedule)
     check_weightless(source, name)
@@ -109,7 +110,7 @@ def schedule_method(
         _compile(name, program, device, Path(), recorder, {}, stop)
     except _ScheduleOnly:
         assert recorder.derivation is not None
-        return _method(name, program, recorder.derivation, weight_names, kv_workspace_bound_bytes(ep, device))
+        return _method(name, program, recorder.derivation, weight_names, _workspace_bound_bytes(program, ep, device))
     raise CompileError(f"method {name!r}: the compiler emitted no main graph")
 
 
@@ -129,6 +130,13 @@ def _compile(
         if recorder.failure is not None:
             raise type(recorder.failure)(f"method {name!r}: {recorder.failure}") from error
         raise CompileError(f"method {name!r}: Inductor could not compile it: {_first_lines(error)}") from error
+
+
+def _workspace_bound_bytes(program: WeightlessProgram, ep: ExportedProgram, device: torch.device) -> int | None:
+    """What ops allocate beside their results, which the compiler does not see. Calls follow one another."""
+    bounds = (kv_workspace_bound_bytes(ep, device), experts_workspace_bound_bytes(program.module, ep))
+    known = [bound for bound in bounds if bound is not None]
+    return max(known) if len(known) == len(bounds) else None
 
 
 def _first_lines(error: Exception) -> str:
@@ -155,6 +163,7 @@ def _method(
             pinned=number in program.pinned,
             gathered=number in program.gathered,
             linear=number in program.linear,
+            routing=program.routing.get(number),
         )
 
     return Method(
@@ -174,6 +183,7 @@ def _method(
             Temporary(t.name, t.kernel, t.nbytes, tuple(dict.fromkeys(weight(n) for n in t.accesses)))
             for t in derivation.temporaries
         ),
+        whole_experts={weight_names[name]: reason for name, reason in program.whole_experts.items()},
     )
 
 

@@ -5,7 +5,7 @@ The program given is left as it is: everything here works on a copy of its graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
 from penstock.errors import UnsupportedProgramError
+from penstock.export.experts import count_by_comparing, rewrite_experts, why_whole
 from penstock.export.gathers import is_gathered
 from penstock.export.host_states import check_host_sides
 from penstock.export.index_ranges import index_ranges
@@ -65,6 +66,10 @@ class WeightlessProgram:
     gathered: frozenset[int]
     # Accesses whose every reader is a penstock_linear.
     linear: frozenset[int]
+    # Accesses that take experts, and by which of them their index was met first.
+    routing: dict[int, int]
+    # Names in the program of weights that look like experts and are read whole, and why.
+    whole_experts: dict[str, str]
     # Names of the states, in the order of the leading inputs.
     states: tuple[str, ...]
     signature: Signature
@@ -78,6 +83,9 @@ class _Accesses:
     pinned: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
     linear: set[int] = field(default_factory=set)
+    # By the index that experts are taken by, in the order in which they are met.
+    routed: dict[Hashable, list[int]] = field(default_factory=dict)
+    whole_experts: dict[str, str] = field(default_factory=dict)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -137,6 +145,7 @@ def make_weightless(
                 "nor a constant; pass it as a tensor"
             )
 
+    count_by_comparing(graph)
     insert_fetches(graph, target_of)  # constants that a decomposition lifted after the pass
     # What is written while what was read of it lives on (in this method or in another one).
     for node in (*dict(state_nodes).values(), *_mutated_inputs(ep, nodes)):
@@ -168,6 +177,8 @@ def make_weightless(
         pinned=frozenset(accesses.pinned),
         gathered=frozenset(accesses.gathered),
         linear=frozenset(accesses.linear),
+        routing={number: min(numbers) for numbers in accesses.routed.values() for number in numbers},
+        whole_experts=accesses.whole_experts,
         states=tuple(name for name, _ in state_nodes),
         signature=Signature(
             inputs=tuple(inputs),
@@ -267,10 +278,17 @@ def _rewrite_fetches(
         fetch.replace_all_uses_with(result)
         graph.erase_node(fetch)
         _guard_control_flow(graph, result, number, accesses.pinned)
+        index = rewrite_experts(graph, result, number) if row_by_row and number not in accesses.pinned else None
+        if index is not None:
+            accesses.routed.setdefault(index, []).append(number)
+            accesses.gathered.add(number)
+            continue
         if split_linear and row_by_row and rewrite_linears(graph, result, number):
             accesses.linear.add(number)
         elif is_gathered(result):
             accesses.gathered.add(number)
+        if number not in accesses.gathered and (reason := why_whole(result, target, row_by_row=row_by_row)):
+            accesses.whole_experts[target] = reason
         _settle_reads(graph, result)
 
 

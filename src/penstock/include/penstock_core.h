@@ -1,5 +1,5 @@
-// What the core's C interface passes by structure: how a program is opened, and which budget holds. Python has the same
-// fields in runtime/session.py and runtime/budget_choice.py.
+// What the core's C interface passes by structure: how a program is opened, which budget holds, and what is said of both.
+// Python has the same fields in runtime/session.py and runtime/budget_choice.py.
 #pragma once
 
 #include <stdint.h>
@@ -78,6 +78,25 @@ struct PenstockBudget {
   // What was chosen, and what was asked for; `origin` is then where that comes from.
   int64_t budget_bytes;
   int64_t asked_bytes;
+};
+
+// What a session does not know of itself, for the line that says what it was set up to do.
+struct PenstockSummary {
+  // Of the program, as people know it; and "cuda:1".
+  const char* name;
+  const char* device;
+  int64_t floor_bytes;
+  int64_t budget_bytes;
+  // Of the budget, as in PenstockBudget.
+  int64_t origin;
+  // The least budget with which no weight is read over the link instead of copied.
+  int64_t copying_bytes;
+  // Names, in the order in which the session counts methods.
+  const char* const* methods;
+  int64_t method_count;
+  // What else there is to say.
+  const char* const* remarks;
+  int64_t remark_count;
 };
 
 #ifdef __cplusplus

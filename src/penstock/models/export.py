@@ -11,6 +11,7 @@ from penstock.errors import ModelError
 from penstock.models.methods import Methods
 from penstock.models.source_line import first_line, place
 from penstock.models.stateful import traceable
+from penstock.models.transformers_private import has_experts
 
 # What torch.export traces an open length with: not 1, which it would take for fixed, nor a size that occurs elsewhere.
 _EXAMPLE_TOKENS = 11
@@ -33,6 +34,10 @@ def _export_one(model: Any, methods: Methods, name: str) -> ExportedProgram:
 def _export(model: Any, methods: Methods, count: int, length: Any, kept_logits: int) -> ExportedProgram:
     device = next(model.parameters()).device
     model.kept_logits = kept_logits
+    if has_experts(model):
+        # The default loops over what was routed to, which cannot be exported. Matrices by token are for a token; for
+        # many each expert is read once.
+        model.set_experts_implementation("batched_mm" if count == methods.decode_tokens else "grouped_mm")
     arguments = [
         torch.ones(methods.batch, count, dtype=torch.int64, device=device),
         torch.zeros(methods.batch, dtype=torch.int64, device=device),

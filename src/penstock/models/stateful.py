@@ -44,7 +44,7 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
     takes_positions = "position_ids" in parameters
     device = next(model.parameters()).device
     if has_experts(model):
-        # The default loops over what was routed to, which cannot be exported.
+        # The default looks at what was routed to, which tensors without values cannot tell.
         model.set_experts_implementation("batched_mm")
 
     def call(model: Any, ids: Tensor, start: Tensor, mask: Tensor | None, cache: Any, keep: int) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PlanError
+from penstock.plan.check_experts import check_experts
 from penstock.plan.check_memory import Filled, Layout, Pages, check_fills, check_piece, resident_matches, whole
 from penstock.plan.check_packed import check_packed
 from penstock.plan.check_split import check_prefixes, check_split
@@ -55,6 +56,7 @@ def check_plan(
         pages = _Records(layout, schedule, method, weights, filled).check()
         _Run(schedule, method, pages, len(plan.blocks)).act_out()
     check_packed(plan, weights, packed or {})
+    check_experts(plan, schedules, weights, packed or {})
 
 
 @dataclass(frozen=True)

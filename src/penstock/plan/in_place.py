@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 from penstock.plan.assembly import Memory
 from penstock.plan.calibration import Calibration
 from penstock.plan.floor import round_up
-from penstock.plan.plan import DIRECT, SPLIT_ROWS, MethodPlan, Piece, Placement, Plan
+from penstock.plan.plan import DIRECT, NO_SLOTS, SPLIT_ROWS, MethodPlan, Piece, Placement, Plan
 from penstock.plan.tuning import PREFIX_GRAIN_ROWS
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
@@ -82,53 +82,65 @@ def in_place_rows(
     return list(dict.fromkeys(access.weight for access in accesses if split(access))), tables
 
 
-def with_in_place(
+def with_in_place(plan: Plan, schedules: Sequence[Schedule], weights: Mapping[str, Weight], is_direct: Takes) -> Plan:
+    """The plan of the stand-ins as one of the schedules themselves: what is read in host memory has no other place yet.
+
+    Where a weight is resident as a whole all the same, for other accesses, the direct ones read it there.
+    """
+    whole = {
+        one.weight: one
+        for method in plan.methods
+        for one in method.placements
+        if one.stay is None and one.nbytes and not one.in_place_bytes
+    }
+
+    def placed(access: Access, found: Placement) -> Placement:
+        if not is_direct(access):
+            return found
+        if access.weight in whole:
+            return replace(whole[access.weight], number=access.number)
+        bank = None if access.routing is None else NO_SLOTS
+        return Placement(access.number, access.weight, weights[access.weight].nbytes, DIRECT, 0, None, bank=bank)
+
+    return _with_placements(plan, schedules, placed)
+
+
+def with_prefixes(
     plan: Plan,
     schedules: Sequence[Schedule],
     weights: Mapping[str, Weight],
-    is_direct: Takes,
+    prefixes: Prefixes,
     split: Takes,
-    share_out: Callable[[frozenset[str]], Prefixes],
     alignment_bytes: int,
 ) -> Plan:
-    """The plan of the stand-ins as one of the schedules themselves, with prefixes in what it leaves of the budget.
-
-    Where a weight is resident as a whole all the same, for other accesses, the direct ones read it there. `share_out`
-    says what the others get, whose names it is given.
-    """
-    placements = [placement for method in plan.methods for placement in method.placements]
-    whole_at = {
-        one.weight: (one.range_index, one.range_offset_bytes)
-        for one in placements
-        if one.stay is None and one.nbytes and not one.in_place_bytes
-    }
-    direct = {access.weight for schedule in schedules for access in schedule.accesses if is_direct(access)}
-    prefixes = share_out(frozenset(direct - whole_at.keys()))
+    """The plan with these on the device. Prefixes are of accesses that `split` takes, whole weights of all others."""
     memory = Memory(plan.page_bytes, plan)
     nbytes = {name: weight.nbytes for name, weight in weights.items()}
-    whole_at |= memory.hold(prefixes.whole, nbytes, alignment_bytes)
+    whole_at = memory.hold(prefixes.whole, nbytes, alignment_bytes)
     prefix_at: dict[str, int] = {}
     for name, prefix_bytes in prefixes.prefix_bytes.items():
         memory.fills.append(Piece(name, 0, prefix_bytes, len(memory.ranges), 0))
         prefix_at[name] = memory.add_range(prefix_bytes)
 
     def placed(access: Access, found: Placement) -> Placement:
-        if not is_direct(access):
-            return found
         name = access.weight
-        if name in whole_at:
+        if found.is_direct and name in whole_at:
             return Placement(access.number, name, nbytes[name], *whole_at[name], None)
-        if name in prefix_at and split(access):
-            return Placement(access.number, name, nbytes[name], prefix_at[name], 0, None, prefixes.prefix_bytes[name])
-        return Placement(access.number, name, nbytes[name], DIRECT, 0, None)
+        if found.is_direct and name in prefix_at and split(access):
+            return replace(found, range_index=prefix_at[name], prefix_bytes=prefixes.prefix_bytes[name])
+        return found
 
+    held = replace(plan, blocks=tuple(memory.blocks), ranges=tuple(memory.ranges), fills=tuple(memory.fills))
+    return _with_placements(held, schedules, placed)
+
+
+def _with_placements(
+    plan: Plan, schedules: Sequence[Schedule], placed: Callable[[Access, Placement], Placement]
+) -> Plan:
     def method(schedule: Schedule, found: MethodPlan) -> MethodPlan:
         return replace(found, placements=tuple(map(placed, schedule.accesses, found.placements)))
 
-    methods = tuple(map(method, schedules, plan.methods))
-    return replace(
-        plan, blocks=tuple(memory.blocks), ranges=tuple(memory.ranges), fills=tuple(memory.fills), methods=methods
-    )
+    return replace(plan, methods=tuple(map(method, schedules, plan.methods)))
 
 
 # ---- how long a prefix each split weight gets

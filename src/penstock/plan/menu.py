@@ -8,6 +8,7 @@
 | streamed packed | and of the slots     | as packed               | decoded for each stay          |
 | split           | a prefix             | the rest, by its kernel | both sides are read at once    |
 | in place        | none                 | all, by its kernel      | waits for what it reads        |
+| experts         | some slots           | those not in a slot     | waits for these                |
 
 A weight takes several rows, one after the other along its bytes. Which of them, `candidates.py` says, and
 `simulator.py` what that costs: this file knows who may take a row, and puts together what was chosen.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.plan.calibration import Calibration
+from penstock.plan.experts import ExpertBank, HitRates, allocate_slots, find_banks, with_slots
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.in_place import (
     FreePages,
@@ -32,6 +34,7 @@ from penstock.plan.in_place import (
     in_place_rows,
     stand_ins,
     with_in_place,
+    with_prefixes,
 )
 from penstock.plan.packed import Begins, SlotSizes, slot_sizes, with_packed
 from penstock.plan.pages import Demand
@@ -56,6 +59,8 @@ class Menu:
     split: Takes = _none
     # Packed weights, which stream packed, and may stay so.
     begins: Begins = field(default_factory=dict)
+    # What was measured of experts, by the first weight of their bank.
+    hit_rates: Mapping[str, HitRates] = field(default_factory=dict)
 
     @cached_property
     def demand(self) -> Demand:
@@ -86,16 +91,36 @@ class Menu:
             plan = with_packed(plan, self.begins, slots, room_bytes)
         if not any(map(self._is_in_place, self._accesses)):
             return plan
-        alignment_bytes = RESIDENT_ALIGNMENT_BYTES if self.demand.packs else self.page_bytes
-        spare_pages = (budget_bytes - plan.device_bytes) // self.page_bytes
+        return self._with_in_place(plan, budget_bytes, times)
 
-        def share_out(unheld: frozenset[str]) -> Prefixes:
-            split, tables = ([self.weights[name] for name in names if name in unheld] for names in self._in_place_rows)
-            return allocate_prefixes(split, tables, times, FreePages(spare_pages, self.page_bytes, alignment_bytes))
+    def _with_in_place(self, plan: Plan, budget_bytes: int, times: HostTimes) -> Plan:
+        """A byte of a prefix saves one in every run, a slot at most as many as it takes, a table next to nothing."""
+        plan = with_in_place(plan, self.schedules, self.weights, self._is_in_place)
+        unheld = set(plan.direct_weights)
+        split, tables = ([self.weights[name] for name in names if name in unheld] for names in self._in_place_rows)
+        plan = self._with_held(plan, allocate_prefixes(split, [], times, self._free_pages(plan, budget_bytes)))
+        slots = allocate_slots(self._banks, budget_bytes - plan.device_bytes, self.page_bytes, self.hit_rates)
+        plan = with_slots(plan, self.schedules, self.weights, self._banks, slots)
+        plan = self._with_held(plan, Prefixes({}, slots.whole))
+        in_slots = {member.weight for bank in plan.banks for member in bank.members}
+        tables = [one for one in tables if one.name not in in_slots.union(slots.whole)]
+        return self._with_held(plan, allocate_prefixes([], tables, {}, self._free_pages(plan, budget_bytes)))
 
-        return with_in_place(
-            plan, self.schedules, self.weights, self._is_in_place, self.split, share_out, alignment_bytes
-        )
+    def _with_held(self, plan: Plan, prefixes: Prefixes) -> Plan:
+        return with_prefixes(plan, self.schedules, self.weights, prefixes, self.split, self._alignment_bytes)
+
+    def _free_pages(self, plan: Plan, budget_bytes: int) -> FreePages:
+        return FreePages((budget_bytes - plan.device_bytes) // self.page_bytes, self.page_bytes, self._alignment_bytes)
+
+    @property
+    def _alignment_bytes(self) -> int:
+        """As weights held whole lie anywhere else."""
+        return RESIDENT_ALIGNMENT_BYTES if self.demand.packs else self.page_bytes
+
+    @cached_property
+    def _banks(self) -> list[ExpertBank]:
+        others = {access.weight for access in self._accesses if not self.in_place(access) or self.split(access)}
+        return find_banks(self.schedules, self.weights, {access.weight for access in self._accesses} - others)
 
     def _is_in_place(self, access: Access) -> bool:
         return self.in_place(access) or self.split(access)

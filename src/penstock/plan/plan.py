@@ -15,6 +15,8 @@ from functools import cached_property
 NO_RANGE = -1
 # and of one that is read in host memory.
 DIRECT = -2
+# In the place of a bank: of experts that have no slots.
+NO_SLOTS = -2
 
 # A weight is split at a multiple of so many rows: those that the kernel multiplies by at once.
 SPLIT_ROWS = 16
@@ -108,6 +110,11 @@ class Placement:
     stay: int | None
     # None: not split. Otherwise at least one row, and not all of them: that would be direct, or resident.
     prefix_bytes: int | None = None
+    # Of experts that are read in host memory: the bank whose slots hold some of them, or NO_SLOTS. None: no experts, or
+    # all of them lie in the range.
+    bank: int | None = None
+    # Whether its index decides what the slots hold from here on, for the other weights of the bank too.
+    chooses: bool = False
 
     @property
     def is_direct(self) -> bool:
@@ -118,10 +125,15 @@ class Placement:
         return self.prefix_bytes is not None
 
     @property
+    def has_slots(self) -> bool:
+        return self.bank is not None and self.bank != NO_SLOTS
+
+    @property
     def in_place_bytes(self) -> int:
         """What of it is read where it lies in host memory."""
         if self.is_direct:
-            return self.nbytes
+            # Of experts with slots only the device knows.
+            return 0 if self.has_slots else self.nbytes
         return 0 if self.prefix_bytes is None else self.nbytes - self.prefix_bytes
 
 
@@ -184,7 +196,11 @@ class MethodPlan:
         return Traffic(
             bytes_streamed=sum(copy.link_bytes for copy in issued),
             copies=len(issued),
-            bytes_hit=sum(placement.nbytes for placement in self.placements if not placement.in_place_bytes)
+            bytes_hit=sum(
+                placement.nbytes
+                for placement in self.placements
+                if not placement.in_place_bytes and not placement.has_slots
+            )
             - sum(stay.nbytes for stay in missed),
             bytes_in_place=sum(placement.in_place_bytes for placement in self.placements),
             bytes_decoded=sum(copy.decoded_bytes for copy in issued),
@@ -210,6 +226,33 @@ class Store:
 
 
 @dataclass(frozen=True)
+class BankMember:
+    """A weight of a bank, and where its slots lie, one after the other."""
+
+    weight: str
+    row_bytes: int
+    range_index: int
+    range_offset_bytes: int
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Weights whose rows are experts, taken by one index. An expert lies in the same slot of all of them, or in none;
+    which do changes while running. The table of that lies on the device as well."""
+
+    experts: int
+    slots: int
+    range_index: int
+    range_offset_bytes: int
+    members: tuple[BankMember, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one expert, in all weights."""
+        return sum(member.row_bytes for member in self.members)
+
+
+@dataclass(frozen=True)
 class Plan:
     """One plan serves all methods: they share the resident blocks, and take turns with the ring."""
 
@@ -222,6 +265,7 @@ class Plan:
     # For a weights file with packed weights.
     slots: Slots | None = None
     stores: tuple[Store, ...] = ()
+    banks: tuple[Bank, ...] = ()
 
     @cached_property
     def device_bytes(self) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from penstock.errors import BelowFloorError
 from penstock.placement_names import PLANNED
 from penstock.plan.calibration import Calibration
+from penstock.plan.experts import HitRates
 from penstock.plan.floor import check_schedules
 from penstock.plan.in_place import Takes, read_directly_by_default
 from penstock.plan.menu import Menu
@@ -48,9 +49,10 @@ class Planner:
         placement: str = "stream",
         can_split: bool = True,
         begins: Begins | None = None,
+        hit_rates: Mapping[str, HitRates] | None = None,
     ) -> None:
         """`can_split`: whether there is a kernel that reads one weight on both sides. `begins`: of packed weights, with
-        which only "auto" and "stream" go: no kernel reads them where they lie."""
+        which only "auto" and "stream" go: no kernel reads them where they lie. `hit_rates`: measured, of experts."""
         check_schedules(schedules, weights, granularity_bytes=page_bytes)
         if placement not in PLANNED:
             raise ValueError(f"placement is {placement!r}; it must be one of {', '.join(map(repr, PLANNED))}")
@@ -63,6 +65,7 @@ class Planner:
         self._page_bytes = page_bytes
         self._placement = placement
         self._begins = begins or {}
+        self._hit_rates = hit_rates or {}
         if self._begins and placement not in ("auto", "stream"):
             raise ValueError(f"placement is {placement!r}, and {min(self._begins)!r} is packed")
         self._can_split = can_split and not self._begins
@@ -182,7 +185,8 @@ class Planner:
         return self._below[1]
 
     def _menu(self, in_place: Takes, split: Takes = lambda access: False) -> MenuPlanner:
-        return MenuPlanner(Menu(self._schedules, self._weights, self._page_bytes, in_place, split, self._begins))
+        menu = Menu(self._schedules, self._weights, self._page_bytes, in_place, split, self._begins, self._hit_rates)
+        return MenuPlanner(menu)
 
     # ---- who may take which row
 

@@ -14,7 +14,15 @@ from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration, lower_bound_s
 from penstock.plan.plan import Plan
 from penstock.plan.simulator import decoded_per_s, in_place_by_step, simulate
-from penstock.report.data import CurvePoint, MeasuredPoint, PlacementKind, ReportData, Summary, WeightResidency
+from penstock.report.data import (
+    CurvePoint,
+    ExpertSlots,
+    MeasuredPoint,
+    PlacementKind,
+    ReportData,
+    Summary,
+    WeightResidency,
+)
 from penstock.report.stalls import TraceEvent, find_stalls, read_events, traced_runs
 from penstock.runtime.calibration import calibration_of
 from penstock.runtime.module import Module
@@ -58,6 +66,10 @@ def collect(
         made_at=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
         summary=_summary(module, method, here, yardstick),
         weights=weights,
+        experts=tuple(
+            ExpertSlots(use.weights, use.experts, use.slots, use.hits, use.misses, use.hit_rate)
+            for use in module.expert_uses()
+        ),
         runs=tuple(traced_runs(events, stalls)),
         stalls=tuple(sorted(stalls, key=lambda stall: (-stall.stall_ns, stall.begin_ns))),
         measured=tuple(sorted(measured, key=lambda point: point.budget_bytes)),
@@ -100,7 +112,7 @@ def _yardstick(
     if calibration is not None:
         rates.append(calibration.link.bytes_per_s)
         resident_s.append(calibration.resident_s(method))
-    never_copied = ("in place", "split")
+    never_copied = ("in place", "split", "slots")
     return _Yardstick(
         weight_bytes=sum(
             weight.nbytes for weight in weights if weight.name in read and weight.kind not in never_copied
@@ -152,10 +164,14 @@ def _weights(module: Module, method: str) -> tuple[WeightResidency, ...]:
         copied[copy.piece.weight] += copy.piece.nbytes
     staying = {stay.weight for each in plan.methods for stay in each.stays}
     split = frozenset(plan.split_weights)
+    in_slots = {member.weight: bank.slots * member.row_bytes for bank in plan.banks for member in bank.members}
+    resident.update(in_slots)
 
     def kind(weight: Weight) -> PlacementKind:
         if weight.name in staying:
             return "prefix+suffix" if resident[weight.name] else "streamed"
+        if weight.name in in_slots:
+            return "slots"
         if weight.name in split:
             return "split"
         # Neither filled nor copied, and yet it has bytes: kernels read them in host memory.

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 # "prefix+suffix": a resident prefix and a streamed suffix. "in place": kernels read it where it lies in host memory.
 # "split": they read a resident prefix and, in host memory, what follows it. "on demand": under placement="lru" nothing
-# is decided before a run.
-PlacementKind = Literal["resident", "prefix+suffix", "streamed", "in place", "split", "on demand"]
+# is decided before a run. "slots": experts, of which the device keeps some.
+PlacementKind = Literal["resident", "prefix+suffix", "streamed", "in place", "split", "slots", "on demand"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,19 @@ class WeightResidency:
     # Copied in one run of the summary's method.
     streamed_bytes: int
     kind: PlacementKind
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The experts of a layer with slots, and what was asked of them since these were made."""
+
+    weights: tuple[str, ...]
+    experts: int
+    slots: int
+    hits: int
+    misses: int
+    # None before anything was asked for.
+    hit_rate: float | None
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,8 @@ class ReportData:
     made_at: str
     summary: Summary
     weights: tuple[WeightResidency, ...]
+    # In the order of the layers; empty where no experts have slots.
+    experts: tuple[ExpertSlots, ...]
     runs: tuple[TracedRun, ...]
     # The longest first.
     stalls: tuple[Stall, ...]

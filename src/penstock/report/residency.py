@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.report.data import ReportData, WeightResidency
-from penstock.report.markup import Column, Figures, bytes_text, many, table, text
+from penstock.report.markup import Column, Figures, bytes_text, count_text, many, part_text, table, text
 
 _BY = " \N{MULTIPLICATION SIGN} "
 
@@ -37,7 +37,28 @@ def residency(data: ReportData, show: Figures) -> str:
         '<li><span class="swatch resident" aria-hidden="true"></span>resident</li>'
         '<li><span class="swatch tail" aria-hidden="true"></span>not resident: streamed, or read in place</li></ul>\n'
         + table("Weights in the order of first access", columns, rows, kind="tall")
+        + (_experts(data, show) if data.experts else "")
     )
+
+
+def _experts(data: ReportData, show: Figures) -> str:
+    columns = [
+        Column("experts", numeric=False),
+        *(Column(title) for title in ("in slots", "of", "asked for and there", "not there", "hit rate")),
+    ]
+    rows = [
+        [
+            text(each.weights[0]),
+            show(f"experts.{k}.slots", count_text),
+            show(f"experts.{k}.experts", count_text),
+            show(f"experts.{k}.hits", count_text),
+            show(f"experts.{k}.misses", count_text),
+            show(f"experts.{k}.hit_rate", part_text),
+        ]
+        for k, each in enumerate(data.experts)
+    ]
+    said = "Which experts are in slots changes while the program runs. What is not there crosses the link."
+    return f"<p>{said}</p>\n" + table("Experts in slots, layer by layer", columns, rows, kind="tall")
 
 
 def _residency_said(data: ReportData) -> str:
@@ -54,6 +75,7 @@ _KINDS = {
     "streamed": "streamed whole",
     "in place": "read in place in host memory",
     "split": "with a resident prefix and a suffix read in host memory",
+    "slots": "with slots for some of their experts",
     "on demand": "copied on demand, least recently used out first",
 }
 

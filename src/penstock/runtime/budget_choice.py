@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.budget import format_bytes, mb_to_bytes, parse_bytes
+from penstock.budget import mb_to_bytes, parse_bytes
 from penstock.errors import BelowFloorError, BudgetError
 from penstock.native import core
 from penstock.runtime.automatic_budget import AutomaticTerms
@@ -16,7 +16,7 @@ from penstock.runtime.failures import BELOW_FLOOR, last_exception
 
 # In the order of PENSTOCK_BUDGET_... in include/penstock_core.h.
 Source = Literal["load", "total", "change", "baked", "automatic"]
-_SOURCES: tuple[Source, ...] = get_args(Source)
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 AUTOMATIC = "auto"
 # As in include/penstock_core.h.
@@ -31,23 +31,15 @@ class BudgetChoice:
     source: Source
 
     @property
-    def clamped(self) -> bool:
-        return self.budget_bytes < self.asked_bytes
+    def origin(self) -> int:
+        """As the core counts where the value may come from."""
+        return SOURCES.index(self.source)
 
     @property
-    def origin(self) -> str:
-        """Where the value came from, for people."""
-        return str(core().penstock_budget_origin_text(_SOURCES.index(self.source)).decode())
-
-    @property
-    def clamp_sentence(self) -> str | None:
-        """What to tell the user when less is taken than was granted; None when it is not so."""
-        if not self.clamped:
-            return None
-        return (
-            f"the budget of {format_bytes(self.asked_bytes)} ({self.origin}) is more than all weights take: "
-            f"{format_bytes(self.budget_bytes)} of it are used"
-        )
+    def clamp_sentence(self) -> str:
+        """What to tell the user when less is taken than was granted; empty when it is not so."""
+        made = _Budget(budget_bytes=self.budget_bytes, asked_bytes=self.asked_bytes, origin=self.origin)
+        return str(core().penstock_clamp_sentence(ctypes.byref(made)).decode())
 
 
 class _Budget(ctypes.Structure):
@@ -142,11 +134,11 @@ def _chosen(
         floor_bytes=floor_bytes,
         full_bytes=full_bytes,
         given_bytes=min(given_bytes, _MOST_BYTES),
-        origin=_SOURCES.index(source),
+        origin=SOURCES.index(source),
         baked_bytes=_NONE if baked_bytes is None else baked_bytes,
     )
     origin = core().penstock_budget_origin(asked.given_bytes, asked.origin, asked.baked_bytes)
-    if _SOURCES[origin] == "automatic":
+    if SOURCES[origin] == "automatic":
         terms = automatic()
         asked.free_bytes, asked.held_bytes = terms.free_bytes, terms.held_bytes
         asked.activation_bytes, asked.state_bytes = terms.activation_bytes, terms.state_bytes
@@ -156,4 +148,4 @@ def _chosen(
             raise last_exception()
         text = core().penstock_failure_text().decode()
         raise BelowFloorError(text, budget_bytes=asked.asked_bytes, floor_bytes=floor_bytes)
-    return BudgetChoice(asked.budget_bytes, asked.asked_bytes, _SOURCES[asked.origin])
+    return BudgetChoice(asked.budget_bytes, asked.asked_bytes, SOURCES[asked.origin])

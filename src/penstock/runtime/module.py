@@ -7,22 +7,14 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
-from penstock.budget import format_bytes
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import Recipes
 from penstock.errors import (
-    ClosedError,
-    ConcurrentRunError,
-    ForkedError,
-    NotCopyableError,
-    PackageError,
     PenstockError,
 )
 from penstock.native import core
@@ -30,24 +22,25 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
-from penstock.renamed import refuse_attribute, refuse_options
+from penstock.renamed import refuse_options
 from penstock.runtime.automatic_budget import AutomaticTerms, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.device_memory import grant, weights_range
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
+from penstock.runtime.expert_rates import ExpertUse, expert_uses
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
+from penstock.runtime.loaded import LoadedProgram
 from penstock.runtime.method_runner import MethodRunner, OomCounter
-from penstock.runtime.operation_lock import Busy, Operation, OperationLock
 from penstock.runtime.options import REGISTERED, Asked, judge
 from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
-from penstock.runtime.session import LinkSample, Session, Span, Stats, link_text
+from penstock.runtime.session import LinkSample, Session, Span, Stats
 from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
@@ -62,7 +55,7 @@ POISON_VARIABLE = "PENSTOCK_POISON"
 T = TypeVar("T")
 
 
-class Module:
+class Module(LoadedProgram):
     """Loads `path` (a .pt2 of penstock.compile) and its weights, and runs it within a budget of device bytes.
 
     penstock.Module is this, and takes a .pte too.
@@ -70,6 +63,8 @@ class Module:
 
     # Whether ExecuTorch runs the methods: see penstock.executorch.delegates.
     _is_delegate = False
+    # Host memory that inputs and outputs pass through, where it is not the caller who says in which memory they lie.
+    _transfer_bytes = 0
 
     def __init__(
         self,
@@ -89,12 +84,9 @@ class Module:
         verify: bool = False,
         **before: NoReturn,
     ) -> None:
-        self._open = False
-        self._lock = OperationLock()
-        self._pid = os.getpid()
+        super().__init__(path)
         self._traces: list[Trace] = []
         self._runners: dict[str, MethodRunner] = {}
-        self.path = Path(path)
         asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits, device_memory)
         try:
             refuse_options(before)
@@ -123,6 +115,7 @@ class Module:
         poison = _poison_asked()
         given = next((one for one in (budget, weight_offload_budget_mb, asked.device_memory) if one is not None), None)
         self.program: Program = read_offloaded(self.path, budget=given)
+        self.methods = tuple(method.name for method in self.program.methods)
         self.device = resolve_device(self.program, device)
         check_build(self.program, self.device)
         self._options = options = judge(self.program, self.device, asked, is_delegate=self._is_delegate)
@@ -166,7 +159,8 @@ class Module:
                 index,
                 (self._entries[weight.name] for weight in self.program.weights),
                 cap_bytes=options.host_memory_cap_bytes,
-                extra_bytes=self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes,
+                extra_bytes=self._transfer_bytes
+                + (self._choice.budget_bytes if self.device.type == "cpu" else self._host_state_bytes),
             )
             self._session = Session.opened(
                 driver,
@@ -209,40 +203,18 @@ class Module:
 
     # ------------------------------------------------------------------------------------------------------- running
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs `forward`, or the only method."""
-        return self.run_method(self._default_method, *arguments, **keywords)
-
-    forward = __call__
-
-    def run_method(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
-        """Runs a method by its name, with arguments and results nested as at export."""
-        runner = self._runners.get(method) if self._open else None
-        self._require_usable()
-        if runner is None:
-            raise PackageError(f"there is no method {method!r}; the program has {', '.join(self.methods)}")
+    def _before_run(self) -> None:
         if self._installer.has_first_runs:
-            # Before a run and not after one: should it fail, no result is lost.
             self._plan_by_first_runs()
-        try:
-            with self._operation(wait=False):
-                # What is recorded is told apart into steps, and a graph is one piece.
-                graphs = None if self._recorder.current is not None else self._graphs
-                results = runner.run(self._session, self._state, arguments, keywords, graphs)
-                self._recorder.count(method)
-                return results
-        except Busy:
-            raise ConcurrentRunError(
-                f"method {method!r} was called while another call of this module runs; use one module per thread, or a "
-                "lock around the calls"
-            ) from None
+
+    def _run(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        # What is recorded is told apart into steps, and a graph is one piece.
+        graphs = None if self._recorder.current is not None else self._graphs
+        results = self._runners[method].run(self._session, self._state, arguments, keywords, graphs)
+        self._recorder.count(method)
+        return results
 
     # ------------------------------------------------------------------------------------------------- what is there
-
-    @cached_property
-    def methods(self) -> tuple[str, ...]:
-        """Names of the program's methods."""
-        return tuple(method.name for method in self.program.methods)
 
     @property
     def weight_bytes(self) -> int:
@@ -302,6 +274,11 @@ class Module:
         """Totals since load. Waits for the device."""
         with self._operation():
             return self._session.stats()[1]
+
+    def expert_uses(self) -> tuple[ExpertUse, ...]:
+        """What was in slots and what was not, by bank, since the present plan was installed. Waits for the device."""
+        with self._operation():
+            return expert_uses(self._session, self._installer.plan)
 
     def device_memory(self) -> tuple[int, int]:
         """Bytes of device memory held for weights: now, and at most since load."""
@@ -481,52 +458,7 @@ class Module:
         for name in ("_state", "_graphs"):
             vars(self).pop(name, None)
 
-    def __enter__(self) -> Module:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """copy, deepcopy and pickle come here."""
-        raise NotCopyableError(
-            f"a loaded module cannot be copied or pickled: {self.path} holds device memory, a weights file and "
-            "compiled code; load it once more, or, in another process, there"
-        )
-
-    if not TYPE_CHECKING:  # to whom every name would be one of its attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            refuse_attribute(self, name)
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
-
     # ------------------------------------------------------------------------------------------------------- helpers
-
-    def _require_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"{self.path} was loaded by process {self._pid}, and this is its child {os.getpid()}; load it here"
-            )
-        if not self._open:
-            raise ClosedError(f"{self.path} was closed")
-
-    def _operation(self, *, wait: bool = True) -> Operation:
-        """Between runs: waits for a run in another thread, keeps others out, and lets interrupts wait."""
-        return self._lock.operation(self._require_usable, wait=wait)
-
-    @cached_property
-    def _default_method(self) -> str:
-        names = self.methods
-        if "forward" in names:
-            return "forward"
-        if len(names) == 1:
-            return names[0]
-        raise PackageError(f"there is no method 'forward'; name one of {', '.join(names)} with run_method")
 
     def _choose(self, budget: int | str | None, mb: int | None, baked_bytes: int | None) -> BudgetChoice:
         return choose_budget(
@@ -561,18 +493,24 @@ class Module:
     @property
     def summary(self) -> str:
         """What was loaded, in one line."""
-        parts = [
-            f"floor {format_bytes(self.floor_bytes)}",
-            f"budget {format_bytes(self.budget_bytes)} of {format_bytes(self.weight_bytes)} ({self._choice.origin})",
-            *self._installer.installed.summary(),
+        remarks = [
             *summary_of(self._split),
             *self._options.linear.summary(),
             *self._split_limits.summary,
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._options.asked.cuda_graph else []),
-            link_text(self.link),
         ]
-        return f"{self.path.name} on {self.device}: {', '.join(parts)}"
+        with self._operation():
+            return self._session.summary(
+                name=self.path.name,
+                device=str(self.device),
+                methods=self.methods,
+                remarks=remarks,
+                floor_bytes=self.floor_bytes,
+                budget_bytes=self.budget_bytes,
+                origin=self._choice.origin,
+                copying_bytes=self._policy.copying_bytes,
+            )
 
     def _say(self) -> None:
         LOGGER.info("%s", self.summary)

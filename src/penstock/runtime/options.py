@@ -90,8 +90,8 @@ REFUSALS = (
     Refusal(
         "cuda_graph=True",
         "a .pte",
-        "a graph replays a run on the memory it was captured with, and ExecuTorch gives a delegate other memory in "
-        "each call",
+        "graphs are the delegates' own, and Module gives them other plans; a process in C++ has them by "
+        "weight_offload_cuda_graph",
         PenstockError,
         lambda o: o.asked.cuda_graph and o.is_delegate,
     ),

@@ -13,6 +13,7 @@ from penstock.errors import PenstockError, RuntimeFailure
 from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.runtime.calibration import calibration_of, check_direct_times, step_times
+from penstock.runtime.expert_rates import measured_hit_rates
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.policy import InstalledPlan, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recorder, Recording
@@ -66,6 +67,7 @@ class PlanInstaller:
         again = self.recorder.records_first_runs
         # Copies are numbered by the present plan, and could not be named by another.
         self._end_recording("set_budget()")
+        self._learn()
         self._install(self._policy.arrange(budget_bytes, self.calibration))
         if again:
             self.record_first_runs()
@@ -94,8 +96,14 @@ class PlanInstaller:
         spans = self.recorder.stop(recording)
         self._leave_timing()
         calibration = calibration_of(spans, self._schedules, plan)
+        self._learn()
         self._install(self._policy.arrange(budget_bytes, calibration))
         self.calibration = calibration
+
+    def _learn(self) -> None:
+        """From what experts were asked for under the plan that goes."""
+        if isinstance(self._policy, PlannedPolicy):
+            self._policy.learn(measured_hit_rates(self._session, self.plan))
 
     def record_first_runs(self) -> None:
         if self._planned().takes_link:  # else there is nothing to plan by

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
+from penstock.plan.experts import HitRates
 from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner, lower_placements_text
@@ -28,32 +28,6 @@ class InstalledPlan:
     program: Program
     numbers: Numbers
     plan: Plan | None
-    # Where the budget is less than copying needs: how much that is. Weights are read over the link then.
-    copying_bytes: int | None = None
-
-    def summary(self) -> list[str]:
-        if self.plan is None:
-            return ["policy lru"]
-        parts = [f"resident {format_bytes(self.plan.resident_bytes)}", f"ring {format_bytes(self.plan.ring_bytes)}"]
-        sizes = {weight.name: weight.nbytes for weight in self.program.weights}
-        if self.copying_bytes is not None:
-            parts.append(f"read over the link because copying needs {format_bytes(self.copying_bytes)}")
-        if self.plan.direct_weights:
-            parts.append(f"{format_bytes(sum(sizes[name] for name in self.plan.direct_weights))} read in place")
-        if self.plan.split_weights:
-            placements = (placement for method in self.plan.methods for placement in method.placements)
-            tails = {placement.weight: placement.in_place_bytes for placement in placements if placement.is_split}
-            whole = sum(sizes[name] for name in tails)
-            parts.append(f"{format_bytes(sum(tails.values()))} of {format_bytes(whole)} of split weights read in place")
-        if self.plan.stores:
-            held = sum(store.packed_bytes for store in self.plan.stores)
-            unpacked = sum(store.piece.nbytes for store in self.plan.stores)
-            parts.append(f"{format_bytes(unpacked)} of weights stay packed in {format_bytes(held)}")
-        parts += [
-            f"streamed {format_bytes(method.warm.bytes_streamed)} per run of {method.method}"
-            for method in self.plan.methods
-        ]
-        return parts
 
     def copied_weight(self, method_index: int, index: int) -> str:
         """The weight of a copy, as the core numbers copies."""
@@ -89,6 +63,11 @@ class Policy(ABC):
     @abstractmethod
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan: ...
 
+    @property
+    def copying_bytes(self) -> int:
+        """With less, weights are read over the link instead of copied; 0 where that is no question of the budget."""
+        return 0
+
     @contextmanager
     def naming_lower_placements(self) -> Iterator[None]:
         """A budget that is refused inside is told which placements would take less."""
@@ -105,6 +84,8 @@ class Policy(ABC):
 class PlannedPolicy(Policy):
     is_lru = False
 
+    _hit_rates: Mapping[str, HitRates] = {}
+
     @cached_property
     def _planner(self) -> Planner:
         return Planner(
@@ -114,7 +95,14 @@ class PlannedPolicy(Policy):
             placement=self._placement,
             can_split=self._can_split,
             begins=self._packed.begins,
+            hit_rates=self._hit_rates,
         )
+
+    def learn(self, hit_rates: Mapping[str, HitRates]) -> None:
+        """What was seen of experts, by the first weight of their bank: plans from now on are made by it."""
+        if hit_rates:
+            self._hit_rates = {**self._hit_rates, **hit_rates}
+            vars(self).pop("_planner", None)
 
     def floor_for(self, calibration: Calibration | None) -> int:
         return self._planner.floor_for(calibration)
@@ -123,11 +111,12 @@ class PlannedPolicy(Policy):
     def full_bytes(self) -> int:
         return self._planner.full_bytes
 
+    @property
+    def copying_bytes(self) -> int:
+        return self._planner.copying_bytes if self._placement == "auto" else 0
+
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan:
-        planner = self._planner
-        is_below = self._placement == "auto" and budget_bytes < planner.copying_bytes
-        plan = planner.plan(budget_bytes, calibration)
-        return replace(self._proved(plan, budget_bytes), copying_bytes=planner.copying_bytes if is_below else None)
+        return self._proved(self._planner.plan(budget_bytes, calibration), budget_bytes)
 
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""

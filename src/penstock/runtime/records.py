@@ -31,6 +31,11 @@ def _plan(plan: Plan, weights: Mapping[str, int]) -> Iterator[int]:
     for store in plan.stores:
         yield from _piece(store.piece, weights)
         yield store.packed_bytes
+    yield len(plan.banks)
+    for bank in plan.banks:
+        yield from (bank.experts, bank.slots, bank.range_index, bank.range_offset_bytes, len(bank.members))
+        for member in bank.members:
+            yield from (weights[member.weight], member.range_index, member.range_offset_bytes)
     yield len(plan.methods)
     for method in plan.methods:
         yield from _method(method, weights)
@@ -69,6 +74,8 @@ def _method(method: MethodPlan, weights: Mapping[str, int]) -> Iterator[int]:
         yield placement.range_offset_bytes
         yield -1 if placement.stay is None else placement.stay
         yield -1 if placement.prefix_bytes is None else placement.prefix_bytes
+        yield -1 if placement.bank is None else placement.bank
+        yield int(placement.chooses)
     for stay in method.stays:
         yield stay.nbytes
         yield stay.last_step

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.budget import format_bytes
 from penstock.errors import PenstockError
 from penstock.native import ON_BYTES, PREPARE_LINEAR, core
 from penstock.runtime.driver import Driver
@@ -41,6 +40,11 @@ class Stats:
     bytes_in_place: int = 0
     # Of packed weights: what was decoded, as the weights have it. bytes_streamed is what went over the link.
     bytes_decoded: int = 0
+    # Of experts with slots, once for each call that asks for one: those that were in a slot and those that were not,
+    # and what of these crossed the link. The device counts them.
+    expert_hits: int = 0
+    expert_misses: int = 0
+    expert_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,20 +115,33 @@ class _OpenRequest(ctypes.Structure):
     ]
 
 
-def link_text(samples: Sequence[LinkSample]) -> str:
-    timed = [sample for sample in samples if sample.ns]
-    if not timed:
-        return "no copies"
-    sizes = [f"{format_bytes(int(one.piece_bytes))}: {one.bytes_per_s / 1e9:.1f}" for one in timed[1:]]
-    by_size = f" ({', '.join(sizes)})" if sizes else ""
-    return f"copies at {timed[0].bytes_per_s / 1e9:.1f} GB/s{by_size}"
+class _Summary(ctypes.Structure):
+    """As in include/penstock_core.h."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("device", ctypes.c_char_p),
+        ("floor_bytes", ctypes.c_int64),
+        ("budget_bytes", ctypes.c_int64),
+        ("origin", ctypes.c_int64),
+        ("copying_bytes", ctypes.c_int64),
+        ("methods", ctypes.POINTER(ctypes.c_char_p)),
+        ("method_count", ctypes.c_int64),
+        ("remarks", ctypes.POINTER(ctypes.c_char_p)),
+        ("remark_count", ctypes.c_int64),
+    ]
 
 
-_COUNTERS = 10
+def _texts(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(texts))(*(os.fsencode(text) for text in texts))
+
+
+_COUNTERS = 13
 _LANES = {0: "compute", 1: "copy", 2: "link"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
 _SPAN_NUMBERS = 7
+_EXPERT_NUMBERS = 3
 
 
 class _Preparation:
@@ -288,16 +305,46 @@ class Session:
         self._check(self._core.penstock_session_memory(self.handle, ctypes.byref(held), ctypes.byref(peak)))
         return held.value, peak.value
 
+    def expert_counts(self) -> list[tuple[int, int, int]]:
+        """Calls, hits and misses of each bank of the present plan. Waits for the device."""
+        return [(calls, hits, misses) for calls, hits, misses in self._counted_experts()]
+
+    def _counted_experts(self) -> list[list[int]]:
+        def read(handle: int, out: object, capacity: int) -> int:
+            count = int(self._core.penstock_session_expert_counts(handle, out, capacity))
+            if count < 0:
+                raise last_exception()
+            return count
+
+        return self._records(_EXPERT_NUMBERS, read)
+
+    def expert_hits(self, bank: int, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """By each number of slots: hits of what the bank has logged, and how many uses that was."""
+        wanted, found = (ctypes.c_int64 * len(slots))(*slots), (ctypes.c_int64 * (2 * len(slots)))()
+        self._check(self._core.penstock_session_expert_hits(self.handle, bank, wanted, len(slots), found))
+        return [(found[at], found[at + 1]) for at in range(0, 2 * len(slots), 2)]
+
     def link(self) -> list[LinkSample]:
         """As measured with real weights when the plan was installed: copies as they will be made, then of each size.
         Empty when nothing is ever copied."""
         records = self._records(_LINK_NUMBERS, self._core.penstock_session_link)
         return [LinkSample(*record) for record in records]
 
-    @property
-    def copy_stream(self) -> int:
-        """The stream that copies run on, as the driver names it."""
-        return int(self._core.penstock_session_copy_stream(self.handle))
+    def summary(self, *, name: str, device: str, methods: Sequence[str], remarks: Sequence[str], **amounts: int) -> str:
+        """What it was set up to do, in one line. `amounts`: the other fields of PenstockSummary."""
+        asked = _Summary(
+            name=os.fsencode(name),
+            device=device.encode(),
+            methods=_texts(methods),
+            method_count=len(methods),
+            remarks=_texts(remarks),
+            remark_count=len(remarks),
+            **amounts,
+        )
+        text = self._core.penstock_session_summary(self.handle, ctypes.byref(asked))
+        if text is None:
+            raise last_exception()
+        return os.fsdecode(text)
 
     def start_trace(self) -> None:
         self._check(self._core.penstock_session_start_trace(self.handle))

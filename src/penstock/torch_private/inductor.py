@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
-from penstock.ops import FORBID_REINPLACE, FORCE_CLONE, LINEAR, MATERIALIZE, WEIGHT
+from penstock.ops import FORBID_REINPLACE, FORCE_CLONE, GROUPED, LINEAR, MATERIALIZE, ROWS, WEIGHT
 from penstock.torch_private.emission import Buffer, Emission, EmissionOrder, EmittedNode
 from penstock.torch_private.graph import finite_bound, memory_of, op_name
 from penstock.torch_private.versions import check_torch_version
@@ -47,7 +47,8 @@ def _lower_weight(*args: Any) -> Any:
     return result
 
 
-register_lowering(LINEAR, type_promotion_kind=None)(fallback_handler(LINEAR, add_to_fallback_set=False))
+for _op in (LINEAR, ROWS, GROUPED):
+    register_lowering(_op, type_promotion_kind=None)(fallback_handler(_op, add_to_fallback_set=False))
 
 
 _lower_clone_call = fallback_handler(torch.ops.aten.clone.default, add_to_fallback_set=False)
@@ -362,27 +363,32 @@ REQUIRED_OPTIONS = (
 )
 
 
-def _c_shims(device: torch.device, linear: bool) -> dict[Any, list[str]]:
+# Arguments of the C functions that our readers of weights become.
+_SHIM_ARGUMENTS = {
+    # Bias is a pointer to a handle, null where there is none.
+    LINEAR: "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int64_t, AtenTensorHandle*",
+    ROWS: "AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*",
+    GROUPED: "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, int32_t, int64_t, AtenTensorHandle*",
+}
+
+
+def _c_shims(device: torch.device, readers: Sequence[Any]) -> dict[Any, list[str]]:
     prefix = f"AOTITorchError aoti_torch_{device.type}"
     weight = f"{prefix}_{FETCH}(int64_t, const int64_t*, int64_t, int32_t, int32_t, int32_t, AtenTensorHandle*)"
     shims: dict[Any, list[str]] = {WEIGHT: [weight, f"void {STEP_END}(int64_t)"]}
-    if linear:
-        # Bias is a pointer to a handle, null where there is none.
-        shims[LINEAR] = [
-            f"{prefix}_penstock_linear("
-            "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*, int64_t, AtenTensorHandle*)"
-        ]
+    for op in readers:
+        shims[op] = [f"{prefix}_{op._opname}({_SHIM_ARGUMENTS[op]})"]
     return shims
 
 
-def _options(device: torch.device, output_folder: str, linear: bool) -> dict[str, Any]:
+def _options(device: torch.device, output_folder: str, readers: Sequence[Any]) -> dict[str, Any]:
     return {
         "freezing": False,
         "aot_inductor.package": True,
         "aot_inductor.use_runtime_constant_folding": False,
         # A folder, not a file: the loader finds what custom ops need by the name that the compiler gives the library.
         "aot_inductor.output_path": output_folder,
-        "aot_inductor.custom_ops_to_c_shims": _c_shims(device, linear),
+        "aot_inductor.custom_ops_to_c_shims": _c_shims(device, readers),
         "post_grad_custom_post_pass": GuardLentWeights(),
         # Padding would copy a misaligned weight on every call, outside of the budget.
         "shape_padding": False,
@@ -406,8 +412,8 @@ def compile_graph(
     options: dict[str, Any],
 ) -> list[str]:
     """Compile with AOTInductor; gives the files of the package. `inputs` are fake: no data is touched."""
-    linear = bool(module.graph.find_nodes(op="call_function", target=LINEAR))
-    merged = {**_options(device, output_folder, linear), **options}
+    readers = [op for op in _SHIM_ARGUMENTS if module.graph.find_nodes(op="call_function", target=op)]
+    merged = {**_options(device, output_folder, readers), **options}
     with torch.no_grad(), _plain_calls(), _without_cpu_vectors(device):
         files = torch._inductor.aot_compile(module, tuple(inputs), options=merged)
     listed = files if isinstance(files, list) else []

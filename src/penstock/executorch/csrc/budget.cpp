@@ -36,7 +36,8 @@ int64_t parse_decimal(const std::string& text, const std::string& what) {
   return value;
 }
 
-PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver) {
+PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver,
+                             bool cuda_graph) {
   PenstockBudget asked{};
   asked.floor_bytes = table.floor_bytes;
   asked.full_bytes = table.full_bytes;
@@ -53,7 +54,7 @@ PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payloa
     // What torch cannot give back is not free. Hence this comes before the driver is asked.
     if (payload.device == "cuda") give_back_cached_memory();
     if (core().driver_memory(driver, &asked.free_bytes, &total_bytes)) throw_core_failure();
-    asked.activation_bytes = *payload.activation_bytes;  // state is there already, and no longer free
+    asked.activation_bytes = *payload.activation_bytes * (cuda_graph ? 2 : 1);  // state is there already, and no longer free
     asked.reserve_bytes = core().reserve_bytes(total_bytes, payload.device == "cuda");
   }
   return chosen(asked);

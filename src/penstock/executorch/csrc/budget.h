@@ -25,9 +25,11 @@ struct BudgetRequest {
   bool is_given() const { return bytes || automatic; }
 };
 
-// By the core, as for every kind of program; `driver` tells how much is free. Throws LoadError(budget) or
+// By the core, as for every kind of program; `driver` tells how much is free; graphs keep
+// what they compute in, and runs that are no replays need as much again. Throws LoadError(budget) or
 // LoadError(below_floor), which names the exact minimum.
-PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver);
+PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver,
+                             bool cuda_graph);
 // Of a program that is loaded.
 PenstockBudget choose_new_budget(int64_t bytes, int64_t floor_bytes, int64_t full_bytes);
 

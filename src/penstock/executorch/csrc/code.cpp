@@ -9,18 +9,22 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <optional>
 
 #include "load_error.h"
 #include "state_tensors.h"
+#include "transfer_memory.h"
 
 namespace penstock_executorch {
 namespace {
@@ -28,6 +32,14 @@ namespace {
 at::Tensor wrapped(const TensorView& view) {
   return at::from_blob(view.data, view.sizes, view.strides,
                        at::TensorOptions().dtype(static_cast<c10::ScalarType>(view.scalar_type)));
+}
+
+at::Tensor pinned(const TensorView& like, const std::vector<int64_t>& strides, TransferMemory& transfers) {
+  TensorView view{nullptr, like.scalar_type, like.sizes, strides};
+  int64_t items = 1;
+  for (int64_t size : like.sizes) items *= size;
+  view.data = transfers.take(items * (int64_t)c10::elementSize(static_cast<c10::ScalarType>(like.scalar_type)));
+  return wrapped(view);
 }
 
 // A file for as long as it takes to load it.
@@ -93,8 +105,29 @@ void give_back_cached_memory() {
 struct CompiledCode::Parts {
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
   at::Device device{at::kCPU};
+  // States, so many, come first.
   std::vector<at::Tensor> inputs;
+  size_t states = 0;
   std::vector<at::Tensor> outputs;
+  struct Pass {
+    std::vector<at::Tensor> inputs, outputs;
+  };
+  std::map<int64_t, Pass> passes;
+
+  // Something is on its way between pinned memory and the device.
+  bool is_moving = false;
+
+  at::Tensor on_device(const at::Tensor& from) {
+    at::Tensor to = at::empty_strided(from.sizes(), from.strides(), from.options().device(device));
+    is_moving = true;
+    return to.copy_(from, /*non_blocking=*/true);
+  }
+  void await_moves() {
+    if (!is_moving) return;
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
+    is_moving = false;
+  }
 
   // A GPU with its number is to be the current one while it is used; the CPU has no such thing.
   std::optional<at::Device> guarded() const { return device.is_cpu() ? std::nullopt : std::optional(device); }
@@ -117,18 +150,18 @@ CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std:
 CompiledCode::~CompiledCode() = default;
 
 void CompiledCode::take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers) {
+  parts_->states = numbers.size();
   for (int64_t number : numbers) parts_->inputs.push_back(tensors.each[(size_t)number]);
 }
 
-void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides) {
+void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides,
+                               TransferMemory& transfers) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
   for (size_t i = 0; i < views.size(); ++i) {
-    at::Tensor input = wrapped(views[i]);
-    if (views[i].strides != strides[i] || !parts_->device.is_cpu()) {
-      at::Tensor laid_out = at::empty_strided(views[i].sizes, strides[i], input.options().device(parts_->device));
-      input = laid_out.copy_(input);
-    }
+    at::Tensor input = pinned(views[i], strides[i], transfers);
+    input.copy_(wrapped(views[i]));
+    if (!parts_->device.is_cpu()) input = parts_->on_device(input);
     parts_->inputs.push_back(std::move(input));
   }
 }
@@ -139,6 +172,35 @@ void CompiledCode::run(void* stream) {
   parts_->outputs = parts_->loader->run(parts_->inputs, stream);
 }
 
+void CompiledCode::make_pass(int64_t number) {
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  Parts::Pass& pass = parts_->passes[number];
+  pass.inputs = parts_->inputs;
+  // States keep their addresses.
+  for (size_t i = parts_->states; i < pass.inputs.size(); ++i)
+    pass.inputs[i] = at::empty_strided(pass.inputs[i].sizes(), pass.inputs[i].strides(), pass.inputs[i].options());
+}
+
+void CompiledCode::run_pass(int64_t number, void* stream) {
+  at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  Parts::Pass& pass = parts_->passes.at(number);
+  std::vector<at::Tensor> inputs = pass.inputs;  // run() takes them
+  pass.outputs = parts_->loader->run(inputs, stream);
+}
+
+void CompiledCode::fill_pass(int64_t number) {
+  at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  const Parts::Pass& pass = parts_->passes.at(number);
+  for (size_t i = parts_->states; i < pass.inputs.size(); ++i)
+    pass.inputs[i].copy_(parts_->inputs[i], /*non_blocking=*/true);
+}
+
+void CompiledCode::show_pass(int64_t number) { parts_->outputs = parts_->passes.at(number).outputs; }
+
+void CompiledCode::drop_pass(int64_t number) { parts_->passes.erase(number); }
+
 size_t CompiledCode::output_count() const { return parts_->outputs.size(); }
 
 std::vector<int64_t> CompiledCode::output_sizes(size_t index) const { return parts_->outputs[index].sizes().vec(); }
@@ -147,13 +209,27 @@ int64_t CompiledCode::output_scalar_type(size_t index) const {
   return static_cast<int64_t>(parts_->outputs[index].scalar_type());
 }
 
-void CompiledCode::copy_output(size_t index, const TensorView& to) const {
+void CompiledCode::copy_outputs(const std::vector<TensorView>& to, TransferMemory& transfers) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
-  wrapped(to).copy_(parts_->outputs[index]);
+  std::vector<at::Tensor> arrived;
+  for (size_t i = 0; i < to.size(); ++i) {
+    arrived.push_back(pinned(to[i], to[i].strides, transfers));
+    parts_->is_moving = !parts_->device.is_cpu();
+    arrived.back().copy_(parts_->outputs[i], /*non_blocking=*/true);
+  }
+  parts_->await_moves();
+  for (size_t i = 0; i < to.size(); ++i)
+    std::copy_n(static_cast<const char*>(arrived[i].const_data_ptr()), arrived[i].nbytes(), static_cast<char*>(to[i].data));
 }
 
 void CompiledCode::forget() {
+  // The next run writes into the same memory. What a device that is lost says to this is not news: the run has failed.
+  try {
+    parts_->await_moves();
+  } catch (const std::exception&) {
+    parts_->is_moving = false;
+  }
   parts_->inputs.clear();
   parts_->outputs.clear();
 }

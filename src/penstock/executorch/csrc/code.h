@@ -30,6 +30,7 @@ void* current_stream(const std::string& device, int32_t device_index);
 void give_back_cached_memory();
 
 struct StateTensors;
+class TransferMemory;
 
 class CompiledCode {
  public:
@@ -40,16 +41,27 @@ class CompiledCode {
 
   // The states that the code reads and writes, by number, and before the inputs.
   void take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers);
-  // Inputs on the device, laid out with `strides`: where a view has others, a copy is made. Call before the session
-  // begins; run() takes them.
-  void take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides);
+  // Inputs on the device, laid out with `strides`, through `transfers`. Call before the session begins; run() takes
+  // them.
+  void take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides,
+                   TransferMemory& transfers);
   // Throws whatever compiled code does.
   void run(void* stream);
+
+  // What a CUDA graph is captured with, by a number of the caller's: memory for inputs like those that were taken, which
+  // the graph reads, and the outputs, which it writes.
+  void make_pass(int64_t number);
+  void run_pass(int64_t number, void* stream);
+  // Before a launch: the inputs that were taken go into its memory. After it: its outputs are those of this run.
+  void fill_pass(int64_t number);
+  void show_pass(int64_t number);
+  void drop_pass(int64_t number);
 
   size_t output_count() const;
   std::vector<int64_t> output_sizes(size_t index) const;
   int64_t output_scalar_type(size_t index) const;
-  void copy_output(size_t index, const TensorView& to) const;
+  // All of them, through `transfers`; they are there when this returns.
+  void copy_outputs(const std::vector<TensorView>& to, TransferMemory& transfers);
   // Also after a failed run.
   void forget();
 

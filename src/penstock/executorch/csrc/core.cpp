@@ -58,18 +58,31 @@ Core load() {
   find(library, "penstock_check_build", core.check_build);
   find(library, "penstock_budget_origin", core.budget_origin);
   find(library, "penstock_format_bytes", core.format_bytes);
-  find(library, "penstock_budget_origin_text", core.budget_origin_text);
   find(library, "penstock_reserve_bytes", core.reserve_bytes);
   find(library, "penstock_choose_budget", core.choose_budget);
+  find(library, "penstock_clamp_sentence", core.clamp_sentence);
   find(library, "penstock_open", core.open);
   find(library, "penstock_session_destroy", core.session_destroy);
+  find(library, "penstock_session_allocate_host", core.session_allocate_host);
+  find(library, "penstock_session_free_host", core.session_free_host);
   find(library, "penstock_session_install", core.session_install);
   find(library, "penstock_session_install_with_slots", core.session_install_with_slots);
   find(library, "penstock_session_begin", core.session_begin);
   find(library, "penstock_session_end", core.session_end);
   find(library, "penstock_session_abort", core.session_abort);
+  find(library, "penstock_session_begin_capture", core.session_begin_capture);
+  find(library, "penstock_session_end_capture", core.session_end_capture);
+  find(library, "penstock_session_drop_capture", core.session_drop_capture);
+  find(library, "penstock_session_begin_replay", core.session_begin_replay);
+  find(library, "penstock_session_launch", core.session_launch);
+  find(library, "penstock_session_end_replay", core.session_end_replay);
+  find(library, "penstock_session_drain", core.session_drain);
+  find(library, "penstock_session_start_trace", core.session_start_trace);
+  find(library, "penstock_session_stop_trace", core.session_stop_trace);
+  find(library, "penstock_session_spans", core.session_spans);
   find(library, "penstock_session_counters", core.session_counters);
   find(library, "penstock_session_memory", core.session_memory);
+  find(library, "penstock_session_summary", core.session_summary);
   find(library, "penstock_session_link", core.session_link);
   find(library, "penstock_session_failure", core.session_failure);
   find(library, "penstock_session_failure_text", core.session_failure_text);
@@ -81,6 +94,15 @@ Core load() {
 const Core& core() {
   static const Core loaded = load();
   return loaded;
+}
+
+void give_run_up(void* session, const std::string& method, const std::exception& error) {
+  const int32_t failure = core().session_failure(session);
+  const std::string text = core().session_failure_text(session);
+  core().session_abort(session);
+  if (failure) throw LoadError(Kind::core, text, failure);
+  if (const auto* refusal = dynamic_cast<const LoadError*>(&error)) throw *refusal;
+  throw LoadError(Kind::code, "method '" + method + "' failed inside its compiled code: " + error.what());
 }
 
 void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }

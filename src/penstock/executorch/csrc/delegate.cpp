@@ -15,8 +15,10 @@
 #include "load_options.h"
 #include "loaded_options.h"
 #include "program_session.h"
+#include "replays.h"
 #include "load_error.h"
 #include "state_table.h"
+#include "transfer_memory.h"
 
 namespace penstock_executorch {
 namespace {
@@ -101,7 +103,11 @@ struct Delegate {
   // Null where the method has no state.
   std::unique_ptr<StateRef> state_ref;
   std::unique_ptr<SessionRef> session_ref;
+  std::unique_ptr<TransferMemory> transfers;
   std::unique_ptr<CompiledCode> code;
+  // Null where runs are no CUDA graphs.
+  std::shared_ptr<GraphMemory> graph_memory;
+  std::unique_ptr<Replays> replays;
 };
 
 // ------------------------------------------------------------------------------------------------------------ loading
@@ -124,6 +130,18 @@ void check_program(const Payload& payload) {
                   "the program was compiled for '" + payload.device + "'; this library runs cpu and cuda");
   check_build(payload, nullptr, 0);
   if (payload.device == "cpu") check_blas();
+}
+
+// As runtime/options.py refuses them, in the same words.
+void check_graphs(const Payload& payload, const SessionRequest& request) {
+  constexpr int64_t kCapture = 7;  // as the core counts its failures
+  const std::string option = "weight_offload_cuda_graph does not go with ";
+  if (!request.cuda_graph) return;
+  if (payload.device != "cuda")
+    throw LoadError(Kind::core, option + "a CPU: only a CUDA device has graphs; leave it out", kCapture);
+  if (request.host_cap_bytes)
+    throw LoadError(Kind::core, option + "a cap on host memory: the host fills buffers while it runs, and a graph runs "
+                                         "without it", kCapture);
 }
 
 void check_delegate(const Payload& payload, const std::string& name) {
@@ -174,11 +192,13 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   auto bytes = data->get_data(delegate_ref.payload);
   if (!bytes.ok()) throw LoadError(Kind::package, "the .pte holds no " + delegate_ref.payload + ", which its delegate names");
   Payload payload = read_payload(bytes->data(), bytes->size());
+  payload.shown = Mappings().file_name(bytes->data(), payload.program);
   if (delegate_ref.number < 0 || (size_t)delegate_ref.number >= payload.methods.size() ||
       payload.methods[(size_t)delegate_ref.number].name != delegate_ref.method)
     throw LoadError(Kind::package, "the program has no method " + std::to_string(delegate_ref.number) + " of name '" +
                                      delegate_ref.method + "', which its delegate names");
   check_program(payload);
+  check_graphs(payload, request);
   for (const auto& [name, budget] : request.own_budgets) check_delegate(payload, name);
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)delegate_ref.number];
@@ -195,13 +215,21 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
                 payload.states, [&](const StateFacts& state) { return first_value(*data, state); }, payload.device, index);
           });
     delegate->session_ref = take_session_ref(payload, delegate_ref.number, weights, request, index);
-    if (!request.quiet) log_line(kInfo, delegate_ref.method + " of " + delegate->session_ref->session().summary());
+    for (const std::string& line : delegate->session_ref->session().take_news()) log_line(kInfo, line);
   } else if (!delegate->method.states.empty()) {
     delegate->state_ref = take_lent_state_ref(request.group, delegate_ref.number);
     if (!delegate->state_ref) throw LoadError(Kind::package, "no state was made for the delegates of the program");
   }
+  ProgramSession& session = delegate->session_ref->session();
+  if (request.cuda_graph) delegate->graph_memory = graph_memory_of(session.handle(), session.device_index());
+  delegate->transfers =
+      std::make_unique<TransferMemory>(session.handle(), delegate->method.transfer_bytes, delegate->method.name);
   delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, delegate_ref.method,
-                                                  payload.device, delegate->session_ref->session().device_index());
+                                                  payload.device, session.device_index());
+  if (delegate->graph_memory)
+    delegate->replays = std::make_unique<Replays>(session.handle(), session.plan_number(),
+                                                  delegate->session_ref->number(), *delegate->code,
+                                                  *delegate->graph_memory, delegate->method.name);
   bytes->Free();
   return delegate;
 }
@@ -246,12 +274,7 @@ void compute(Delegate& delegate, void* stream) {
   try {
     delegate.code->run(stream);
   } catch (const std::exception& error) {
-    // Generated code reduces a failure of the core to a generic one; the core has kept the real one.
-    int32_t failure = core().session_failure(session);
-    std::string text = core().session_failure_text(session);
-    core().session_abort(session);
-    if (failure) throw LoadError(Kind::core, text, failure);
-    throw LoadError(Kind::code, "method '" + delegate.method.name + "' failed inside its compiled code: " + error.what());
+    give_run_up(session, delegate.method.name, error);
   }
   if (core().session_end(session)) throw_core_failure();
 }
@@ -285,9 +308,18 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     ~Forgets() { code.forget(); }
   } forgets{*delegate.code};
   if (state) delegate.code->take_states(state->tensors(), delegate.method.states);
-  delegate.code->take_inputs(views, strides);
+  delegate.transfers->rewind();
+  delegate.code->take_inputs(views, strides, *delegate.transfers);
   try {
-    compute(delegate, current_stream(delegate.device, delegate.session_ref->session().device_index()));
+    void* stream = current_stream(delegate.device, delegate.session_ref->session().device_index());
+    // What is traced is told apart into steps, and a graph is one piece.
+    Replays* replays = delegate.session_ref->session().is_tracing() ? nullptr : delegate.replays.get();
+    Shapes shapes;
+    for (const TensorView& view : views) shapes.push_back(view.sizes);
+    if (!replays || !replays->replay(shapes, stream)) {
+      compute(delegate, stream);
+      if (replays) replays->capture(shapes);
+    }
   } catch (const std::exception& error) {
     if (state) state->mark_invalid("method '" + delegate.method.name + "' failed: " + error.what());
     throw;
@@ -295,6 +327,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   if (delegate.code->output_count() != outputs)
     throw LoadError(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
                                      " tensors, its record lists " + std::to_string(outputs));
+  std::vector<TensorView> results;
   for (size_t i = 0; i < outputs; ++i) {
     Tensor to = args[inputs + i]->toTensor();
     std::vector<int64_t> found = delegate.code->output_sizes(i);
@@ -308,8 +341,9 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
                                        " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
                                        ", ExecuTorch expects " +
                                        std::to_string(view.scalar_type));
-    delegate.code->copy_output(i, view);
+    results.push_back(std::move(view));
   }
+  delegate.code->copy_outputs(results, *delegate.transfers);
 }
 
 class PenstockBackend final : public executorch::runtime::BackendInterface {
@@ -330,7 +364,9 @@ class PenstockBackend final : public executorch::runtime::BackendInterface {
   }
 
   Error set_option(BackendOptionContext&, const Span<BackendOption>& options) override {
-    return to_status([&] { set_loaded_options(options); });
+    return to_status([&] {
+      for (const std::string& line : set_loaded_options(options)) log_line(kInfo, line);
+    });
   }
 
   Error get_option(BackendOptionContext&, Span<BackendOption>& options) override {

@@ -51,15 +51,17 @@ StateFacts read_state(RecordReader& in) {
 }
 
 MethodFacts read_method(RecordReader& in, size_t states) {
-  MethodFacts method{in.text(), in.integers(0, (int64_t)states), {}, 0};
+  MethodFacts method{in.text(), in.integers(0, (int64_t)states), {}, 0, 0};
   for (size_t inputs = in.length(3); inputs > 0; --inputs)
     method.inputs.push_back({in.next(0, INT8_MAX), in.integers(-1, INT64_MAX), sizes(in)});
   method.outputs = in.next(0, INT32_MAX);
+  method.transfer_bytes = amount(in);
   return method;
 }
 
 PlanTable read_plan_table(RecordReader& in, size_t methods, size_t weights) {
-  PlanTable table{in.integers(0, (int64_t)methods), in.integers(0, (int64_t)weights), amount(in), amount(in), {}};
+  PlanTable table{in.integers(0, (int64_t)methods), in.integers(0, (int64_t)weights), amount(in),
+                  amount(in), amount(in), {}};
   for (size_t plans = in.length(4); plans > 0; --plans)
     table.plans.push_back(
         {amount(in), in.next(0, 2) != 0, (size_t)in.next(0, INT64_MAX / (int64_t)sizeof(int64_t)), (uint64_t)in.next()});
@@ -96,7 +98,7 @@ Description read_parts(RecordReader& in) {
   read_built_with(in, out);
   for (size_t i = in.length(5); i > 0; --i) out.weights.push_back(read_weight(in));
   for (size_t i = in.length(6); i > 0; --i) out.states.push_back(read_state(in));
-  for (size_t i = in.length(4); i > 0; --i) out.methods.push_back(read_method(in, out.states.size()));
+  for (size_t i = in.length(5); i > 0; --i) out.methods.push_back(read_method(in, out.states.size()));
   out.plan_tables = read_plan_tables(in, out.methods.size(), out.weights.size());
   in.finish();
   if (out.methods.empty() || out.plan_tables.empty())
@@ -109,7 +111,7 @@ Description read_parts(RecordReader& in) {
 
 std::vector<PlanTable> read_plan_tables(RecordReader& in, size_t methods, size_t weights) {
   std::vector<PlanTable> tables;
-  for (size_t i = in.length(5); i > 0; --i) tables.push_back(read_plan_table(in, methods, weights));
+  for (size_t i = in.length(6); i > 0; --i) tables.push_back(read_plan_table(in, methods, weights));
   return tables;
 }
 

@@ -46,6 +46,8 @@ struct MethodFacts {
   std::vector<int64_t> states;
   std::vector<InputFacts> inputs;
   int64_t outputs;
+  // Of inputs and outputs together, at most: TransferMemory holds them.
+  int64_t transfer_bytes;
 };
 
 // What packed weights pass through on their way over the link: a range beyond those of a plan, divided evenly.
@@ -78,6 +80,8 @@ struct PlanTable {
   std::vector<int64_t> in_place;
   int64_t floor_bytes;
   int64_t full_bytes;
+  // With less, weights are read over the link instead of copied. 0: that is no question of the budget.
+  int64_t copying_bytes;
   // Smallest first.
   std::vector<StoredPlan> plans;
 };

@@ -68,11 +68,16 @@ SessionRequest read_options(const BackendInitContext& context) {
       const bool* quiet = std::get_if<bool>(&option.value);
       if (!quiet) throw LoadError(Kind::option, "weight_offload_quiet is no bool");
       request.quiet = *quiet;
+    } else if (key == "weight_offload_cuda_graph") {
+      const bool* asked = std::get_if<bool>(&option.value);
+      if (!asked) throw LoadError(Kind::option, "weight_offload_cuda_graph is no bool");
+      request.cuda_graph = *asked;
     } else {
       throw LoadError(Kind::option, "there is no option '" + key + "'; " + kBackendName +
                                       " has weight_offload_budget_mb, weight_offload_budget, "
                                       "weight_offload_budget:DELEGATE, weight_offload_device, "
-                                      "weight_offload_host_memory_cap, weight_offload_group and weight_offload_quiet");
+                                      "weight_offload_host_memory_cap, weight_offload_cuda_graph, "
+                                      "weight_offload_group and weight_offload_quiet");
     }
     if (budget.is_given() && request.budget.is_given())
       throw LoadError(Kind::budget, "weight_offload_budget and weight_offload_budget_mb were both given; give one");

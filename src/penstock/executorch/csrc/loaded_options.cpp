@@ -34,23 +34,9 @@ std::string group_of(const Span<BackendOption>& options) {
   return group;
 }
 
-std::shared_ptr<ProgramSession> session_of(const std::string& group, const std::string& delegate) {
-  std::vector<std::shared_ptr<ProgramSession>> found;
-  for (auto& session : find_sessions(group))
-    if (session->own_delegate() == delegate) found.push_back(session);
-  if (found.size() == 1) return found.front();
-  const std::string where = group.empty() ? "without a group" : "in group '" + group + "'";
-  if (!found.empty())
-    throw LoadError(Kind::option, std::to_string(found.size()) + " programs are loaded " + where +
-                                    ": load each with a weight_offload_group of its own, and name it here");
-  if (!delegate.empty())
-    throw LoadError(Kind::option, "no delegate '" + delegate + "' that has a budget of its own is loaded " + where);
-  throw LoadError(Kind::option, "no program is loaded " + where);
-}
-
 // Of the core's numbers, those that mean something for a plan.
-enum Counter : size_t { kRuns = 0, kBytesStreamed = 1, kBytesHit = 2, kCopies = 3, kStallNs = 4, kBytesInPlace = 8,
-                        kBytesDecoded = 9 };
+enum Counter : size_t { kRuns = 0, kBytesStreamed = 1, kBytesHit = 2, kCopies = 3, kStallNs = 4, kReplays = 7, kBytesInPlace = 8,
+                        kBytesDecoded = 9, kExpertHits = 10, kExpertMisses = 11, kExpertBytes = 12 };
 
 std::map<std::string, int64_t> figures(ProgramSession& session) {
   const SessionCounters counted = session.counters();
@@ -65,10 +51,13 @@ std::map<std::string, int64_t> figures(ProgramSession& session) {
       {"weight_offload_peak_device_bytes", counted.peak_device_bytes},
       {"weight_offload_link_bytes_per_s", counted.link_bytes_per_s},
       {"weight_offload_runs", counted.totals[kRuns]},
+      {"weight_offload_replays", counted.totals[kReplays]},
   };
   const std::map<std::string, Counter> counters{{"bytes_streamed", kBytesStreamed}, {"bytes_hit", kBytesHit},
                                                 {"copies", kCopies},                {"stall_ns", kStallNs},
-                                                {"bytes_in_place", kBytesInPlace},  {"bytes_decoded", kBytesDecoded}};
+                                                {"bytes_in_place", kBytesInPlace},  {"bytes_decoded", kBytesDecoded},
+                                                {"expert_hits", kExpertHits},       {"expert_misses", kExpertMisses},
+                                                {"expert_bytes", kExpertBytes}};
   for (const auto& [name, counter] : counters) {
     found["weight_offload_" + name] = counted.totals[counter];
     found["weight_offload_last_run_" + name] = counted.last_run[counter];
@@ -78,7 +67,7 @@ std::map<std::string, int64_t> figures(ProgramSession& session) {
 
 }  // namespace
 
-void set_loaded_options(const Span<BackendOption>& options) {
+std::vector<std::string> set_loaded_options(const Span<BackendOption>& options) {
   std::optional<BudgetRequest> budget;
   std::string delegate;
   for (const BackendOption& option : options) {
@@ -94,7 +83,9 @@ void set_loaded_options(const Span<BackendOption>& options) {
   if (!budget) throw LoadError(Kind::option, "no budget was given; set weight_offload_budget or weight_offload_budget_mb");
   if (!budget->bytes)
     throw LoadError(Kind::budget, "a budget of 'auto' is chosen at load, from what is free then; give a number of bytes");
-  session_of(group_of(options), delegate)->set_budget(*budget->bytes);
+  const std::shared_ptr<ProgramSession> session = only_session(group_of(options), delegate);
+  session->set_budget(*budget->bytes);
+  return session->take_news();
 }
 
 void get_loaded_options(Span<BackendOption>& options) {
@@ -103,7 +94,7 @@ void get_loaded_options(Span<BackendOption>& options) {
   for (BackendOption& option : options) {
     const Key key = key_of(option);
     if (key.option == kGroupOption) continue;
-    if (!known.count(key.delegate)) known[key.delegate] = figures(*session_of(group, key.delegate));
+    if (!known.count(key.delegate)) known[key.delegate] = figures(*only_session(group, key.delegate));
     auto found = known[key.delegate].find(key.option);
     if (found == known[key.delegate].end()) {
       std::string names;

@@ -44,18 +44,31 @@ Mappings::Mappings() {
 }
 
 FilePlace Mappings::place(const void* address, const std::string& what) const {
-  auto at = reinterpret_cast<uintptr_t>(address);
+  const Line* line = line_of(address);
+  if (!line)
+    throw LoadError(Kind::weights_file,
+                  what + " is in memory, not in a mapped file, and only a file can be streamed from: load the .ptd with "
+                         "Module::LoadMode::Mmap");
+  std::string path = is_there(line->path, line->inode) ? line->path : plain(line->path);
+  if (!is_there(path, line->inode))
+    throw LoadError(Kind::weights_file,
+                  "the weights file " + path + " was moved, replaced or removed while it was loaded");
+  const auto offset_bytes = (int64_t)(line->offset + (reinterpret_cast<uintptr_t>(address) - line->begin));
+  return {path, offset_bytes, line->device, line->inode};
+}
+
+std::string Mappings::file_name(const void* address, const std::string& otherwise) const {
+  const Line* line = line_of(address);
+  if (!line) return otherwise;
+  const std::string path = plain(line->path);
+  return path.substr(path.rfind('/') + 1);
+}
+
+const Mappings::Line* Mappings::line_of(const void* address) const {
+  const auto at = reinterpret_cast<uintptr_t>(address);
   for (const Line& line : lines_)
-    if (at >= line.begin && at < line.end && !line.path.empty() && line.path[0] == '/') {
-      std::string path = is_there(line.path, line.inode) ? line.path : plain(line.path);
-      if (!is_there(path, line.inode))
-        throw LoadError(Kind::weights_file,
-                      "the weights file " + path + " was moved, replaced or removed while it was loaded");
-      return {path, (int64_t)(line.offset + (at - line.begin)), line.device, line.inode};
-    }
-  throw LoadError(Kind::weights_file,
-                what + " is in memory, not in a mapped file, and only a file can be streamed from: load the .ptd with "
-                       "Module::LoadMode::Mmap");
+    if (at >= line.begin && at < line.end && !line.path.empty() && line.path[0] == '/') return &line;
+  return nullptr;
 }
 
 }  // namespace penstock_executorch

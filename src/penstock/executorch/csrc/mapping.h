@@ -20,6 +20,8 @@ class Mappings {
   Mappings();
   // Throws LoadError(weights_file) where no file lies behind the address; `what` is for the message.
   FilePlace place(const void* address, const std::string& what) const;
+  // Of the file behind the address, without its folders; `otherwise` where there is none.
+  std::string file_name(const void* address, const std::string& otherwise) const;
 
  private:
   struct Line {
@@ -27,6 +29,9 @@ class Mappings {
     uint64_t offset, device, inode;
     std::string path;
   };
+  // Null where no file lies behind the address.
+  const Line* line_of(const void* address) const;
+
   std::vector<Line> lines_;
 };
 

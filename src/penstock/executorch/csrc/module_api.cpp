@@ -100,6 +100,17 @@ EValue value_of(const Value& value, std::vector<TensorPtr>& tensors) {
   }
 }
 
+// The core's records are so many numbers each.
+template <typename Record>
+void show_records(const std::vector<int64_t>& numbers, void (*visit)(const Record*, void*), void* context) {
+  constexpr size_t kNumbers = sizeof(Record) / sizeof(int64_t);
+  for (size_t at = 0; at + kNumbers <= numbers.size(); at += kNumbers) {
+    Record record;
+    std::memcpy(&record, &numbers[at], sizeof record);
+    visit(&record, context);
+  }
+}
+
 void show_tensor(const executorch::aten::Tensor& tensor, void (*visit)(const Value*)) {
   std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
   std::vector<int64_t> strides(tensor.strides().begin(), tensor.strides().end());
@@ -278,6 +289,29 @@ int32_t penstock_executorch_write_state(const char* group, const char* name, con
 int32_t penstock_executorch_reset_state(const char* group) {
   return to_status([&] {
     penstock_executorch::find_states(group)->reset();
+    return Error::Ok;
+  });
+}
+
+int32_t penstock_executorch_link(const char* group, const char* delegate,
+                                 void (*visit)(const PenstockLinkSample*, void*), void* context) {
+  return to_status([&] {
+    show_records(penstock_executorch::only_session(group, delegate)->link(), visit, context);
+    return Error::Ok;
+  });
+}
+
+int32_t penstock_executorch_start_trace(const char* group, const char* delegate) {
+  return to_status([&] {
+    penstock_executorch::only_session(group, delegate)->start_trace();
+    return Error::Ok;
+  });
+}
+
+int32_t penstock_executorch_stop_trace(const char* group, const char* delegate,
+                                       void (*visit)(const PenstockSpan*, void*), void* context) {
+  return to_status([&] {
+    show_records(penstock_executorch::only_session(group, delegate)->stop_trace(), visit, context);
     return Error::Ok;
   });
 }

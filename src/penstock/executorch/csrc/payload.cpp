@@ -117,7 +117,7 @@ DelegateRef read_delegate_ref(const void* data, size_t bytes) {
 Payload read_payload(const void* data, size_t bytes) {
   Header header = opened(data, bytes, "PNSTKPRG", "the program");
   const char* start = static_cast<const char*>(data) + sizeof header;
-  Payload out{read_description(start, header.record_bytes), start, header.record_bytes, nullptr, header.code_bytes};
+  Payload out{read_description(start, header.record_bytes), {}, start, header.record_bytes, nullptr, header.code_bytes};
   find_plans(out.plan_tables, start + header.record_bytes, header.plans_bytes);
   out.code = start + header.record_bytes + header.plans_bytes;
   return out;

@@ -38,6 +38,8 @@ struct PackedWeights {
 };
 
 struct Payload : Description {
+  // The name of the file that it was read from, where that is mapped; else the program's own.
+  std::string shown;
   const char* description;
   size_t description_bytes;
   const char* code;

@@ -14,6 +14,36 @@ int32_t penstock_executorch_write_state(const char* group, const char* name, con
 // Puts the first values back.
 int32_t penstock_executorch_reset_state(const char* group);
 
+// Copies as they were timed when the plan was installed: so many, one after the other, and the bytes that they take over
+// the link together. First as the plan makes them, then some of each size; none where nothing is ever copied.
+struct PenstockLinkSample {
+  int64_t copies;
+  int64_t bytes;
+  int64_t ns;
+};
+// `delegate` is "" but for one with a budget of its own; `visit` is called for each, with `context`.
+int32_t penstock_executorch_link(const char* group, const char* delegate,
+                                 void (*visit)(const PenstockLinkSample*, void*), void* context);
+
+// One copy or one step of a run, on the device's clock, from the start of the trace. Lane 0: a step that reads weights,
+// once they are there. Lane 1: a copy; `index` counts those of the plan. Lane 2: what packed weights take of the link.
+struct PenstockSpan {
+  int64_t lane;
+  int64_t run;
+  // As the program counts its delegates.
+  int64_t method;
+  int64_t index;
+  int64_t bytes;
+  int64_t begin_ns;
+  int64_t end_ns;
+};
+// Runs from here on are recorded until the trace is stopped, and meanwhile none is a CUDA graph; the budget stays. Both
+// are refused during a run.
+int32_t penstock_executorch_start_trace(const char* group, const char* delegate);
+// Waits for the device, and shows what was recorded, in the order in which it began.
+int32_t penstock_executorch_stop_trace(const char* group, const char* delegate,
+                                       void (*visit)(const PenstockSpan*, void*), void* context);
+
 // Of the last call on this thread that was refused.
 const char* penstock_executorch_text();
 

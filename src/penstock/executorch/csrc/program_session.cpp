@@ -70,8 +70,8 @@ void busy_with(const SessionKey& key, std::unique_lock<std::mutex>& hold, Work&&
 }  // namespace
 
 ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& asked,
-                               const WeightsPlace& weights, const SessionRequest& request, int32_t device_index)
-    : device_index_(device_index) {
+                               const WeightsPlace& weights, const SessionRequest& request, int32_t device_index, bool alone)
+    : device_index_(device_index), quiet_(request.quiet), cuda_graph_(request.cuda_graph), shown_(payload.shown) {
   bool poison = poison_asked();
   if (payload.device == "cuda") {
     driver_ = core().cuda_create(device_index);
@@ -86,7 +86,7 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     if (granularity != payload.page_bytes)
       throw LoadError(Kind::build, "the program was planned for pages of " + std::to_string(payload.page_bytes) +
                                      " bytes, this device has pages of " + std::to_string(granularity));
-    const PenstockBudget budget = choose_budget(asked, payload, table, driver_);
+    const PenstockBudget budget = choose_budget(asked, payload, table, driver_, cuda_graph_);
     for (const StoredPlan& stored : table.plans) plans_.push_back(ready(stored));
     size_t plan = choose_plan(plans_, table.floor_bytes, budget.budget_bytes);
     if (core().load_torch()) throw_core_failure();
@@ -97,8 +97,9 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     opened.extents = extents.data();
     opened.extent_count = (int64_t)weights.spans.size();
     opened.host_cap_bytes = is_staged ? request.host_cap_bytes : -1;
-    // The soft driver's device memory is host memory, too.
+    // The soft driver's device memory is host memory, too; and runs are given and return what passes through some.
     opened.extra_host_bytes = payload.device == "cpu" ? budget.budget_bytes : 0;
+    for (int64_t method : table.methods) opened.extra_host_bytes += payload.methods[(size_t)method].transfer_bytes;
     opened.packed = weights.packed.numbers.data();
     opened.packed_count = (int64_t)weights.packed.numbers.size();
     opened.root = "/";
@@ -115,12 +116,12 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
     facts_.plan = (int64_t)plan;
     facts_.plan_count = (int64_t)table.plans.size();
     facts_.plan_bytes = table.plans[plan].device_bytes;
-    std::string place = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
-    summary_ = payload.program + " on " + place + ": floor " + format_bytes(table.floor_bytes) +
-               ", budget " + format_bytes(budget.budget_bytes) + " (" + core().budget_origin_text(budget.origin) + "), plan " +
-               std::to_string(plan + 1) + " of " + std::to_string(table.plans.size()) + " takes " +
-               format_bytes(table.plans[plan].device_bytes) + " of " + format_bytes(table.full_bytes) +
-               ", weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
+    place_ = payload.device == "cuda" ? "cuda:" + std::to_string(device_index) : payload.device;
+    weights_text_ = "weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
+    copying_bytes_ = table.copying_bytes;
+    for (int64_t method : table.methods) method_names_.push_back(payload.methods[(size_t)method].name);
+    if (alone) own_delegate_ = method_names_.front();
+    news_ = lines_about(facts_);
   } catch (...) {
     if (session_) core().session_destroy(session_);
     core().driver_destroy(driver_);
@@ -158,7 +159,7 @@ std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t met
   Registry& all = registry();
   int64_t budget = asked.automatic ? -2 : asked.bytes.value_or(-1);
   SessionKey key{payload.program, weights.device,       weights.inode, request.group,
-                 budget,          alone ? method : -1, device_index,  request.host_cap_bytes};
+                 budget,          alone ? method : -1, device_index,  request.host_cap_bytes, request.cuda_graph};
   int64_t number = alone ? 0 : method;
   std::unique_lock<std::mutex> hold(all.lock);
   all.changed.wait(hold, [&] { return !all.busy.count(key); });
@@ -172,10 +173,9 @@ std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t met
   const PlanTable table = find_plan_table(payload, methods, request.host_cap_bytes > 0, weights.packed);
   std::shared_ptr<ProgramSession> made;
   busy_with(key, hold, [&] {
-    made = std::make_shared<ProgramSession>(payload, table, asked, weights, request, device_index);
+    made = std::make_shared<ProgramSession>(payload, table, asked, weights, request, device_index, alone);
   });
   made->taken().insert(method);
-  if (alone) made->own_delegate() = payload.methods[(size_t)method].name;
   all.known.emplace(key, made);
   return std::make_unique<SessionRef>(std::move(made), method, number, key);
 }

@@ -1,6 +1,7 @@
 // One session for all delegates of a loaded program: one budget, one ring, whatever the number of its methods.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -42,6 +43,8 @@ struct SessionRequest {
   std::optional<int32_t> device_index;
   // The most host memory to stage weights through; 0: the file is held in memory, registered with the device.
   int64_t host_cap_bytes = 0;
+  // Runs are captured, and replayed as CUDA graphs.
+  bool cuda_graph = false;
   // No line in the log about what was loaded.
   bool quiet = false;
 };
@@ -59,7 +62,7 @@ struct SessionFacts {
 
 // What the core counted. The numbers of a run are penstock.runtime.session.Stats, in its order.
 struct SessionCounters {
-  static constexpr size_t kCount = 10;
+  static constexpr size_t kCount = 13;
   int64_t last_run[kCount];
   int64_t totals[kCount];
   int64_t device_bytes;
@@ -69,14 +72,15 @@ struct SessionCounters {
 };
 
 // What two delegates must have in common to share a session: program, file (two numbers), group, budget, the delegate
-// if it is alone, device, cap on host memory.
-using SessionKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t>;
+// if it is alone, device, cap on host memory, whether runs are graphs.
+using SessionKey =
+    std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t, bool>;
 
 class ProgramSession {
  public:
-  // Makes the core's session for the delegates of a plan table.
+  // Makes the core's session for the delegates of a plan table; alone, for the only one.
   ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& budget,
-                 const WeightsPlace& weights, const SessionRequest& request, int32_t device_index);
+                 const WeightsPlace& weights, const SessionRequest& request, int32_t device_index, bool alone);
   // Uses one that somebody else made, and keeps.
   ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session) {}
   ~ProgramSession();
@@ -86,20 +90,30 @@ class ProgramSession {
   void* handle() const { return session_; }
   int32_t device_index() const { return device_index_; }
   SessionFacts facts() const;
-  // As it was loaded.
-  const std::string& summary() const { return summary_; }
+  // What it was set up to do, a line each, the first of them in Python's words: once after it was made and after each
+  // change of its budget. Nothing where nobody wants to know.
+  std::vector<std::string> take_news();
   // The largest plan that the budget allows takes the place of the present one. Throws LoadError(busy) during a run, or
   // LoadError(below_floor), or what the core says; then the budget stays what it was.
   void set_budget(int64_t asked_bytes);
   // Waits for a run.
   SessionCounters counters();
+  // Copies as they were timed when the plan was installed, three numbers each: how many one after the other, their bytes
+  // together, nanoseconds. First as the plan makes them, then some of each size.
+  std::vector<int64_t> link();
+  // From here on until it is stopped, runs are recorded: seven numbers a span, as SpanRecord of the core has them. Between
+  // runs; throw LoadError(busy) during one, and where nothing was started.
+  void start_trace();
+  std::vector<int64_t> stop_trace();
+  bool is_tracing() const { return is_tracing_; }
+  // Another one for each plan that was installed.
+  const std::atomic<int64_t>& plan_number() const { return plan_number_; }
   // One run at a time: delegates of one program share the ring.
   std::mutex& running() { return running_; }
   // Methods whose delegates are here. Under the registry's lock.
   std::set<int64_t>& taken() { return taken_; }
-  // The delegate whose session this is alone; empty where delegates share it. Set before anybody else finds
-  // the session.
-  std::string& own_delegate() { return own_delegate_; }
+  // The delegate whose session this is alone; empty where delegates share it.
+  const std::string& own_delegate() const { return own_delegate_; }
 
  private:
   std::set<int64_t> taken_;
@@ -110,11 +124,24 @@ class ProgramSession {
   std::vector<ReadyPlan> plans_;
   // False where the core refused it.
   bool installs(size_t plan);
+  // After an install.
+  std::vector<std::string> lines_about(const SessionFacts& facts);
+  std::unique_lock<std::mutex> between_runs(const std::string& what);
+  std::atomic<bool> is_tracing_{false};
+  std::atomic<int64_t> plan_number_{0};
   // False where neither a new plan nor the one before it could be had.
   bool has_plan_ = true;
   mutable std::mutex facts_lock_;
   SessionFacts facts_{};
-  std::string summary_;
+  // For the lines about it.
+  bool quiet_ = false;
+  bool cuda_graph_ = false;
+  std::string shown_;
+  std::string place_;
+  std::string weights_text_;
+  std::vector<std::string> method_names_;
+  int64_t copying_bytes_ = 0;
+  std::vector<std::string> news_;
   std::mutex running_;
 };
 
@@ -154,5 +181,8 @@ std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, in
 std::vector<std::shared_ptr<ProgramSession>> find_sessions(const std::string& group);
 // The first of them; null where there is none.
 std::shared_ptr<ProgramSession> find_session(const std::string& group);
+// The only one that the delegates share, or that a delegate has alone; throws LoadError(option) where there is none, or
+// more than one.
+std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate);
 
 }  // namespace penstock_executorch

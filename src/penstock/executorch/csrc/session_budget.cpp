@@ -14,17 +14,18 @@ SessionFacts ProgramSession::facts() const {
 
 bool ProgramSession::installs(size_t plan) {
   const auto& [device_bytes, numbers, slots] = plans_[plan];
+  plan_number_++;
   if (!slots.count) return core().session_install(session_, numbers.data(), (int64_t)numbers.size()) == 0;
   return core().session_install_with_slots(session_, numbers.data(), (int64_t)numbers.size(), slots.count, slots.bytes,
                                            slots.total_bytes) == 0;
 }
 
 void ProgramSession::set_budget(int64_t asked_bytes) {
-  std::unique_lock<std::mutex> idle(running_, std::try_to_lock);
   SessionFacts made = facts();
-  if (!idle)
-    throw LoadError(Kind::busy, "a run is under way: the budget of " + format_bytes(made.budget_bytes) +
-                                  " stays; set another one between runs");
+  const std::string stays = "the budget of " + format_bytes(made.budget_bytes) + " stays";
+  const std::unique_lock<std::mutex> idle = between_runs(stays + "; set another one");
+  if (is_tracing_) throw LoadError(Kind::busy, "runs are being traced by the plan that is there: " + stays +
+                                                 "; stop the trace before you set another one");
   const PenstockBudget budget = choose_new_budget(asked_bytes, made.floor_bytes, made.full_bytes);
   const size_t before = (size_t)made.plan;
   made.asked_bytes = budget.asked_bytes;
@@ -42,8 +43,70 @@ void ProgramSession::set_budget(int64_t asked_bytes) {
     throw LoadError(Kind::core, reason + "; the old budget stays", number);
   }
   has_plan_ = true;
+  std::vector<std::string> news = lines_about(made);
   std::lock_guard<std::mutex> hold(facts_lock_);
   facts_ = made;
+  news_ = std::move(news);
+}
+
+std::vector<std::string> ProgramSession::lines_about(const SessionFacts& facts) {
+  std::vector<const char*> names;
+  for (const std::string& name : method_names_) names.push_back(name.c_str());
+  const char* const remarks[] = {"replayed as CUDA graphs"};
+  const PenstockSummary asked{shown_.c_str(), place_.c_str(), facts.floor_bytes,     facts.budget_bytes, facts.source,
+                              copying_bytes_, names.data(),   (int64_t)names.size(), remarks,            cuda_graph_};
+  const char* summary = core().session_summary(session_, &asked);
+  if (!summary) throw_core_failure();
+  std::vector<std::string> lines{summary};
+  if (!own_delegate_.empty()) lines.front() += " (of " + own_delegate_ + " alone)";
+  PenstockBudget budget{};
+  budget.budget_bytes = facts.budget_bytes;
+  budget.asked_bytes = facts.asked_bytes;
+  budget.origin = facts.source;
+  const std::string clamped = core().clamp_sentence(&budget);
+  if (!clamped.empty()) lines.push_back(clamped);
+  lines.push_back("plan " + std::to_string(facts.plan + 1) + " of " + std::to_string(facts.plan_count) +
+                  " in the file takes " + format_bytes(facts.plan_bytes) + ", " + weights_text_);
+  return lines;
+}
+
+std::vector<std::string> ProgramSession::take_news() {
+  std::lock_guard<std::mutex> hold(facts_lock_);
+  std::vector<std::string> news;
+  news.swap(news_);
+  return quiet_ ? std::vector<std::string>{} : news;
+}
+
+std::unique_lock<std::mutex> ProgramSession::between_runs(const std::string& what) {
+  std::unique_lock<std::mutex> idle(running_, std::try_to_lock);
+  if (!idle) throw LoadError(Kind::busy, "a run is under way: " + what + " between runs");
+  return idle;
+}
+
+void ProgramSession::start_trace() {
+  const auto idle = between_runs("start a trace");
+  if (core().session_start_trace(session_)) throw_core_failure();
+  is_tracing_ = true;
+}
+
+std::vector<int64_t> ProgramSession::stop_trace() {
+  const auto idle = between_runs("stop a trace");
+  is_tracing_ = false;
+  if (core().session_stop_trace(session_)) throw_core_failure();
+  constexpr int64_t kNumbers = 7;
+  const int64_t count = core().session_spans(session_, nullptr, 0);
+  std::vector<int64_t> spans((size_t)(count * kNumbers));
+  core().session_spans(session_, spans.data(), count);
+  return spans;
+}
+
+std::vector<int64_t> ProgramSession::link() {
+  std::lock_guard<std::mutex> idle(running_);
+  constexpr int64_t kNumbers = 3;
+  const int64_t count = core().session_link(session_, nullptr, 0);
+  std::vector<int64_t> samples((size_t)(count * kNumbers));
+  core().session_link(session_, samples.data(), count);
+  return samples;
 }
 
 SessionCounters ProgramSession::counters() {
@@ -51,11 +114,25 @@ SessionCounters ProgramSession::counters() {
   SessionCounters found{};
   if (core().session_counters(session_, found.last_run, found.totals)) throw_core_failure();
   if (core().session_memory(session_, &found.device_bytes, &found.peak_device_bytes)) throw_core_failure();
-  // Copies, bytes and nanoseconds; the first sample is of the plan itself.
+  // The first sample is of the plan itself.
   int64_t sample[3];
   if (core().session_link(session_, sample, 1) > 0 && sample[2])
     found.link_bytes_per_s = (int64_t)((double)sample[1] * 1e9 / (double)sample[2]);
   return found;
+}
+
+std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate) {
+  std::vector<std::shared_ptr<ProgramSession>> found;
+  for (auto& session : find_sessions(group))
+    if (session->own_delegate() == delegate) found.push_back(session);
+  if (found.size() == 1) return found.front();
+  const std::string where = group.empty() ? "without a group" : "in group '" + group + "'";
+  if (!found.empty())
+    throw LoadError(Kind::option, std::to_string(found.size()) + " programs are loaded " + where +
+                                    ": load each with a weight_offload_group of its own, and name it here");
+  if (!delegate.empty())
+    throw LoadError(Kind::option, "no delegate '" + delegate + "' that has a budget of its own is loaded " + where);
+  throw LoadError(Kind::option, "no program is loaded " + where);
 }
 
 }  // namespace penstock_executorch

@@ -1,5 +1,5 @@
 // What becomes a node while a stream is captured, and the orders in which a launch runs the nodes.
-#include "soft/soft_graph.h"
+#include "soft_graph.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -90,18 +90,26 @@ bool SoftCaptures::add(Stream stream, const char* call, SoftNode node) {
   return true;
 }
 
-bool SoftCaptures::record(Stream stream, SoftEvent& event) {
+const SoftMark* SoftCaptures::mark_of(Event event) const {
+  auto found = marks_.find(event);
+  return found == marks_.end() ? nullptr : &found->second;
+}
+
+bool SoftCaptures::record(Stream stream, Event event) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto capture = valid(of(stream), "record");
-  if (!capture) return false;
-  event.record(std::make_shared<SoftMark>(SoftMark{capture, capture->last[stream]}));
+  if (!capture) {
+    marks_.erase(event);
+    return false;
+  }
+  marks_[event] = {capture, capture->last[stream]};
   return true;
 }
 
-bool SoftCaptures::wait(Stream stream, const SoftEvent& event) {
+bool SoftCaptures::wait(Stream stream, Event event) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto capture = valid(of(stream), "wait");
-  auto mark = event.mark();
+  const SoftMark* mark = mark_of(event);
   if (!capture && !mark) return false;
   // An event that was never recorded too: outside a capture it is no wait, inside it can only be a mistake.
   if (!mark) fail(*capture, "wait", "a captured stream may not wait for an event not recorded in its capture");
@@ -127,9 +135,9 @@ void SoftCaptures::refuse(Stream stream, const char* call) {
   if (auto capture = valid(of(stream), call)) fail(*capture, call, std::string(call) + " on a stream being captured");
 }
 
-void SoftCaptures::refuse(const SoftEvent& event, const char* call) {
+void SoftCaptures::refuse_event(Event event, const char* call) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto mark = event.mark();
+  const SoftMark* mark = mark_of(event);
   if (!mark) return;
   const std::string text = "the event was last recorded in a capture";
   if (auto capture = mark->capture.lock()) invalidate(*capture, std::string(call) + " on an event of the capture");
@@ -145,6 +153,11 @@ void SoftCaptures::forget(Stream stream) {
   if (capture->origin == stream) return release(capture);
   captures_.erase(stream);
   capture->last.erase(stream);
+}
+
+void SoftCaptures::forget_event(Event event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  marks_.erase(event);
 }
 
 SoftLaunch::SoftLaunch(std::shared_ptr<const SoftGraph> graph, SoftOrder order, uint64_t seed, SoftPace& pace)

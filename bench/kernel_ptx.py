@@ -1,4 +1,4 @@
-"""Compiles csrc/packed/decode.cu to the PTX that the core carries: python -m bench.decode_ptx [--check]. Needs nvcc."""
+"""Compiles the core's kernels to the PTX that it carries: python -m bench.kernel_ptx [--check]. Needs nvcc."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ import tempfile
 from pathlib import Path
 
 CSRC = Path(__file__).parents[1] / "csrc"
-SOURCE = CSRC / "packed/decode.cu"
-TARGET = CSRC / "packed/decode_ptx.inc"
+# Each beside what is made of it.
+SOURCES = (CSRC / "packed/decode.cu", CSRC / "experts/experts.cu")
 # The oldest GPUs that are supported, and the oldest PTX that has all that is used: what newer drivers can read, too.
 ARCHITECTURE = "compute_75"
 PTX_VERSION = "7.7"
 
 
-def compiled() -> str:
+def target(source: Path) -> Path:
+    return source.with_name(f"{source.stem}_ptx.inc")
+
+
+def compiled(source: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "decode.ptx"
-        command = ["nvcc", "-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", f"-I{CSRC}", str(SOURCE), "-o", str(ptx)]
+        ptx = Path(folder) / "kernels.ptx"
+        command = ["nvcc", "-std=c++17", "-ptx", f"-arch={ARCHITECTURE}", f"-I{CSRC}", str(source), "-o", str(ptx)]
         subprocess.run(command, check=True)
         text = re.sub(r"//.*", "", ptx.read_text())
         text = re.sub(r"^\.version .*$", f".version {PTX_VERSION}", text, flags=re.MULTILINE)
+        # A hint to newer assemblers, and nothing else.
+        text = re.sub(r'^\s*\.pragma "used_bytes_mask.*$', "", text, flags=re.MULTILINE)
         text = "\n".join(line.strip() for line in text.splitlines() if line.strip()) + "\n"
         ptx.write_text(text)
         # Refuses what that version of PTX does not have.
@@ -31,20 +37,22 @@ def compiled() -> str:
     return text
 
 
-def source(ptx: str) -> str:
+def text_of(source: Path) -> str:
+    ptx = compiled(source)
     # In parts: compilers need not take one string literal of more than 64 KiB.
     lines = [f'R"ptx({part})ptx"' for part in re.findall(r"(?s).{1,8000}(?:\n|\Z)", ptx)]
-    return "// Made from decode.cu by bench/decode_ptx.py.\n" + "\n".join(lines) + "\n"
+    return f"// Made from {source.name} by bench/kernel_ptx.py.\n" + "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether the file is that of the source")
+    parser.add_argument("--check", action="store_true", help="only say whether the files are those of their sources")
     given = parser.parse_args()
-    made = source(compiled())
+    made = {target(source): text_of(source) for source in SOURCES}
     if given.check:
-        return 0 if TARGET.read_text() == made else 1
-    TARGET.write_text(made)
+        return 0 if all(path.read_text() == text for path, text in made.items()) else 1
+    for path, text in made.items():
+        path.write_text(text)
     return 0
 
 

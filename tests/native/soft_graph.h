@@ -20,6 +20,14 @@
 
 namespace penstock {
 
+struct SoftCapture;
+
+// One recording of an event in a captured stream: what has been captured there by then.
+struct SoftMark {
+  std::weak_ptr<SoftCapture> capture;  // gone when the capture has ended
+  std::set<size_t> nodes;
+};
+
 struct SoftNode {
   enum class Kind { copy, kernel, record, wait };
   Kind kind;
@@ -50,16 +58,18 @@ class SoftCaptures {
   bool is_on(Stream stream) const;
 
   bool add(Stream stream, const char* call, SoftNode node);
-  bool record(Stream stream, SoftEvent& event);
+  // An event that is recorded outside of captures has no mark any more.
+  bool record(Stream stream, Event event);
   // Also captured is a stream that waits for what was recorded in a capture.
-  bool wait(Stream stream, const SoftEvent& event);
+  bool wait(Stream stream, Event event);
 
   // Throws when the stream is captured.
   void refuse(Stream stream, const char* call);
   // Throws when the event was last recorded in a capture: no stream will ever get there.
-  void refuse(const SoftEvent& event, const char* call);
-  // A stream that is being destroyed.
+  void refuse_event(Event event, const char* call);
+  // What is being destroyed.
   void forget(Stream stream);
+  void forget_event(Event event);
 
  private:
   using Captured = std::shared_ptr<SoftCapture>;
@@ -67,8 +77,11 @@ class SoftCaptures {
   Captured valid(Captured capture, const char* call) const;
   void release(const Captured& capture);
 
+  const SoftMark* mark_of(Event event) const;
+
   mutable std::mutex mutex_;
   std::map<Stream, Captured> captures_;  // by stream, forked ones too
+  std::map<Event, SoftMark> marks_;      // of events that were last recorded in a captured stream
 };
 
 // Which of the nodes that may run goes first. The numbers are part of the C interface.

@@ -1,0 +1,23 @@
+// What kernels do to experts, by the CPU: for the soft driver, and to tell hit rates from a log.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "experts/expert_table.h"
+
+namespace penstock {
+
+// An index beyond the last expert throws CoreError.
+void choose_experts(const ChooseCall& call);
+void move_experts(const MoveCall& call);
+
+// Of what a table has logged: how many would have been hits with so many slots, and how many there were. The first
+// quarter warms up, and does not count.
+struct HitRate {
+  int64_t hits;
+  int64_t uses;
+};
+HitRate logged_hits(const unsigned char* table, int experts, int slots, int wanted_slots);
+
+}  // namespace penstock

@@ -1,0 +1,106 @@
+#include "graph_memory.h"
+
+#include <c10/core/Device.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "code.h"
+#include "load_error.h"
+
+#ifdef PENSTOCK_TORCH_CUDA
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#endif
+
+namespace penstock_executorch {
+namespace {
+
+using PoolId = std::pair<uint64_t, uint64_t>;
+
+#ifdef PENSTOCK_TORCH_CUDA
+
+namespace torch_memory = c10::cuda::CUDACachingAllocator;
+
+PoolId new_pool() { return at::cuda::graph_pool_handle(); }
+
+void begin_pool(int32_t device_index, PoolId pool) {
+  const std::thread::id self = std::this_thread::get_id();
+  torch_memory::beginAllocateToPool((c10::DeviceIndex)device_index, pool,
+                                    [self](cudaStream_t) { return std::this_thread::get_id() == self; });
+}
+
+void end_pool(int32_t device_index, PoolId pool) { torch_memory::endAllocateToPool((c10::DeviceIndex)device_index, pool); }
+
+void release_pool(int32_t device_index, PoolId pool) { torch_memory::releasePool((c10::DeviceIndex)device_index, pool); }
+
+#else
+
+PoolId new_pool() {
+  throw LoadError(Kind::build, "weight_offload_cuda_graph needs memory of torch's that this library was built without: build "
+                               "it where torch has CUDA and CUDA's headers are found (in CUDA_HOME, or beside torch as "
+                               "nvidia-cuda-runtime and triton bring them), with python -m penstock.executorch.build");
+}
+void begin_pool(int32_t, PoolId) {}
+void end_pool(int32_t, PoolId) {}
+void release_pool(int32_t, PoolId) {}
+
+#endif
+
+struct CaptureStream {
+  explicit CaptureStream(c10::Stream stream) : stream(stream) {}
+  c10::Stream stream;
+  std::mutex alone;
+};
+
+// One for each device, for good: torch keeps a workspace for each stream that products ran on, 32 MiB on a large GPU, as
+// long as the process lives.
+CaptureStream& capture_stream(int32_t device_index) {
+  static std::mutex lock;
+  static auto* made = new std::map<int32_t, CaptureStream>;
+  std::lock_guard<std::mutex> hold(lock);
+  auto found = made->find(device_index);
+  if (found != made->end()) return found->second;
+  const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
+  const c10::Device device(c10::kCUDA, (c10::DeviceIndex)device_index);
+  return made->try_emplace(device_index, guard.getStreamFromGlobalPool(device)).first->second;
+}
+
+}  // namespace
+
+GraphMemory::GraphMemory(int32_t device_index) : device_index_(device_index) {
+  std::tie(first_, second_) = new_pool();
+}
+
+GraphMemory::~GraphMemory() {
+  for (; uses_ > 0; --uses_) release_pool(device_index_, {first_, second_});
+}
+
+void GraphMemory::capture(const std::function<void(void* stream)>& action) {
+  CaptureStream& on = capture_stream(device_index_);
+  std::lock_guard<std::mutex> alone(on.alone);
+  c10::StreamGuard as_current(on.stream);
+  begin_pool(device_index_, {first_, second_});
+  uses_++;
+  struct Ends {
+    int32_t device_index;
+    PoolId pool;
+    ~Ends() { end_pool(device_index, pool); }
+  } ends{device_index_, {first_, second_}};
+  action(current_stream("cuda", device_index_));
+}
+
+std::shared_ptr<GraphMemory> graph_memory_of(void* session, int32_t device_index) {
+  static std::mutex lock;
+  static auto* known = new std::map<void*, std::weak_ptr<GraphMemory>>;
+  std::lock_guard<std::mutex> hold(lock);
+  std::weak_ptr<GraphMemory>& kept = (*known)[session];
+  std::shared_ptr<GraphMemory> found = kept.lock();
+  if (!found) kept = found = std::make_shared<GraphMemory>(device_index);
+  return found;
+}
+
+}  // namespace penstock_executorch

@@ -1,0 +1,36 @@
+// What CUDA graphs need of torch: memory that is theirs alone, and a stream to capture on. This header knows neither
+// torch nor CUDA.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace penstock_executorch {
+
+// The memory that the graphs of one session compute in. Replays follow one another, so all of them share it.
+class GraphMemory {
+ public:
+  // Throws LoadError(build) where this library was built without: it takes a torch with CUDA, and CUDA's headers.
+  explicit GraphMemory(int32_t device_index);
+  // Graphs and tensors in it must be gone.
+  ~GraphMemory();
+  GraphMemory(const GraphMemory&) = delete;
+  GraphMemory& operator=(const GraphMemory&) = delete;
+
+  // Calls `action` with the device's stream for captures, as torch's current one; what this thread allocates meanwhile
+  // lies here. One at a time on each device.
+  void capture(const std::function<void(void* stream)>& action);
+
+ private:
+  int32_t device_index_;
+  // Of torch's pools.
+  uint64_t first_ = 0, second_ = 0;
+  // Each holds the pool once more.
+  int64_t uses_ = 0;
+};
+
+// Of a session of the core: one for all delegates that run in it.
+std::shared_ptr<GraphMemory> graph_memory_of(void* session, int32_t device_index);
+
+}  // namespace penstock_executorch

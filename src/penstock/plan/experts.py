@@ -1,0 +1,237 @@
+"""Experts in a plan: which weights make a bank, how many slots each bank gets, and where these lie.
+
+A bank is weights whose rows are taken by one index in every method: the stacked expert weights of a layer. Where they
+are read in host memory, some of their experts may be kept in slots, which the device fills and replaces by use. What a
+slot saves falls with every slot more, so slots go to the bank where the next one saves most of what crosses the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+from penstock.plan.plan import Bank, BankMember, Block, MethodPlan, Placement, Plan, Range
+from penstock.plan.tuning import DEFAULT_HIT_RATES, FEWEST_SLOTS_PART
+from penstock.schedule import Access, Schedule
+from penstock.weight import Weight, are_experts
+
+# What device allocators give and kernels expect.
+_ALIGNMENT_BYTES = 256
+# As csrc/experts/expert_table.h has them.
+_COUNTS_BYTES, _NUMBERS_BYTES, _LOG_BYTES = 64, 16, 256 * 16 * 2
+
+
+def table_bytes(experts: int, slots: int) -> int:
+    return _COUNTS_BYTES + _NUMBERS_BYTES + 4 * (5 * experts + slots) + _LOG_BYTES
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """Of one bank: how many of a call's experts are in slots, by the number of slots; from none on, rising."""
+
+    points: tuple[tuple[int, float], ...]
+
+    @cached_property
+    def hull(self) -> tuple[tuple[int, float], ...]:
+        """The least concave curve above the points: what is measured is not quite so, and would hold slots back."""
+        found: list[tuple[int, float]] = []
+        for point in self.points:
+            while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-1], point):
+                found.pop()
+            found.append(point)
+        return tuple(found)
+
+    def gain(self, slots: int) -> float:
+        """Of one slot more."""
+        return next((_slope(low, high) for low, high in pairwise(self.hull) if low[0] <= slots < high[0]), 0.0)
+
+    def at(self, slots: int) -> float:
+        for low, high in pairwise(self.hull):
+            if slots < high[0]:
+                return low[1] + _slope(low, high) * (slots - low[0])
+        return self.hull[-1][1]
+
+
+def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
+    return (high[1] - low[1]) / (high[0] - low[0])
+
+
+@dataclass(frozen=True)
+class ExpertBank:
+    """Weights, in the order of their first access, and how many experts they have."""
+
+    names: tuple[str, ...]
+    experts: int
+    row_bytes: int
+
+    def default_hit_rates(self) -> HitRates:
+        """Of one expert a call: what counts is how the banks compare."""
+        points = {round(part * self.experts): rate for part, rate in DEFAULT_HIT_RATES}
+        points[0] = 0.0  # where a part of few experts is none
+        return HitRates(tuple(points.items()))
+
+    @property
+    def fewest_slots(self) -> int:
+        return max(1, -(-self.experts * FEWEST_SLOTS_PART.numerator // FEWEST_SLOTS_PART.denominator))
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What is to lie on the device: so many slots by the first weight of a bank, and weights that lie there whole."""
+
+    slots: Mapping[str, int]
+    whole: tuple[str, ...] = ()
+
+
+@dataclass
+class _Groups:
+    """The accesses of one method that take rows by one index: their weights in order."""
+
+    names: list[str] = field(default_factory=list)
+    begin: int = 0
+    end: int = 0
+
+
+def find_banks(
+    schedules: Sequence[Schedule], weights: Mapping[str, Weight], host_read: Collection[str]
+) -> list[ExpertBank]:
+    """Of the weights in `host_read`, of which every access is made in host memory.
+
+    Weights make a bank where every method that reads one of them reads all of them, by one index, before it takes rows
+    of any by the next. Others are read in host memory without slots.
+    """
+    sets: dict[str, tuple[str, ...]] = {}
+    refused: set[str] = set()
+    for schedule in schedules:
+        groups: dict[int, _Groups] = {}
+        for position, access in enumerate(schedule.accesses):
+            if access.routing is None:
+                refused.add(access.weight)
+                continue
+            group = groups.setdefault(access.routing, _Groups(begin=position))
+            group.names.append(access.weight)
+            group.end = position
+        last_of: dict[str, int] = {}
+        for group in sorted(groups.values(), key=lambda group: group.begin):
+            names = tuple(dict.fromkeys(group.names))
+            for name in names:
+                known = sets.setdefault(name, names)
+                interleaved = last_of.get(name, -1) > group.begin
+                if len(names) != len(group.names) or set(known) != set(names) or interleaved:
+                    refused.update({*known, *names})
+                last_of[name] = group.end
+    banks: list[ExpertBank] = []
+    for name, names in sets.items():
+        if name != names[0] or refused & set(names) or not set(names) <= set(host_read):
+            continue
+        counts = {weights[one].shape[0] for one in names if are_experts(weights[one])}
+        if len(counts) == 1 and all(are_experts(weights[one]) for one in names):
+            (experts,) = counts
+            banks.append(ExpertBank(names, experts, sum(weights[one].nbytes for one in names) // experts))
+    return banks
+
+
+def allocate_slots(
+    banks: Sequence[ExpertBank], spare_bytes: int, page_bytes: int, hit_rates: Mapping[str, HitRates]
+) -> Slots:
+    """Slot by slot to the bank where the next one saves the most of what crosses the link, and of equals to the one
+    that has fewest. A bank with a slot for every expert lies there whole."""
+    by_name = {bank.names[0]: bank for bank in banks}
+    rates = {name: hit_rates.get(name) or bank.default_hit_rates() for name, bank in by_name.items()}
+    given = dict.fromkeys(by_name, 0)
+    # Slots are in one block, and what lies there whole in another: each is rounded up to pages by itself.
+    slots_bytes = whole_bytes = 0
+
+    def offer(name: str) -> tuple[float, int, str]:
+        # For a byte: an expert that is in a slot saves as many as the slot takes.
+        return -rates[name].gain(given[name]), given[name], name
+
+    waiting = [offer(name) for name in by_name]
+    heapify(waiting)
+    while waiting:
+        _, before, name = heappop(waiting)
+        bank = by_name[name]
+        after = max(before + 1, bank.fewest_slots)
+        slots_after, whole_after = slots_bytes - _slots_bytes(bank, before), whole_bytes
+        if after < bank.experts:
+            slots_after += _slots_bytes(bank, after)
+        else:
+            whole_after += _whole_bytes(bank, page_bytes)
+        if -(-slots_after // page_bytes) + -(-whole_after // page_bytes) > spare_bytes // page_bytes:
+            continue
+        slots_bytes, whole_bytes = slots_after, whole_after
+        given[name] = after
+        if after < bank.experts:
+            heappush(waiting, offer(name))
+    whole = tuple(one for name, slots in given.items() if slots == by_name[name].experts for one in by_name[name].names)
+    return Slots({name: slots for name, slots in given.items() if 0 < slots < by_name[name].experts}, whole)
+
+
+def _slots_bytes(bank: ExpertBank, slots: int) -> int:
+    """With their table. The slots of each weight begin anew."""
+    if not slots:
+        return 0
+    return _aligned(table_bytes(bank.experts, slots)) + slots * bank.row_bytes + len(bank.names) * _ALIGNMENT_BYTES
+
+
+def _whole_bytes(bank: ExpertBank, page_bytes: int) -> int:
+    # Pages that are no multiple of the alignment are not shared.
+    alignment_bytes = page_bytes if page_bytes % _ALIGNMENT_BYTES else _ALIGNMENT_BYTES
+    return bank.experts * bank.row_bytes + len(bank.names) * alignment_bytes
+
+
+def with_slots(
+    plan: Plan, schedules: Sequence[Schedule], weights: Mapping[str, Weight], banks: Sequence[ExpertBank], slots: Slots
+) -> Plan:
+    """The plan with these slots and tables in a block of their own. Nothing else of it changes."""
+    chosen = [bank for bank in banks if bank.names[0] in slots.slots]
+    if not chosen:
+        return plan
+    range_index = len(plan.ranges)
+    end_bytes = 0
+
+    def room(nbytes: int) -> int:
+        nonlocal end_bytes
+        begin_bytes = _aligned(end_bytes)
+        end_bytes = begin_bytes + nbytes
+        return begin_bytes
+
+    made: list[Bank] = []
+    for bank in chosen:
+        count = slots.slots[bank.names[0]]
+        table_at = room(table_bytes(bank.experts, count))
+        row_bytes = {name: weights[name].nbytes // bank.experts for name in bank.names}
+        members = tuple(
+            BankMember(name, row_bytes[name], range_index, room(count * row_bytes[name])) for name in bank.names
+        )
+        made.append(Bank(bank.experts, count, range_index, table_at, members))
+    nbytes = -(-end_bytes // plan.page_bytes) * plan.page_bytes
+    bank_of = {member.weight: index for index, bank in enumerate(made) for member in bank.members}
+
+    def method(schedule: Schedule, found: MethodPlan) -> MethodPlan:
+        seen: set[int] = set()
+
+        def placed(access: Access, placement: Placement) -> Placement:
+            bank = bank_of.get(access.weight)
+            if bank is None or access.routing is None:
+                return placement
+            chooses = access.routing not in seen
+            seen.add(access.routing)
+            return replace(placement, bank=bank, chooses=chooses)
+
+        return replace(found, placements=tuple(map(placed, schedule.accesses, found.placements)))
+
+    return replace(
+        plan,
+        blocks=(*plan.blocks, Block(nbytes, ring=False)),
+        ranges=(*plan.ranges, Range(nbytes, (len(plan.blocks),))),
+        banks=tuple(made),
+        methods=tuple(map(method, schedules, plan.methods)),
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,78 @@
+"""Experts in 8 and in 4 bits: rows of numbers and of their scales are taken by the same index, and share slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from tests.experts.reference import ReferenceTable
+from tests.experts.routed import Shape, routing
+
+SHAPE = Shape(layers=2, experts=16, top=3, hidden=128, inner=96)
+GROUP = 32
+TOKENS = 60
+
+
+class Quantized(nn.Module):
+    """Weight-only: numbers with a scale for each group of them."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits = bits
+        generator = torch.Generator().manual_seed(bits)
+        for layer in range(SHAPE.layers):
+            for name, rows, columns in (("up", SHAPE.inner, SHAPE.hidden), ("down", SHAPE.hidden, SHAPE.inner)):
+                kept = columns if bits == 8 else columns // 2
+                numbers = torch.randint(0, 256, (SHAPE.experts, rows, kept), generator=generator, dtype=torch.uint8)
+                scales = torch.rand(SHAPE.experts, rows, columns // GROUP, generator=generator) * 0.01
+                self.register_buffer(f"{name}_{layer}", numbers.view(torch.int8) if bits == 8 else numbers)
+                self.register_buffer(f"{name}_scales_{layer}", scales)
+
+    def matrices(self, name: str, layer: int, ids: Tensor) -> Tensor:
+        numbers = getattr(self, f"{name}_{layer}")[ids]
+        scales = getattr(self, f"{name}_scales_{layer}")[ids]
+        if self.bits == 4:
+            numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2).to(torch.int8) - 8
+        return (numbers.unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in range(SHAPE.layers):
+            up = torch.bmm(self.matrices("up", layer, ids[layer]), x.expand(SHAPE.top, -1).unsqueeze(-1))
+            x = x + torch.bmm(self.matrices("down", layer, ids[layer]), F.silu(up)).squeeze(-1).sum(0, keepdim=True)
+        return x
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_experts_have_slots(bits: int, tmp_path: Path) -> None:
+    model = Quantized(bits).eval()
+    x = torch.randn(TOKENS, SHAPE.hidden, generator=torch.Generator().manual_seed(1))
+    ids = routing(SHAPE, TOKENS, stay=0.5, seed=1)
+    with torch.no_grad():
+        program = penstock.apply_weight_offload(torch.export.export(model, (x[:1], ids[0]), strict=False))
+    path = tmp_path / "model.pt2"
+    penstock.compile(program, path, device="cpu")
+    with penstock.Module(path, "1TiB") as module:
+        full_bytes = module.full_bytes
+        wanted = [module(x[t : t + 1], ids[t]) for t in range(TOKENS)]
+    with torch.no_grad():
+        torch.testing.assert_close(wanted[0], model(x[:1], ids[0]), rtol=1e-4, atol=1e-2)
+    for part in (0.2, 0.6):
+        with penstock.Module(path, int(full_bytes * part)) as module:
+            assert module.plan is not None
+            banks = module.plan.banks
+            # Though each use takes its own row of `ids`. Scales of an expert are too small for slots.
+            members = [sorted(member.weight for member in bank.members) for bank in banks]
+            assert sorted(members) == [["down_0", "up_0"], ["down_1", "up_1"]]
+            layers = [int(names[0][-1]) for names in members]
+            tables = [ReferenceTable(bank.experts, bank.slots) for bank in banks]
+            for token in range(TOKENS):
+                assert torch.equal(module(x[token : token + 1], ids[token]), wanted[token])
+                for layer, table in zip(layers, tables, strict=True):
+                    table.take(ids[token, layer].tolist())
+            assert module.stats().expert_hits == sum(table.hits for table in tables)
+            assert module.stats().expert_misses == sum(table.misses for table in tables)

@@ -1,0 +1,240 @@
+"""Experts in plans: which weights make a bank, and that slots use what is left of a budget, and no byte more."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan.check import check_plan
+from penstock.plan.experts import (
+    ExpertBank,
+    HitRates,
+    Slots,
+    allocate_slots,
+    find_banks,
+    table_bytes,
+    with_slots,
+)
+from penstock.plan.plan import DIRECT, NO_SLOTS, MethodPlan, Placement, Plan
+from penstock.plan.planner import Planner
+from penstock.schedule import Schedule
+from penstock.weight import Weight, are_experts
+from tests.plan.expert_programs import PAGE, ExpertProgram, expert_programs, schedule_of, stacked
+
+
+def planner(program: ExpertProgram, page_bytes: int = PAGE) -> Planner:
+    return Planner(program.schedules, program.weights, page_bytes=page_bytes, placement="auto")
+
+
+@settings(max_examples=150)
+@given(expert_programs(), st.floats(0, 1), st.sampled_from([PAGE, 64, 16 * PAGE]))
+def test_every_plan_is_proved_and_within_its_budget(program: ExpertProgram, part: float, page_bytes: int) -> None:
+    made = planner(program, page_bytes)
+    for share in (0.0, part, 1.0):
+        budget_bytes = made.floor_bytes + int((made.full_bytes - made.floor_bytes) * share)
+        plan = made.plan(budget_bytes)
+        check_plan(plan, program.schedules, program.weights, budget_bytes=budget_bytes)
+        for bank in plan.banks:
+            assert 1 <= bank.slots < bank.experts
+
+
+def is_bank(program: ExpertProgram, names: frozenset[str]) -> bool:
+    """Every method that reads one of them reads all by one index, before it reads any by the next; as is said of a
+    bank, and not as find_banks does it."""
+    weights = [program.weights[name] for name in names]
+    if not all(map(are_experts, weights)) or len({weight.shape[0] for weight in weights}) != 1:
+        return False
+    for schedule in program.schedules:
+        reads = [(access.weight, access.routing) for access in schedule.accesses if access.weight in names]
+        # By the same index nothing else is taken.
+        taken = {access.weight for access in schedule.accesses if (access.routing in {by for _, by in reads} - {None})}
+        if taken - names or len(reads) % len(names):
+            return False
+        for begin in range(0, len(reads), len(names)):
+            part = reads[begin : begin + len(names)]
+            if {name for name, _ in part} != names or len({routing for _, routing in part}) != 1:
+                return False
+            if part[0][1] is None:
+                return False
+        if len({routing for _, routing in reads}) != len(reads) // len(names):
+            return False
+    return True
+
+
+@settings(max_examples=400)
+@given(expert_programs(), st.data())
+def test_banks_are_what_every_method_reads_by_one_index(program: ExpertProgram, data: st.DataObject) -> None:
+    left_out = data.draw(st.sets(st.sampled_from(sorted(program.names)), max_size=1))
+    found = find_banks(program.schedules, program.weights, program.names - left_out)
+    banks = {frozenset(bank.names) for bank in found}
+    assert len(banks) == len(found) and sum(map(len, banks)) == len(frozenset().union(*banks))
+    for bank in found:
+        assert is_bank(program, frozenset(bank.names)) and not left_out & set(bank.names)
+        assert {program.weights[name].shape[0] for name in bank.names} == {bank.experts}
+        assert bank.row_bytes == sum(program.weights[name].row_bytes for name in bank.names)
+    # And none is missed: what could be one is all that is taken by some index.
+    for schedule in program.schedules:
+        for routing in {access.routing for access in schedule.accesses} - {None}:
+            names = frozenset(access.weight for access in schedule.accesses if access.routing == routing)
+            assert (names in banks) == (is_bank(program, names) and not left_out & names)
+
+
+@st.composite
+def bank_lists(draw: st.DrawFn, *, alike: bool = False) -> list[ExpertBank]:
+    # Of those that are alike each expert has more bytes than a table, as real ones do by far; and there are so many
+    # that none lies there whole, which takes no table, while others have next to no slots.
+    row_units = st.integers(1024, 4096) if alike else st.integers(1, 400)
+    experts = [16, 60, 128] if alike else [2, 5, 16, 60, 128]
+    sizes = st.tuples(st.sampled_from(experts), row_units, st.integers(1, 3))
+    of_all = draw(sizes)
+    made = []
+    for number in range(draw(st.integers(1, 6))):
+        count, units, members = of_all if alike else draw(sizes)
+        made.append(ExpertBank(tuple(f"b{number}.{one}" for one in range(members)), count, 16 * units * members))
+    return made
+
+
+def weights_of(banks: list[ExpertBank]) -> dict[str, Weight]:
+    return {
+        name: stacked(name, bank.experts, bank.row_bytes // len(bank.names)) for bank in banks for name in bank.names
+    }
+
+
+def schedule(banks: list[ExpertBank]) -> Schedule:
+    return schedule_of("forward", [(name, number) for number, bank in enumerate(banks) for name in bank.names])
+
+
+def direct_plan(banks: list[ExpertBank], page_bytes: int) -> Plan:
+    """That reads everything where it lies, and takes nothing."""
+    weights = weights_of(banks)
+    placements = tuple(
+        Placement(access.number, access.weight, weights[access.weight].nbytes, DIRECT, 0, None, bank=NO_SLOTS)
+        for access in schedule(banks).accesses
+    )
+    return Plan(page_bytes, (), (), (), (MethodPlan("forward", placements, (), (), len(placements)),))
+
+
+def slots_in_all(banks: list[ExpertBank], slots: Slots) -> int:
+    whole = sum(bank.experts for bank in banks if bank.names[0] in slots.whole)
+    return sum(slots.slots.values()) + whole
+
+
+def step_bytes(bank: ExpertBank, slots: int) -> int:
+    """At most so many more for the next step of the bank, wherever in a page it begins."""
+    after = max(slots + 1, bank.fewest_slots)
+    table = 0 if slots else table_bytes(bank.experts, after) + 256
+    return (after - slots) * bank.row_bytes + table + len(bank.names) * 256 + 256
+
+
+@settings(max_examples=300)
+@given(bank_lists(), st.floats(0, 1.1), st.sampled_from([PAGE, 64, 16 * PAGE]))
+def test_what_is_left_is_used_to_within_one_slot(banks: list[ExpertBank], part: float, page_bytes: int) -> None:
+    weights = weights_of(banks)
+    spare_bytes = int(sum(weight.nbytes for weight in weights.values()) * part)
+    slots = allocate_slots(banks, spare_bytes, page_bytes, {})
+    plan = with_slots(direct_plan(banks, page_bytes), [schedule(banks)], weights, banks, slots)
+    check_plan(plan, [schedule(banks)], weights, budget_bytes=spare_bytes)
+    assert [bank.slots for bank in plan.banks] == list(slots.slots.values())
+    whole_bytes = sum(-(-weights[name].nbytes // 256) * 256 for name in slots.whole)
+    used = plan.device_bytes + -(-whole_bytes // page_bytes) * page_bytes
+    assert page_bytes % 256 or used <= spare_bytes
+    open_banks = [bank for bank in banks if bank.names[0] not in slots.whole]
+    if open_banks:
+        cheapest = min(step_bytes(bank, slots.slots.get(bank.names[0], 0)) for bank in open_banks)
+        # Slots and what is whole lie in a block each, which end with a page, and each weight's begin with a multiple.
+        rounding = 2 * page_bytes + len(weights) * 512
+        # Banks that came to lie there whole have given their tables up, for which others had been refused.
+        tables = sum(table_bytes(bank.experts, bank.experts) for bank in banks if bank.names[0] in slots.whole)
+        assert used + cheapest + rounding + tables > spare_bytes
+
+
+@settings(max_examples=200)
+@given(bank_lists(alike=True), st.lists(st.floats(0, 1.2), min_size=2, max_size=12))
+def test_of_banks_that_are_alike_more_memory_gives_no_fewer_slots(banks: list[ExpertBank], parts: list[float]) -> None:
+    """Of others it may: a bank with large experts may be worth more, and take the room of several slots."""
+    all_bytes = sum(bank.experts * bank.row_bytes for bank in banks)
+    counts = []
+    for part in sorted(parts):
+        slots = allocate_slots(banks, int(all_bytes * part), PAGE, {})
+        counts.append(slots_in_all(banks, slots))
+        some = [slots.slots[bank.names[0]] for bank in banks if bank.names[0] in slots.slots]
+        # Near the end one may lie there whole, which takes no table, in what is left of a page.
+        assert not some or max(some) - min(some) <= 1
+    assert counts == sorted(counts)
+
+
+def test_slots_go_where_the_next_one_saves_most() -> None:
+    banks = [ExpertBank((name,), 16, 4096) for name in ("even", "steep")]
+    rates = {
+        "even": HitRates(tuple((n, n / 16) for n in range(17))),
+        "steep": HitRates(((0, 0.0), (4, 0.9), (16, 1.0))),
+    }
+    slots = allocate_slots(banks, 17 * PAGE, PAGE, rates).slots
+    assert slots["steep"] == 4 and slots["even"] > 4
+    # A bank that needs no more of it lets others have it, and lies there whole only when nobody else does better.
+    everything = allocate_slots(banks, 40 * PAGE, PAGE, rates)
+    assert not everything.slots and set(everything.whole) == {"even", "steep"}
+
+
+def test_with_less_than_the_fewest_slots_there_are_none() -> None:
+    bank = ExpertBank(("a",), 60, 4096)
+    assert bank.fewest_slots == 3
+    held = -(-table_bytes(60, 3) // 256) * 256 + 3 * 4096 + 256
+    counts = [allocate_slots([bank], pages * PAGE, PAGE, {}).slots.get("a", 0) for pages in range(10)]
+    assert counts == sorted(counts) and set(counts) & {1, 2} == set()
+    assert counts.index(3) == -(-held // PAGE)
+
+
+def test_hit_rates_are_taken_as_a_curve_that_bends_down() -> None:
+    """A step that was measured would hold slots back that pay only together."""
+    rates = HitRates(((0, 0.0), (1, 0.0), (4, 0.8), (8, 0.8), (16, 1.0)))
+    gains = [rates.gain(slots) for slots in range(16)]
+    assert gains == sorted(gains, reverse=True) and gains[0] == pytest.approx(0.2)
+    assert rates.gain(16) == 0.0
+    assert [rates.at(slots) for slots in (0, 4, 16, 20)] == pytest.approx([0.0, 0.8, 1.0, 1.0])
+
+
+def test_both_blocks_are_rounded_up_by_themselves() -> None:
+    """Slots of one bank and another bank whole: together they would fit, but for the page that each begins."""
+    small, large = ExpertBank(("small",), 2, 1040), ExpertBank(("large",), 60, 1040)
+    weights = weights_of([small, large])
+    seen = set()
+    for pages in range(1, 18):
+        slots = allocate_slots([small, large], pages * PAGE, PAGE, {})
+        plan = with_slots(direct_plan([small, large], PAGE), [schedule([small, large])], weights, [small, large], slots)
+        whole = sum(-(-weights[name].nbytes // 256) * 256 for name in slots.whole)
+        assert plan.device_bytes + -(-whole // PAGE) * PAGE <= pages * PAGE
+        seen.add((bool(slots.slots), bool(slots.whole)))
+    assert (True, True) in seen
+
+
+def test_experts_that_lie_there_whole_are_in_no_bank() -> None:
+    """A bank that has a slot for every expert beside one that has not; and a table of the weights that are not one."""
+    program = ExpertProgram(
+        (schedule_of("forward", [("few", 0), ("many", 1), ("plain", None)]),),
+        {
+            "few": stacked("few", 2, 2048),
+            "many": stacked("many", 60, 4096),
+            "plain": Weight("plain", "uint8", (5000,), (0,)),
+        },
+    )
+    made = planner(program)
+    kinds = set()
+    for budget_bytes in range(made.floor_bytes, made.full_bytes, PAGE):
+        plan = made.plan(budget_bytes)
+        check_plan(plan, program.schedules, program.weights, budget_bytes=budget_bytes)
+        few, many, _ = plan.methods[0].placements
+        assert (few.bank is None) == (not few.is_direct) and (many.bank is None) == (not many.is_direct)
+        kinds.add((few.bank, many.bank))
+    assert (None, 0) in kinds
+
+
+def test_default_rates_rise_with_the_part_that_has_slots() -> None:
+    for experts in (1, 2, 8, 128, 4096):
+        rates = ExpertBank(("a",), experts, 16).default_hit_rates()
+        assert rates.at(experts) == 1.0 and rates.at(0) == 0.0
+        assert all(rates.at(n) <= rates.at(n + 1) for n in range(0, experts, max(1, experts // 50)))
+    assert ExpertBank(("a",), 4096, 16).fewest_slots == -(-4096 * Fraction(1, 20) // 1)
