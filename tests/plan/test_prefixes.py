@@ -66,9 +66,7 @@ def test_no_parts_save_more(some: list[SplittableWeight], part: float) -> None:
 @given(weights, st.floats(0, 1))
 def test_in_rows_and_pages_little_is_lost(some: list[SplittableWeight], part: float) -> None:
     """Beside parts of any size: at most what a grain of rows, its pages and the last page of each weight could save."""
-    some = [
-        SplittableWeight(f"w{index}", one.nbytes, one.rows, PAGE, one.times) for index, one in enumerate(some)
-    ]  # fmt: skip
+    some = [SplittableWeight(f"w{index}", one.nbytes, one.rows, PAGE, one.times) for index, one in enumerate(some)]
     named = [Weight(one.name, "bfloat16", (one.rows, ROW // 2), (0, 1)) for one in some]
     pages = int(part * sum(one.nbytes for one in some)) // PAGE
     found = allocate_prefixes(named, [], {one.name: one.times for one in some}, FreePages(pages, PAGE, 256))
