@@ -18,7 +18,7 @@ from penstock.executorch import merge_weights
 from penstock.executorch.lowered_file import read_lowered
 from penstock.executorch.native import NativeModule
 from penstock.native import core
-from penstock.runtime.session import Stats
+from penstock.runtime.session import Stats, counters
 from penstock.weights import WeightsIndex, read_index, verify_checksums
 from penstock.weights.packed_for import PlansEntry, packed_for
 from penstock.weights.packing import PackedFor, pack_entries
@@ -104,9 +104,7 @@ class Alone:
         return found
 
     def last_run(self) -> Stats:
-        last, total = (ctypes.c_int64 * 10)(), (ctypes.c_int64 * 10)()
-        assert core().penstock_session_counters(self._handle, last, total) == 0
-        return Stats(*last)
+        return counters(self._handle)[0]
 
     def peak_bytes(self) -> int:
         held, peak = ctypes.c_int64(), ctypes.c_int64()

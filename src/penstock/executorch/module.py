@@ -28,6 +28,7 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.program import Method, Program
 from penstock.renamed import refuse_options
+from penstock.runtime.expert_rates import ExpertUse
 from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.loaded import LoadedProgram
 from penstock.runtime.session import LinkSample, Stats
@@ -178,6 +179,10 @@ class Module(LoadedProgram):
     def stats(self) -> Stats:
         """Totals since load, over all delegates of the program. Waits for the device."""
         return self._sessions.stats()
+
+    def expert_uses(self) -> tuple[ExpertUse, ...]:
+        """What was in slots and what was not, by bank, since the present plans were installed. Waits for the device."""
+        return self._sessions.expert_uses()
 
     def device_memory(self) -> tuple[int, int]:
         """Bytes of device memory held for weights: now, and at most since load."""

@@ -10,6 +10,7 @@ from penstock.errors import BudgetError, PackageError, PenstockError
 from penstock.executorch.data_files import weights_file
 from penstock.executorch.delegates import Delegates
 from penstock.executorch.native import NativeModule, Payload
+from penstock.runtime.expert_rates import ExpertUse
 from penstock.runtime.operation_lock import OperationLock
 from penstock.runtime.options import REGISTERED
 from penstock.runtime.session import Stats
@@ -116,6 +117,9 @@ class Sessions:
     def stats(self) -> Stats:
         rows = [vars(delegates.stats()) for delegates in self.all]
         return Stats(**{name: sum(row[name] for row in rows) for name in rows[0]})
+
+    def expert_uses(self) -> tuple[ExpertUse, ...]:
+        return tuple(use for delegates in self.all for use in delegates.expert_uses())
 
     def device_memory(self) -> tuple[int, int]:
         found = [delegates.device_memory() for delegates in self.all]

@@ -172,6 +172,15 @@ def flat(extents: Sequence[tuple[int, int]]) -> Numbers:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
+def counters(handle: int | None) -> tuple[Stats, Stats]:
+    """Of the last run of a session, and since it was made. Waits for the device."""
+    last, total = (ctypes.c_int64 * _COUNTERS)(), (ctypes.c_int64 * _COUNTERS)()
+    if core().penstock_session_counters(handle, last, total):
+        raise last_exception()
+    run = Stats(*last)
+    return replace(run, stall_ns=None) if run.replays else run, Stats(*total)
+
+
 class Session:
     """Not for two threads at once. Everything raises one of Penstock's errors."""
 
@@ -294,10 +303,7 @@ class Session:
 
     def stats(self) -> tuple[Stats, Stats]:
         """Of the last run, and since the session was made. Waits for the device."""
-        last, total = (ctypes.c_int64 * _COUNTERS)(), (ctypes.c_int64 * _COUNTERS)()
-        self._check(self._core.penstock_session_counters(self.handle, last, total))
-        run = Stats(*last)
-        return replace(run, stall_ns=None) if run.replays else run, Stats(*total)
+        return counters(self.handle)
 
     def memory(self) -> tuple[int, int]:
         """Device bytes held for weights: now, and at most."""
