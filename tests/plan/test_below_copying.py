@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -38,9 +39,9 @@ def timed(schedule: Schedule, in_place_s: float) -> Calibration:
     return Calibration(Link(1e6), {schedule.method: (1e-4,) * steps}, {schedule.method: (in_place_s,) * steps})
 
 
-def nominal_s(plan: Plan, schedule: Schedule, weights: dict[str, Weight]) -> float:
+def nominal_s(plan: Plan, schedule: Schedule, weights: dict[str, Weight], page_bytes: int = PAGE) -> float:
     """On all machines that stand for those nobody measured."""
-    machines = nominal(Menu((schedule,), weights, PAGE, split=lambda access: access.linear))
+    machines = nominal(Menu((schedule,), weights, page_bytes, split=lambda access: access.linear))
     return sum(predicted_s(plan, [schedule], machine) for machine in machines)
 
 
@@ -57,8 +58,41 @@ def test_auto_splits_below_the_floor_of_copying() -> None:
         assert nominal_s(plan, schedule, weights) <= limit_s
     with pytest.raises(BelowFloorError):
         auto.plan(auto.floor_bytes - 1)
-    # From there on it copies, as before.
-    assert auto.plan(copying.floor_bytes) == copying.plan(copying.floor_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "page_bytes"),
+    [([160] * 12, PAGE), ([14_336] * 8, 100_000), ([4096, 1024, 1024, 4096, 14_336, 14_336, 12_288] * 3, 50_000)],
+)
+def test_more_memory_is_no_slower_where_copying_begins_to_fit(rows: list[int], page_bytes: int) -> None:
+    """Right above its floor copying may be slower than splitting: its ring takes memory that prefixes could have."""
+    schedule, weights = linears(*rows)
+    auto, copying, split = (
+        Planner([schedule], weights, page_bytes=page_bytes, placement=name) for name in ("auto", "stream", "split")
+    )
+    at = auto.copying_bytes
+    budgets = [at - 2 * page_bytes, at - page_bytes, at, at + page_bytes, (at + auto.full_bytes) // 2]
+    taken = [nominal_s(auto.plan(budget), schedule, weights, page_bytes) for budget in budgets]
+    assert all(after <= before * (1 + 1e-9) for before, after in pairwise(taken))
+    for budget, seconds in zip(budgets[2:], taken[2:], strict=True):
+        both = [nominal_s(one.plan(budget), schedule, weights, page_bytes) for one in (copying, split)]
+        assert seconds == min(both)
+
+
+def test_splits_are_planned_by_steps_that_were_timed_with_copies_alone() -> None:
+    """What no kernel of ours reads streams beside them: so copies and reads over the link are simulated together."""
+    schedule, weights = linears(*[160] * 12)
+    accesses = tuple(replace(one, linear=index % 3 != 0) for index, one in enumerate(schedule.accesses))
+    schedule = replace(schedule, accesses=accesses)
+    known = Calibration(Link(1e6), {schedule.method: (1e-4,) * len(schedule.steps)})
+    for placement in ("auto", "split"):
+        found = planner(schedule, weights, placement)
+        for budget in range(found.floor_for(known), found.full_bytes, 16 * PAGE):
+            plan = found.plan(budget, known)
+            check_plan(plan, [schedule], weights, budget_bytes=budget)
+            # Reads over the link are no faster than copies.
+            crossed = plan.methods[0].warm.bytes_streamed + plan.methods[0].warm.bytes_in_place
+            assert found.predicted_s(plan, known) >= crossed / known.link.bytes_per_s
 
 
 def test_floor_and_the_plan_that_meets_it_agree() -> None:

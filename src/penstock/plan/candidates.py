@@ -31,6 +31,7 @@ from penstock.plan.tuning import (
     KEPT_ROOM_PART,
     LOOKAHEAD_BYTES,
     MANY_ACCESSES,
+    SHARED_PAGES_ATTEMPTS,
     SIZE_FACTOR,
 )
 
@@ -105,7 +106,7 @@ class Streaming:
     def suffixes(self, cap: int, resident_pages: int) -> dict[str, int] | None:
         """Suffixes, none of them empty, beside which at most so many pages are resident; None where there are none."""
         streamed_pages = max(self.demand.full_pages - resident_pages, 0)
-        for _ in range(8):
+        for _ in range(SHARED_PAGES_ATTEMPTS):
             found = self._streamed(cap, streamed_pages)
             if found is None:
                 return None

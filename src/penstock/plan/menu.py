@@ -81,8 +81,17 @@ class Menu:
         """Whether pages that streaming leaves are of use to others."""
         return bool(self.begins) or self.full_pages > self.demand.full_pages
 
+    @cached_property
+    def splits(self) -> bool:
+        return any(map(self.split, self._accesses))
+
+    @cached_property
+    def reads_in_place(self) -> bool:
+        """Whether some step may read a weight over the link, and more of it than rows."""
+        return self.splits or any(self.in_place(one) and not one.gathered for one in self._accesses)
+
     def host_times(self, calibration: Calibration | None) -> HostTimes:
-        return host_times(self.schedules, calibration) if any(map(self.split, self._accesses)) else {}
+        return host_times(self.schedules, calibration) if self.splits else {}
 
     def finished(self, plan: Plan, budget_bytes: int, times: HostTimes, slots: SlotSizes | None = None) -> Plan:
         """The plan of what streams or is held, and all other rows in what it leaves of the budget."""

@@ -16,12 +16,11 @@ from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration
 from penstock.plan.candidates import CandidateSets, Draft, Streaming
 from penstock.plan.menu import Menu
-from penstock.plan.nominal import nominal
+from penstock.plan.nominal import nominal, with_times_in_place
 from penstock.plan.packed import least_slots_bytes
 from penstock.plan.pages import Demand
 from penstock.plan.plan import Plan
 from penstock.plan.search import Found, Judge, Search, least
-from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import SMALLER_BUDGETS
 
 
@@ -97,9 +96,10 @@ class MenuPlanner:
             return self._fastest(judge, budget_bytes // self._page_bytes)
 
     def _judge(self, calibration: Calibration | None, *, is_draft: bool = False) -> Judge:
-        known = [calibration] if calibration is not None else nominal(self._menu)
-        times = self._menu.host_times(calibration)
-        return Judge(self._menu, known, calibration is not None, times, is_draft)
+        if calibration is None:
+            return Judge(self._menu, nominal(self._menu), False, self._menu.host_times(None), is_draft)
+        known = with_times_in_place(self._menu, calibration) if self._menu.splits else calibration
+        return Judge(self._menu, [known], True, self._menu.host_times(known), is_draft)
 
     def _fastest(self, judge: Judge, budget_pages: int) -> Plan:
         """Of the plans for this budget, and for smaller ones where accesses are few: which rings come out even is luck
@@ -120,6 +120,8 @@ class MenuPlanner:
             self._known = judge, {}
         found = self._known[1]
         if budget_pages not in found:
+            if len(found) > SMALLER_BUDGETS.most:
+                del found[next(iter(found))]  # the oldest: a plan takes as much memory as the program has accesses
             found[budget_pages] = self._searched(judge, budget_pages * self._page_bytes)
         return found[budget_pages]
 
@@ -161,11 +163,11 @@ class MenuPlanner:
             )
 
     def least_s(self, budget_bytes: int, calibration: Calibration | None) -> float:
-        """By measured times; without, the sum over nominal machines."""
-        return self._judge(calibration).seconds(self.plan(budget_bytes, calibration, is_draft=True))
+        return self.seconds(self.plan(budget_bytes, calibration, is_draft=True), calibration)
 
-    def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        return predicted_s(plan, self._menu.schedules, calibration)
+    def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
+        """By measured times; without, the sum over nominal machines."""
+        return self._judge(calibration).seconds(plan)
 
 
 def _resident(demand: Demand) -> Plan:

@@ -87,11 +87,6 @@ def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -
     )
 
 
-def streams_packed(plan: Plan) -> bool:
-    """Whether packed weights go over the link."""
-    return any(copy.packed_bytes for method in plan.methods for copy in method.copies)
-
-
 def _streamed(plan: Plan, begins: Begins) -> dict[str, tuple[int, int, int]]:
     """Of packed weights that are copied: from where to where, and by how many stays. All stays of one copy the same."""
     found: dict[str, tuple[int, int, int]] = {}

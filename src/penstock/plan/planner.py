@@ -17,7 +17,6 @@ from penstock.plan.menu_planner import FloorPlan, MenuPlanner
 from penstock.plan.packed import Begins
 from penstock.plan.pages import small_copy_bytes
 from penstock.plan.plan import Plan
-from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import DRAFTS_KEPT, SIZES_TRIED, WORTHWHILE_TIMES
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
@@ -105,14 +104,10 @@ class Planner:
             plan = self._usual.plan(budget_bytes, calibration)
         except BelowFloorError:
             plan = self._tight_plan(budget_bytes, calibration)
-        if self._placement != "auto" or calibration is None or not calibration.direct_step_s or self._begins:
+        if self._placement != "auto" or self._begins:
             return plan
-        # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
-        for schedule in self._schedules:
-            if schedule.method not in calibration.step_s or schedule.method not in calibration.direct_step_s:
-                raise ValueError(f"reads in place were timed, but not in method {schedule.method!r}: time all or none")
-        plans = [plan, *self._over_the_link(budget_bytes, calibration)]
-        return min(plans, key=lambda plan: self.predicted_s(plan, calibration))
+        others = self._over_the_link(budget_bytes, calibration)
+        return min([plan, *others], key=lambda plan: self._widest.seconds(plan, calibration)) if others else plan
 
     def _tight_plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
         below = self._below_copying(calibration) if budget_bytes < self.copying_bytes else None
@@ -120,7 +115,7 @@ class Planner:
         return (below.planner if below is not None and is_below else self._lowest).plan(budget_bytes, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        return predicted_s(plan, self._schedules, calibration)
+        return self._widest.seconds(plan, calibration)
 
     def lower_placements(self) -> dict[str, int]:
         """Floors of the placements that read weights in host memory, where they are below that of this one."""
@@ -146,15 +141,33 @@ class Planner:
         streamed = self._menu(lambda access: False)
         return streamed if streamed.floor_bytes < self._usual.floor_bytes else self._usual
 
-    def _over_the_link(self, budget_bytes: int, calibration: Calibration) -> list[Plan]:
-        """Plans of menus that read more over the link: drafts of all of them, and the best of these worked out."""
+    @property
+    def _widest(self) -> MenuPlanner:
+        """Its menu has times for everything that a plan of ours may read over the link."""
+        return self._with_more_split[-1] if self._with_more_split else self._usual
+
+    def _over_the_link(self, budget_bytes: int, calibration: Calibration | None) -> list[Plan]:
+        """Plans of menus that read more over the link: drafts of all of them, and the best of these worked out.
+
+        Our own kernel reads each row once, so splitting is judged with or without times. How often any other kernel
+        reads what it is given nobody knows before it was timed.
+        """
+        menus = self._with_more_split[-1:]
+        if calibration is not None and calibration.direct_step_s:
+            # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
+            for schedule in self._schedules:
+                if schedule.method not in calibration.step_s or schedule.method not in calibration.direct_step_s:
+                    raise ValueError(
+                        f"reads in place were timed, but not in method {schedule.method!r}: time all or none"
+                    )
+            menus = [*self._with_more_in_place, *self._with_more_split]
         drafts: list[tuple[float, int, MenuPlanner]] = []
-        for index, one in enumerate([*self._with_more_in_place, *self._with_more_split]):
+        for index, one in enumerate(menus):
             try:
                 plan = one.plan(budget_bytes, calibration, is_draft=True)
             except BelowFloorError:
                 continue  # fewer weights to place are not always easier to place; then it is no choice here
-            drafts.append((self.predicted_s(plan, calibration), index, one))
+            drafts.append((self._widest.seconds(plan, calibration), index, one))
         return [one.plan(budget_bytes, calibration) for _, _, one in sorted(drafts)[:DRAFTS_KEPT]]
 
     @cached_property
@@ -171,11 +184,7 @@ class Planner:
         return [self._split_from(size) for size in _sizes_tried(sizes - {0})] if self._can_split else []
 
     def _below_copying(self, calibration: Calibration | None) -> BelowCopying | None:
-        """For "auto", where copying does not fit: what takes less memory and not much more time, if anything does.
-
-        Our own kernel reads each row once, so splitting is judged with or without times. How often any other kernel
-        reads what it is given nobody knows before it was timed.
-        """
+        """For "auto", where copying does not fit: what takes less memory and not much more time, if anything does."""
         if self._placement != "auto" or self._begins:
             return None
         timed = calibration if calibration is not None and calibration.direct_step_s else None

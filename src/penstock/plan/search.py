@@ -17,10 +17,12 @@ from penstock.plan.packed import SlotSizes
 from penstock.plan.plan import Plan
 from penstock.plan.simulator import predicted_s
 from penstock.plan.tuning import (
+    AHEAD_TIMES,
     AS_FAST,
     CAP_FACTOR,
     CLIMBS,
     CUTS,
+    LEAST_CAP_PART,
     LOOKAHEAD_BYTES,
     LOOKAHEAD_PART,
     LOOKAHEAD_PART_OF_STREAM,
@@ -28,6 +30,9 @@ from penstock.plan.tuning import (
     MEASURED_PARTS,
     MEASURED_TRIALS,
     MORE_PAGES,
+    NEIGHBOURS_SHARE,
+    NEXT_AHEAD_TIMES,
+    NEXT_CAP_TIMES,
     NOMINAL_TRIALS,
     PACKED_PARTS,
 )
@@ -135,7 +140,7 @@ class Search:
         for laid in self._laid:
             self._judged(laid.plan(), None)
         starts = sorted(self._starts())
-        enough = self._trials_left // 2
+        enough = self._trials_left // NEIGHBOURS_SHARE
         for _, point in starts:
             if self._trials_left > enough:
                 self._try(point)
@@ -189,7 +194,7 @@ class Search:
         if self._is_short:
             return {usual}
         if not self._judge.is_measured:
-            return {usual, 2 * usual, 4 * usual} if cap == EVEN else {max(usual, cap)}
+            return {times * usual for times in AHEAD_TIMES} if cap == EVEN else {max(usual, cap)}
         return {usual, cap} if cap != EVEN else {usual, *(2**k for k in range((self._pages // 4).bit_length()))}
 
     def _try(self, point: Point) -> Found | None:
@@ -230,10 +235,11 @@ class Search:
 
     def _neighbours(self, point: Point) -> Iterator[Point]:
         ahead, cap = point.ahead_pages, point.cap
-        for other in sorted({0, ahead // 4, ahead // 2, ahead + 1, 2 * ahead, 4 * ahead, cap, 2 * cap}):
+        for other in sorted({0, ahead + 1, cap, 2 * cap, *(int(ahead * times) for times in NEXT_AHEAD_TIMES)}):
             yield point._replace(ahead_pages=other, cut=0)
         caps = self._caps(self._sets[point.chosen])
-        others = {cap + 1, cap - 1, cap * 9 // 8, cap * 7 // 8, *(two for two in caps if two * 3 >= cap)}
+        near = {int(cap * times) for times in NEXT_CAP_TIMES}
+        others = {cap + 1, cap - 1, *near, *(two for two in caps if two * LEAST_CAP_PART >= cap)}
         for other in sorted(others, key=lambda other: (abs(other - cap), other)):
             if 0 < other <= caps[-1] or other == EVEN:
                 yield point._replace(cap=other, cut=0)

@@ -52,10 +52,6 @@ class Timing:
     # Whether the runs came to repeat themselves exactly; if not, the times are means over the later half of the runs.
     settled: bool
 
-    @property
-    def link_utilisation(self) -> float:
-        return self.link_busy_s / self.run_s if self.run_s else 0.0
-
 
 def simulate(
     method: MethodPlan,

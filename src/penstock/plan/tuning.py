@@ -36,6 +36,8 @@ MORE_PAGES = 6
 # left free for that where accesses are many.
 KEPT_ATTEMPTS = 4
 KEPT_ROOM_PART = 48
+# How often more is streamed because what is held shares pages less well than was thought.
+SHARED_PAGES_ATTEMPTS = 8
 # Where to cut the cycle is a guess; several are tried, those with the least load first. More where it costs little.
 CUTS_AT_LEAST, CUTS_AT_MOST = 2, 64
 RANGES_TIMES_CUTS = 8192
@@ -64,6 +66,14 @@ NOMINAL_TRIALS = Trials(accesses=3_000, most=24)
 CAP_FACTOR = 1.3
 # Places that are tried for the beginning of the ring.
 CUTS = 8
+# Of the trials, this part is left for neighbours of the best. Those are, beside single pages, so many times the room and
+# the cap of a candidate, and other caps down to that part of its own. Where nothing was measured, candidates have the
+# usual room or more of it. As they were first chosen; none was measured by itself.
+NEIGHBOURS_SHARE = 2
+NEXT_AHEAD_TIMES = (0.25, 0.5, 2, 4)
+NEXT_CAP_TIMES = (0.875, 1.125)
+LEAST_CAP_PART = 3
+AHEAD_TIMES = (1, 2, 4)
 # Candidates whose neighbours are tried. With six, one of five rows of the record was 0.3% faster, at twice the time.
 CLIMBS = 3
 # Where accesses are few, the plans of so many smaller budgets are looked at too, page by page: fewer by the cube of how
@@ -83,6 +93,9 @@ DRAFTS_KEPT = 2
 MEASURED_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Rows that a prefix has a multiple of, once it has so many: the tiles of the kernel have 64 or 128, and none is cut.
 PREFIX_GRAIN_ROWS = 128
+# What a byte costs that a kernel of ours reads over the link, beside one that is copied, where that was not timed:
+# attention reached 50.4 of 55.4 GB/s with half of a cache far, split linears 51 (docs/direct.md).
+FAR_READ_COST = 1.1
 # Where a budget is too small for copying: beyond so many times what copying takes at its own floor it is refused. A
 # slower run would be no answer.
 WORTHWHILE_TIMES = 1.5
@@ -123,6 +136,3 @@ NOMINAL_DECODED_BYTES_PER_S = 1.5e12
 # How far a cache is taken to be filled: the mean over a text that grows from nothing to all of it. Positions behind
 # that get device memory when nothing else wants it.
 CACHE_FILL = 0.5
-# What a byte costs that attention reads over the link, beside one that is copied: kernels reached 50.4 of 55.4 GB/s
-# with half of a cache far (docs/direct.md). So of two bytes the weight's is streamed, which also overlaps with steps.
-FAR_READ_COST = 1.1

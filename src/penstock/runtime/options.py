@@ -59,8 +59,10 @@ class Options:
 
     @property
     def can_split(self) -> bool:
-        """Whether a plan may put a weight into two places."""
-        return self.linear.uses_kernel and not self.is_lru and not self.is_capped
+        """Whether a plan may put a weight into two places. Not if the first runs are to tell how long steps take with
+        their weights on the device."""
+        times_first_runs = self.asked.calibration == "first-runs"
+        return self.linear.uses_kernel and not (self.is_lru or self.is_capped or times_first_runs)
 
     @property
     def offers_kernel(self) -> bool:

@@ -87,7 +87,7 @@ class PlanInstaller:
         if self.plan is None:
             raise PenstockError('calibrate() is for a plan, and placement="lru" makes none')
         assert isinstance(self._policy, PlannedPolicy)
-        to_time = self._policy.arrange_to_time_steps(budget_bytes)
+        to_time = self._policy.arrange_to_time_steps(self._planned(), budget_bytes)
         self._end_recording("another calibrate()")
         return self._start_timing("calibrate()", to_time)
 

@@ -15,6 +15,7 @@ from penstock.plan.experts import HitRates
 from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner, lower_placements_text
+from penstock.plan.simulator import in_place_by_step
 from penstock.program import Program
 from penstock.runtime.driver import Driver
 from penstock.runtime.packed_weights import PackedWeights
@@ -147,17 +148,22 @@ class PlannedPolicy(Policy):
         planner = self._planner_as("in-place")
         return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
 
-    def arrange_to_time_steps(self, budget_bytes: int) -> InstalledPlan | None:
-        """Steps are timed with their weights on the device, which a split weight is not: everything is copied then.
-        None where the plan as it is will do."""
+    def arrange_to_time_steps(self, plan: Plan, budget_bytes: int) -> InstalledPlan | None:
+        """Steps are timed with their weights on the device: what `plan` reads over the link is copied then. None where
+        the plan as it is will do."""
         if self._placement == "in-place":
             raise PenstockError(
                 'calibrate() is to plan copies by, and placement="in-place" makes none; '
                 'load it with placement="auto" or "split", which choose by both'
             )
-        if self._placement != "split":
+        steps = [
+            step
+            for method, schedule in zip(plan.methods, self._schedules, strict=True)
+            for step in in_place_by_step(method, schedule)
+        ]
+        if not any(step.nbytes for step in steps):
             return None
-        planner = self._planner_as("stream")
+        planner = self._planner_as("auto")
         if budget_bytes < planner.floor_bytes:
             raise PenstockError(
                 f"calibrate() times steps with their weights on the device, and copying them there takes "
@@ -167,7 +173,14 @@ class PlannedPolicy(Policy):
         return self._proved(planner.plan(budget_bytes), budget_bytes)
 
     def _planner_as(self, placement: str) -> Planner:
-        return Planner(self._schedules, self._weights, page_bytes=self._page_bytes, placement=placement)
+        return Planner(
+            self._schedules,
+            self._weights,
+            page_bytes=self._page_bytes,
+            placement=placement,
+            can_split=False,
+            hit_rates=self._hit_rates,
+        )
 
 
 class LruPolicy(Policy):
