@@ -66,9 +66,9 @@ NOMINAL_TRIALS = Trials(accesses=3_000, most=24)
 CAP_FACTOR = 1.3
 # Places that are tried for the beginning of the ring.
 CUTS = 8
-# Of the trials, this part is left for neighbours of the best. Those are, beside single pages, so many times the room and
-# the cap of a candidate, and other caps down to that part of its own. Where nothing was measured, candidates have the
-# usual room or more of it. As they were first chosen; none was measured by itself.
+# Of the trials, this part is left for neighbours of the best. Those are, beside single pages, so many times the room
+# and the cap of a candidate, and other caps down to that part of its own. Where nothing was measured, candidates have
+# the usual room or more of it. As they were first chosen; none was measured by itself.
 NEIGHBOURS_SHARE = 2
 NEXT_AHEAD_TIMES = (0.25, 0.5, 2, 4)
 NEXT_CAP_TIMES = (0.875, 1.125)
