@@ -161,7 +161,7 @@ def test_what_is_newer_ends_a_calibration(decoder: Path, tmp_path: Path) -> None
 
 def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
     with penstock.Module(chain, "1GiB", placement="lru") as module:
-        with pytest.raises(PenstockError, match='placement="lru" makes none'), module.calibrate():
+        with pytest.raises(PenstockError, match=r'calibrate\(\) does not go with placement="lru"'), module.calibrate():
             pass
     steps = len(penstock.read_program(chain).method("forward").schedule.steps)
     calibration = Calibration(Link(1e9), {"forward": (1e-3,) * steps})

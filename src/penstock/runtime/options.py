@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 
@@ -13,23 +13,33 @@ from penstock.direct.launch_shape import Limits
 from penstock.errors import BudgetError, CaptureError, DeviceError, HostMemoryError, PenstockError
 from penstock.placement_names import PLACEMENTS
 from penstock.plan.calibration import Calibration
-from penstock.program import Program
-from penstock.renamed import value_hint
-from penstock.runtime.linear_choice import LinearChoice, choose_linear
+from penstock.renamed import refuse_options, value_hint
+from penstock.runtime.budget_choice import asked_bytes
+from penstock.runtime.linear_choice import LinearChoice
 
 REGISTERED = "registered"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """As the user gave them."""
+    """As the user gave them: all options of a module but its device and its weights file."""
 
+    budget: int | str | None = None
+    weight_offload_budget_mb: int | None = None
+    device_memory: int | str | None = None
     placement: str = "auto"
     host_memory: int | str = REGISTERED
     calibration: Calibration | Literal["first-runs"] | None = None
     cuda_graph: bool = False
     split_limits: Limits | Literal["measured"] | None = None
-    device_memory: int | str | None = None
+    check_indices: bool = False
+    verify: bool = False
+
+    @property
+    def given_budget(self) -> int | str | None:
+        """Whichever way it was given."""
+        given = (self.budget, self.weight_offload_budget_mb, self.device_memory)
+        return next((one for one in given if one is not None), None)
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,10 @@ class Options:
     # None: all weights are registered, in memory for good. Else they pass through so many bytes of pinned buffers.
     host_memory_cap_bytes: int | None
     linear: LinearChoice
+    # Known when the index of the weights file was read.
+    is_packed: bool = False
+    # The call that is judged; None for the load.
+    call: Literal["calibrate()", "calibrate(in_place=True)"] | None = None
 
     @property
     def is_lru(self) -> bool:
@@ -67,6 +81,10 @@ class Options:
         """Whether the core gets recipes for the kernel."""
         return self.device.type == "cuda" and self.linear.uses_kernel
 
+    @property
+    def times_in_place(self) -> bool:
+        return self.call == "calibrate(in_place=True)"
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -79,7 +97,32 @@ class Refusal:
     applies: Callable[[Options], bool]
 
 
+_ONE_BUDGET = "each of them says what weights may take; pass one"
+_AS_THEY_ARE = "it needs weights as they are; `penstock unpack` writes a file that has them so"
+_TIMES_IN_PLACE = "it times reads in place to choose by them, and "
+
 REFUSALS = (
+    Refusal(
+        "weight_offload_budget_mb=",
+        "budget=",
+        _ONE_BUDGET,
+        BudgetError,
+        lambda o: o.asked.weight_offload_budget_mb is not None and o.asked.budget is not None,
+    ),
+    Refusal(
+        "device_memory=",
+        "budget=",
+        _ONE_BUDGET,
+        BudgetError,
+        lambda o: o.asked.device_memory is not None and o.asked.budget is not None,
+    ),
+    Refusal(
+        "device_memory=",
+        "weight_offload_budget_mb=",
+        _ONE_BUDGET,
+        BudgetError,
+        lambda o: o.asked.device_memory is not None and o.asked.weight_offload_budget_mb is not None,
+    ),
     Refusal(
         "device_memory=",
         "a .pte",
@@ -193,16 +236,109 @@ REFUSALS = (
         PenstockError,
         lambda o: o.asked.split_limits is not None and not o.offers_kernel,
     ),
+    Refusal(
+        'placement="in-place"',
+        "packed weights",
+        _AS_THEY_ARE,
+        PenstockError,
+        lambda o: o.is_packed and o.asked.placement == "in-place",
+    ),
+    Refusal(
+        'placement="split"',
+        "packed weights",
+        _AS_THEY_ARE,
+        PenstockError,
+        lambda o: o.is_packed and o.asked.placement == "split",
+    ),
+    Refusal(
+        'placement="lru"',
+        "packed weights",
+        _AS_THEY_ARE,
+        PenstockError,
+        lambda o: o.is_packed and o.is_lru,
+    ),
+    Refusal(
+        "calibrate()",
+        'placement="in-place"',
+        'it times copies to plan by, and nothing is copied; placement="auto" and "split" choose by both',
+        PenstockError,
+        lambda o: o.call == "calibrate()" and o.asked.placement == "in-place",
+    ),
+    Refusal(
+        "calibrate()",
+        'placement="lru"',
+        "it times copies to plan by, and there is no plan",
+        PenstockError,
+        lambda o: o.call == "calibrate()" and o.is_lru,
+    ),
+    Refusal(
+        "calibrate(in_place=True)",
+        'placement="in-place"',
+        _TIMES_IN_PLACE + "everything is read in place already",
+        PenstockError,
+        lambda o: o.times_in_place and o.asked.placement == "in-place",
+    ),
+    Refusal(
+        "calibrate(in_place=True)",
+        'placement="stream"',
+        _TIMES_IN_PLACE + "everything is copied",
+        PenstockError,
+        lambda o: o.times_in_place and o.asked.placement == "stream",
+    ),
+    Refusal(
+        "calibrate(in_place=True)",
+        'placement="lru"',
+        _TIMES_IN_PLACE + "there is no plan",
+        PenstockError,
+        lambda o: o.times_in_place and o.is_lru,
+    ),
+    Refusal(
+        "calibrate(in_place=True)",
+        "a cap on host memory",
+        _TIMES_IN_PLACE + "under a cap no weight stays where it could be read",
+        PenstockError,
+        lambda o: o.times_in_place and o.is_capped,
+    ),
+    Refusal(
+        "calibrate(in_place=True)",
+        "packed weights",
+        _TIMES_IN_PLACE + "no kernel reads packed ones",
+        PenstockError,
+        lambda o: o.times_in_place and o.is_packed,
+    ),
 )
 
 
-def judge(program: Program, device: torch.device, asked: Asked, *, is_delegate: bool = False) -> Options:
+def asked_by(caller: str, given: Mapping[str, Any]) -> Asked:
+    """Refuses what is no option, by its new name where it was one."""
+    refuse_options(given)
+    known = {field.name for field in fields(Asked)}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+    return Asked(**given)
+
+
+def judge(
+    asked: Asked, device: torch.device, linear: LinearChoice, *, is_delegate: bool = False, is_packed: bool = False
+) -> Options:
     """Raises what a refusal says, before anything is loaded."""
     if asked.placement not in PLACEMENTS:
         known = ", ".join(map(repr, PLACEMENTS))
         hint = value_hint("placement", asked.placement)
         raise PenstockError(f"placement is {asked.placement!r}; it must be one of {known}{hint}")
-    options = Options(asked, device, is_delegate, _cap_bytes(asked.host_memory), choose_linear(program, device))
+    if not (
+        asked.calibration is None or asked.calibration == "first-runs" or isinstance(asked.calibration, Calibration)
+    ):
+        raise PenstockError(f'calibration is {asked.calibration!r:.80}; it must be a Calibration, "first-runs" or None')
+    asked_bytes(asked.budget, asked.weight_offload_budget_mb)
+    if asked.device_memory is not None:
+        parse_bytes(asked.device_memory)
+    return judged(Options(asked, device, is_delegate, _cap_bytes(asked.host_memory), linear, is_packed))
+
+
+def judged(options: Options) -> Options:
+    """For what is known later: the weights file, or what is called."""
     for refusal in REFUSALS:
         if refusal.applies(options):
             reason = refusal.reason.format(obstacle=options.linear.obstacle)

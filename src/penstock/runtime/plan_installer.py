@@ -84,8 +84,6 @@ class PlanInstaller:
     # ---- by the times of copies and steps
 
     def start_calibration(self, budget_bytes: int) -> Recording:
-        if self.plan is None:
-            raise PenstockError('calibrate() is for a plan, and placement="lru" makes none')
         assert isinstance(self._policy, PlannedPolicy)
         to_time = self._policy.arrange_to_time_steps(budget_bytes)
         self._end_recording("another calibrate()")
@@ -133,7 +131,8 @@ class PlanInstaller:
 
     def start_direct_calibration(self, _budget_bytes: int) -> Recording:
         policy = self._policy
-        if self.calibration is None or not isinstance(policy, PlannedPolicy):
+        assert isinstance(policy, PlannedPolicy)
+        if self.calibration is None:
             raise PenstockError("calibrate(in_place=True) compares with what calibrate() measures: use that first")
         to_time = policy.arrange_in_place()
         self._end_recording("calibrate(in_place=True)")

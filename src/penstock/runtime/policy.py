@@ -134,27 +134,12 @@ class PlannedPolicy(Policy):
 
     def arrange_in_place(self) -> InstalledPlan:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
-        if self._packed.begins:
-            raise PenstockError(
-                f"reads in place are timed to choose by them, and {min(self._packed.begins)!r} is packed in the "
-                "weights file: no kernel can read it there"
-            )
-        if self._placement not in ("auto", "split"):
-            raise PenstockError(
-                'reads in place are timed to choose by them, which placement="auto" and "split" with host_memory='
-                f'"registered" do; this module plans as placement={self._placement!r}'
-            )
         planner = self._planner_as("in-place")
         return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
 
     def arrange_to_time_steps(self, budget_bytes: int) -> InstalledPlan | None:
         """Steps are timed with their weights on the device, which a split weight is not: everything is copied then.
         None where the plan as it is will do."""
-        if self._placement == "in-place":
-            raise PenstockError(
-                'calibrate() is to plan copies by, and placement="in-place" makes none; '
-                'load it with placement="auto" or "split", which choose by both'
-            )
         if self._placement != "split":
             return None
         planner = self._planner_as("stream")
@@ -203,8 +188,6 @@ class LruPolicy(Policy):
         return self._full_bytes
 
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan:
-        if calibration is not None:
-            raise PenstockError('a calibration is for a plan, and placement="lru" makes none')
         numbers = lru_numbers(
             self._schedules,
             self._weights,
