@@ -432,9 +432,3 @@ def pack_archive(files: Mapping[str, Sequence[str]], extra: Mapping[str, str]) -
         extra_files=dict(extra),
     )
     return buffer.getvalue()
-
-
-def release_device_memory() -> None:
-    """Give back what tuning left on the GPU: the library's workspaces and the allocator's cache."""
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
