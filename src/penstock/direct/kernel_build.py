@@ -12,7 +12,6 @@ from penstock.direct.source import read_source
 from penstock.direct.tile_shape import PORTABLE_CLUSTER_CTAS, TileShape
 
 SOURCE = "split_linear.cu"
-PLAIN_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class Variant:
     tile_warpgroups: int
     bf16: bool
     bounded_waits: bool
-    serial: bool
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -33,7 +31,6 @@ class Variant:
             "TILE_WARPGROUPS": self.tile_warpgroups,
             "ELEMENT_BF16": int(self.bf16),
             "BOUNDED_WAITS": int(self.bounded_waits),
-            "SERIAL": int(self.serial),
             "MMA_SYNC": int(self.architecture.instructions == "mma_sync"),
             "CLUSTERS": int(self.architecture.clusters),
         }
@@ -61,7 +58,7 @@ class KernelBuilds:
 
     def kernel(self, tile: TileShape, architecture: Architecture, *, bf16: bool, bounded_waits: bool) -> LoadedKernel:
         """Inside the device's context."""
-        variant = Variant(architecture, tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits, tile.serial)
+        variant = Variant(architecture, tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits)
         key = (variant, tile)
         if key not in self._kernels:
             # All that there is: tiles of one build share the function, and may differ in the length of their rings.
@@ -70,11 +67,6 @@ class KernelBuilds:
             fitting = self._driver.most_clusters(function, tile.threads, tile.shared_bytes, tile.cluster_ctas)
             self._kernels[key] = LoadedKernel(function, fitting)
         return self._kernels[key]
-
-    def plain_kernel(self, *, bf16: bool) -> int:
-        """The variant that is slow and obviously right; any grid of blocks of PLAIN_THREADS threads."""
-        module = self._module(Variant(self.architecture, 8, 1, bf16, False, False))
-        return self._driver.function(module, "split_linear_plain", 0, 1, PORTABLE_CLUSTER_CTAS)
 
     def _module(self, variant: Variant) -> int:
         if variant not in self._modules:

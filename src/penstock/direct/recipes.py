@@ -58,9 +58,9 @@ class Recipes:
         bf16 = bool(case.is_bf16)
         dtype = torch.bfloat16 if bf16 else torch.float16
         shape = self._kernel.shape(case.tokens, case.rows, case.depth, case.head_rows, dtype, self._options)
-        head = Side(case.head_address, case.head_rows, case.depth)
-        tail = Side(case.tail_address, case.rows - case.head_rows, case.depth)
-        self._kernel.fill_weight(recipe.params, shape, head, tail, bf16=bf16)
+        prefix = Side(case.head_address, case.head_rows, case.depth)
+        rest = Side(case.tail_address, case.rows - case.head_rows, case.depth)
+        self._kernel.fill_weight(recipe.params, shape, prefix, rest, bf16=bf16)
         tile = shape.tile
         recipe.function = self._kernel.function(tile, self._options, bf16=bf16)
         recipe.blocks, recipe.threads = shape.blocks, tile.threads
