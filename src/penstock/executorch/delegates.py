@@ -97,7 +97,7 @@ class Delegates(Module):
 
     def access_state(self, access: Callable[[StateStore], T]) -> T:
         """Inside an operation: the module's."""
-        return self._settled(lambda: access(self._state))
+        return self._synchronized(lambda: access(self._state))
 
     @property
     def session_handle(self) -> int:

@@ -41,7 +41,7 @@ from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
-from penstock.runtime.session import LinkSample, Session, Span, Stats
+from penstock.runtime.session import LinkSample, Session, Stats, TraceSpan
 from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
@@ -384,9 +384,9 @@ class Module(LoadedProgram):
     def _access_state(self, access: Callable[[], T]) -> T:
         """S8 for state: runs before it have ended, and it has ended before the next one, whatever their streams."""
         with self._operation():
-            return self._settled(access)
+            return self._synchronized(access)
 
-    def _settled(self, access: Callable[[], T]) -> T:
+    def _synchronized(self, access: Callable[[], T]) -> T:
         self._session.drain()
         result = access()
         self._wait_for_torch()
@@ -408,11 +408,11 @@ class Module(LoadedProgram):
             self._traces = [*(each for each in self._traces if not each.is_closed), trace]
             return trace
 
-    def _stop_trace(self, recording: Recording) -> list[Span]:
+    def _stop_trace(self, recording: Recording) -> list[TraceSpan]:
         with self._operation():
             return self._recorder.stop(recording)
 
-    def _span_name(self, span: Span) -> tuple[str, str]:
+    def _span_name(self, span: TraceSpan) -> tuple[str, str]:
         method = self.program.methods[span.method_index]
         if span.lane == "compute":
             return method.name, method.schedule.steps[span.index].kernel

@@ -17,7 +17,7 @@ from penstock.runtime.expert_rates import measured_hit_rates
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.policy import InstalledPlan, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recorder, Recording
-from penstock.runtime.session import Session, Span
+from penstock.runtime.session import Session, TraceSpan
 from penstock.schedule import Schedule
 
 # With calibration="first-runs": after so many runs of one method, the first of them cold, the plan is made again if
@@ -77,7 +77,7 @@ class PlanInstaller:
         self.recorder.end(by)
         self._leave_timing()
 
-    def start_trace(self, name: str, keep: Callable[[list[Span]], None]) -> Recording:
+    def start_trace(self, name: str, keep: Callable[[list[TraceSpan]], None]) -> Recording:
         self._end_recording(name)
         return self.recorder.start(name, keep)
 
