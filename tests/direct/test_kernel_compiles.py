@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.direct import nvrtc as nvrtc_module
 from penstock.direct.architecture import Architecture, architecture_of, mma_sync_on
 from penstock.direct.failures import KernelCompileError, KernelDeviceError
 from penstock.direct.kernel_build import SOURCE, Variant
@@ -91,8 +90,6 @@ def test_nvrtc_refuses_other_targets(nvrtc: Nvrtc) -> None:
 class CountingNvrtc:
     """Stands in for NVRTC where only the keeping of what it made is of interest."""
 
-    version = (13, 0)
-
     def __init__(self) -> None:
         self.compiled: list[tuple[str, ...]] = []
 
@@ -101,29 +98,17 @@ class CountingNvrtc:
         return "|".join(self.compiled[-1]).encode(), ""
 
 
-def test_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory, and on disk where a folder was named; anything that could change it makes another."""
+def test_compiled_code_is_kept() -> None:
+    """As long as the process lives; anything that could change it makes another."""
     compiler = CountingNvrtc()
     source, changed = Source("a.cu", "text", (("h", "1"),)), Source("a.cu", "text", (("h", "2"),))
 
-    def get(
-        source: Source, architecture: str = "sm_90a", options: tuple[str, ...] = (), cache: Path | None = None
-    ) -> bytes:
-        return cubin_of(compiler, source, architecture, options, cache)  # type: ignore[arg-type]
+    def get(source: Source, architecture: str = "sm_90a", options: tuple[str, ...] = ()) -> bytes:
+        return cubin_of(compiler, source, architecture, options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nvrtc_module, "_in_memory", {})
     assert get(source) == get(source) and len(compiler.compiled) == 1
     get(changed), get(source, "sm_91a"), get(source, options=("-DX",))
     assert len(compiler.compiled) == 4
-    monkeypatch.setattr(nvrtc_module, "_in_memory", {})
-    kept = get(source, cache=tmp_path)
-    assert len(compiler.compiled) == 5 and [path.suffix for path in tmp_path.iterdir()] == [".cubin"]
-    monkeypatch.setattr(nvrtc_module, "_in_memory", {})
-    assert get(source, cache=tmp_path) == kept and len(compiler.compiled) == 5
-    monkeypatch.setattr(nvrtc_module, "_in_memory", {})
-    compiler.version = (13, 1)
-    get(source, cache=tmp_path)
-    assert len(compiler.compiled) == 6
 
 
 def test_wheels_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

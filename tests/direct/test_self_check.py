@@ -151,7 +151,7 @@ def test_the_kernel_of_an_untried_gpu(
     opened: list[Any] = []
     for capability in ((9, 0), (10, 0)):
 
-        def make(device: str, *, bounded_waits: bool = False, cache: None = None) -> Any:
+        def make(device: str, *, bounded_waits: bool = False) -> Any:
             kernel = kernel_on(0, capability)  # noqa: B023 - called in this turn
             kernel.bounded_waits, kernel.closed = bounded_waits, 0
             kernel.close = lambda: setattr(kernel, "closed", kernel.closed + 1)

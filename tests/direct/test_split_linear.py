@@ -143,7 +143,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, emulation: Emulation) -> list[tupl
     """The targets and defines that kernels were compiled for."""
     told: list[tuple[str, ...]] = []
 
-    def cubin_of(nvrtc: None, source: Source, target: str, options: tuple[str, ...], cache: None) -> bytes:
+    def cubin_of(nvrtc: None, source: Source, target: str, options: tuple[str, ...]) -> bytes:
         told.append((target, *(option for option in options if "MMA_SYNC" in option or "CLUSTERS" in option)))
         return b"a cubin\0"
 

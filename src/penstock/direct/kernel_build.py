@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.direct.architecture import Architecture, architecture_of
 from penstock.direct.driver_calls import DriverCalls
@@ -46,13 +45,12 @@ class LoadedKernel:
 
 
 class KernelBuilds:
-    """All builds on one device. In memory; with `cache`, compiled code is also kept in that folder."""
+    """All builds on one device."""
 
-    def __init__(self, driver: DriverCalls, ordinal: int, cache: Path | None = None) -> None:
+    def __init__(self, driver: DriverCalls, ordinal: int) -> None:
         self.limits = driver.limits(ordinal)
         self.architecture = architecture_of(self.limits.major, self.limits.minor)
         self._driver = driver
-        self._cache = cache
         self._modules: dict[Variant, int] = {}
         self._kernels: dict[tuple[Variant, TileShape], LoadedKernel] = {}
 
@@ -72,7 +70,7 @@ class KernelBuilds:
         if variant not in self._modules:
             nvrtc = load_nvrtc(cuda_major_of_torch())
             target = variant.architecture.target
-            cubin = cubin_of(nvrtc, read_source(SOURCE), target, variant.options, self._cache)
+            cubin = cubin_of(nvrtc, read_source(SOURCE), target, variant.options)
             self._modules[variant] = self._driver.load(cubin)
         return self._modules[variant]
 

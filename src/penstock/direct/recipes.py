@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from pathlib import Path
 
 import torch
 
@@ -48,8 +47,8 @@ class Recipes:
     On a GPU of a kind that the kernel was never tried on it is checked first, once: KernelDeviceError if it is wrong.
     """
 
-    def __init__(self, device: torch.device | str, limits: Limits | None = None, *, cache: Path | None = None) -> None:
-        self._kernel = open_kernel(device, cache)
+    def __init__(self, device: torch.device | str, limits: Limits | None = None) -> None:
+        self._kernel = open_kernel(device)
         self._options = Options() if limits is None else Options(limits=limits)
 
     def prepare(self, case_address: int, recipe_address: int) -> None:

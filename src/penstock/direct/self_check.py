@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -44,16 +43,16 @@ class Product:
     wanted: torch.Tensor
 
 
-def open_kernel(device: torch.device | str, cache: Path | None = None) -> SplitLinear:
+def open_kernel(device: torch.device | str) -> SplitLinear:
     """The kernel, ready for use. Where it was never tried it is checked first, and its waits are bounded.
 
     A barrier that behaves otherwise there ends in an error of the launch, and not in a GPU that hangs.
     """
-    kernel = SplitLinear(device, cache=cache)
+    kernel = SplitLinear(device)
     if kernel.capability in TRIED_CAPABILITIES:
         return kernel
     kernel.close()
-    kernel = SplitLinear(device, bounded_waits=True, cache=cache)
+    kernel = SplitLinear(device, bounded_waits=True)
     try:
         check_first_use(kernel)
     except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -74,13 +73,13 @@ class Operands:
 class SplitLinear:
     """The kernel on one device. `bounded_waits`: a wait that can only be a fault ends in an error; see `fault`."""
 
-    def __init__(self, device: torch.device | str, *, bounded_waits: bool = False, cache: Path | None = None) -> None:
+    def __init__(self, device: torch.device | str, *, bounded_waits: bool = False) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise KernelInputError(f"split linear got the device {self.device} and needs a CUDA device")
         self.ordinal = torch.cuda.current_device() if self.device.index is None else self.device.index
         self._driver = DriverCalls()
-        self._builds = KernelBuilds(self._driver, self.ordinal, cache)
+        self._builds = KernelBuilds(self._driver, self.ordinal)
         self._bounded_waits = bounded_waits
         self._fault: torch.Tensor | None = None
 

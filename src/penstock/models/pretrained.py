@@ -29,7 +29,7 @@ from penstock.models.transformers_private import has_experts
 from penstock.program import read_program
 from penstock.runtime.linear_choice import LinearChoice
 from penstock.runtime.module import Module
-from penstock.runtime.options import asked_by, judge
+from penstock.runtime.options import Asked, judge, refuse_unknown
 from penstock.store.shards import weights_key as shard_key
 from penstock.store.store import Store
 from penstock.version import VERSION
@@ -84,7 +84,8 @@ def from_pretrained(
     say = _silent if quiet else _to_standard_error
     target = target_device(device)
     # Before minutes of compiling and writing. Models are compiled without linears of ours.
-    judge(asked_by("from_pretrained", {"budget": budget, **options}), target, LinearChoice(), is_packed=pack)
+    refuse_unknown("from_pretrained", options)
+    judge(Asked(budget, **options), target, LinearChoice(), is_packed=pack)
     checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
     kind = model_dtype(checkpoint.config, dtype)
     model = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)

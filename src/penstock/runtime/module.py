@@ -15,9 +15,7 @@ import torch
 
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import Recipes
-from penstock.errors import (
-    PenstockError,
-)
+from penstock.errors import PenstockError
 from penstock.native import core
 from penstock.plan.calibration import Calibration
 from penstock.plan.pages import soft_page_bytes
@@ -36,7 +34,7 @@ from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.loaded import LoadedProgram
 from penstock.runtime.method_runner import MethodRunner, OomCounter
-from penstock.runtime.options import REGISTERED, Asked, asked_by, judge, judged
+from penstock.runtime.options import REGISTERED, Asked, judge, judged, refuse_unknown
 from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
@@ -88,7 +86,7 @@ class Module(LoadedProgram):
         super().__init__(path)
         self._traces: list[Trace] = []
         self._runners: dict[str, MethodRunner] = {}
-        given = dict(
+        asked = Asked(
             budget=budget,
             weight_offload_budget_mb=weight_offload_budget_mb,
             device_memory=device_memory,
@@ -101,7 +99,7 @@ class Module(LoadedProgram):
             verify=verify,
         )
         try:
-            asked = asked_by("Module", {**given, **before})
+            refuse_unknown("Module", before)
             with HeldInterrupts():
                 self._load(asked, weights, device)
             self._say(self._lines())
@@ -147,7 +145,15 @@ class Module(LoadedProgram):
             known = self._given_times = check_calibration(asked.calibration, schedules)
             self._split: tuple[SplitState, ...] = split_states(self.program)
             with self._policy.naming_lower_placements():
-                self._choice = self._choose()
+                self._choice: BudgetChoice = choose_budget(
+                    budget=asked.budget,
+                    weight_offload_budget_mb=asked.weight_offload_budget_mb,
+                    granted=None if asked.device_memory is None else self._granted_budget,
+                    baked_bytes=self.program.budget_bytes,
+                    automatic=self._automatic_terms,
+                    floor_bytes=self._policy.floor_for(known),
+                    full_bytes=self._policy.full_bytes,
+                )
             installed = self._policy.arrange(self._choice.budget_bytes, known)
             deliver_interrupt()
             if core().penstock_load_torch():
@@ -461,18 +467,6 @@ class Module(LoadedProgram):
             vars(self).pop(name, None)
 
     # ------------------------------------------------------------------------------------------------------- helpers
-
-    def _choose(self) -> BudgetChoice:
-        asked = self._options.asked
-        return choose_budget(
-            budget=asked.budget,
-            weight_offload_budget_mb=asked.weight_offload_budget_mb,
-            granted=None if asked.device_memory is None else self._granted_budget,
-            baked_bytes=self.program.budget_bytes,
-            automatic=self._automatic_terms,
-            floor_bytes=self._policy.floor_for(self._times),
-            full_bytes=self._policy.full_bytes,
-        )
 
     def _granted_budget(self) -> int:
         asked = self._options.asked

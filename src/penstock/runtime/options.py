@@ -206,14 +206,11 @@ REFUSALS = (
 )
 
 
-def asked_by(caller: str, given: Mapping[str, Any]) -> Asked:
-    """Refuses what is no option, by its new name where it was one."""
+def refuse_unknown(caller: str, given: Mapping[str, Any]) -> None:
+    """What is no option: by its new name where it was one."""
     refuse_options(given)
-    known = {field.name for field in fields(Asked)}
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
-    return Asked(**given)
+    for name in given.keys() - {field.name for field in fields(Asked)}:
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
 
 
 def judge(

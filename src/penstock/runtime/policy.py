@@ -37,8 +37,6 @@ class InstalledPlan:
 
 
 class Policy(ABC):
-    is_lru: bool
-
     def __init__(
         self, program: Program, driver: Driver, packed: PackedWeights, placement: str, *, can_split: bool
     ) -> None:
@@ -82,8 +80,6 @@ class Policy(ABC):
 
 
 class PlannedPolicy(Policy):
-    is_lru = False
-
     _hit_rates: Mapping[str, HitRates] = {}
 
     @cached_property
@@ -156,8 +152,6 @@ class PlannedPolicy(Policy):
 
 
 class LruPolicy(Policy):
-    is_lru = True
-
     @cached_property
     def _floor_bytes(self) -> int:
         load = floor_bytes(self._schedules, self._weights, granularity_bytes=self._page_bytes)
@@ -180,12 +174,8 @@ class LruPolicy(Policy):
         return self._floor_bytes
 
     @cached_property
-    def _full_bytes(self) -> int:
-        return self._whole_units(sum(self._footprint_bytes(name) for name in self._weights))
-
-    @property
     def full_bytes(self) -> int:
-        return self._full_bytes
+        return self._whole_units(sum(self._footprint_bytes(name) for name in self._weights))
 
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan:
         numbers = lru_numbers(

@@ -51,7 +51,6 @@ Result cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (device != 40) return 101;
   *value = attribute == 75   ? emulation.capability_major
            : attribute == 97 ? emulation.shared_bytes
-           : attribute == 16 ? 132
                              : 0;
   return 0;
 }
