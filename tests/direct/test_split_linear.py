@@ -210,8 +210,3 @@ def test_what_a_gpu_does_not_have_is_refused(emulation: Emulation) -> None:
         kernel.shape(*sizes, Options(shared_limit_bytes=0))
     with pytest.raises(KernelInputError, match="instructions is 'wgmma'; it must be 'own' or 'mma_sync'"):
         kernel.shape(*sizes, Options(instructions="wgmma"))  # type: ignore[arg-type]
-    with pytest.raises(KernelInputError, match="row_ctas is 2, and in a build without clusters it must be 1"):
-        kernel.shape(*sizes, Options(instructions="mma_sync", multicast=False, row_ctas=2))
-    emulation.capability_major = 12
-    with pytest.raises(KernelInputError, match="row_ctas is 2, and in a build without clusters it must be 1"):
-        SplitLinear("cuda:0").shape(*sizes, Options(row_ctas=2))

@@ -50,7 +50,6 @@ ALIKE: dict[str, dict[str, Any]] = {
     "no congestion control": {"limits": None},
     "one host CTA": {"limits": Limits(host_ctas=1, host_inflight_bytes=1)},
     "no multicast": {"multicast": False},
-    "x not shared": {"row_ctas": 1},
     "overlapped": {"overlapped": True},
 }
 

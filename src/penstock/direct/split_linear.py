@@ -35,8 +35,6 @@ class Options:
     limits: Limits | None = Limits()  # noqa: RUF009 - frozen
     # Off: each block of tokens reads the host's rows again, as on a GPU whose CTAs share nothing.
     multicast: bool = True
-    # CTAs that share a tile of x; None: chosen by the number of tokens.
-    row_ctas: int | None = None
     # It may begin, and copy W, before the launch in front of it on the stream has ended: for weights that no kernel
     # right in front of it writes.
     overlapped: bool = False
@@ -152,8 +150,6 @@ class SplitLinear:
 
     def _tile(self, tokens: int, options: Options, most_token_ctas: int = TOKEN_CTAS[-1]) -> TileShape:
         clusters = self._architecture(options).clusters
-        if not clusters and options.row_ctas not in (None, 1):
-            raise KernelInputError(f"row_ctas is {options.row_ctas}, and in a build without clusters it must be 1")
         has_bytes = self._builds.limits.shared_limit_bytes
         if options.shared_limit_bytes is not None and options.shared_limit_bytes > has_bytes:
             raise KernelInputError(
@@ -162,7 +158,6 @@ class SplitLinear:
         return choose_tile(
             tokens,
             multicast=options.multicast and clusters,
-            row_ctas=options.row_ctas,
             most_token_ctas=most_token_ctas,
             shared_limit_bytes=has_bytes if options.shared_limit_bytes is None else options.shared_limit_bytes,
         )

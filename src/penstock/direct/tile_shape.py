@@ -88,7 +88,6 @@ def choose_tile(
     tokens: int,
     *,
     multicast: bool = True,
-    row_ctas: int | None = None,
     most_token_ctas: int = TOKEN_CTAS[-1],
     shared_limit_bytes: int = SHARED_LIMIT_BYTES,
 ) -> TileShape:
@@ -102,13 +101,11 @@ def choose_tile(
     tile_tokens, token_ctas = _tokens_of(tokens, most_token_ctas, TILE_TOKENS[-1])
     if not multicast:
         token_ctas = 1
-    if row_ctas is not None:
-        _check_row_ctas(row_ctas, tile_tokens, token_ctas)
 
     def candidates() -> Iterator[TileShape]:
-        yield from _bare_tiles(tokens, tile_tokens, token_ctas, row_ctas, multicast)
+        yield from _bare_tiles(tokens, tile_tokens, token_ctas, multicast)
         for size, sharing in _smaller_sizes(tokens, tile_tokens, most_token_ctas, multicast):
-            yield from _bare_tiles(tokens, size, sharing, row_ctas, multicast)
+            yield from _bare_tiles(tokens, size, sharing, multicast)
 
     for wanted in (ENOUGH_W_STAGES, LEAST_STAGES):
         for bare in candidates():
@@ -122,19 +119,14 @@ def choose_tile(
     )
 
 
-def _bare_tiles(
-    tokens: int, tile_tokens: int, token_ctas: int, row_ctas: int | None, multicast: bool
-) -> Iterator[TileShape]:
+def _bare_tiles(tokens: int, tile_tokens: int, token_ctas: int, multicast: bool) -> Iterator[TileShape]:
     """Without stages of W: as many of x as are good for it, then fewer, then the same with half of the rows.
 
     Rows go before tokens: however few there are in a tile, all host rows cross the link as often. Both are shared in
     slices of whole eights, the rows of a swizzle atom.
     """
-    if row_ctas is None:
-        # Where x is read as fast as W, two CTAs share it; with several token CTAs each has tokens of its own.
-        row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and multicast else 1
-    if tile_tokens % (8 * row_ctas) or token_ctas * row_ctas > TOKEN_CTAS[-1]:
-        return
+    # Where x is read as fast as W, two CTAs share it; with several token CTAs each has tokens of its own.
+    row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and multicast else 1
     most_x_stages = 8 if tile_tokens <= 32 else 6 if tile_tokens == 64 else 4
     for warpgroups in (2, 1) if tile_tokens >= 128 else (1,):
         if 64 * warpgroups % (8 * token_ctas):
@@ -160,14 +152,6 @@ def _smaller_sizes(tokens: int, tile_tokens: int, most_token_ctas: int, multicas
             yield min(TILE_TOKENS[: TILE_TOKENS.index(most) + 1], key=lambda size: (-(-tokens // size), size)), 1
         else:
             yield _tokens_of(tokens, most_sharing, most)
-
-
-def _check_row_ctas(row_ctas: int, tile_tokens: int, token_ctas: int) -> None:
-    if row_ctas < 1 or tile_tokens % (8 * row_ctas) or token_ctas * row_ctas > TOKEN_CTAS[-1]:
-        raise KernelInputError(
-            f"row_ctas is {row_ctas}: tiles of {tile_tokens} tokens are shared in slices that are multiples of 8, in "
-            f"clusters of at most {TOKEN_CTAS[-1]} CTAs of which {token_ctas} share a tile of W"
-        )
 
 
 def _tokens_of(tokens: int, most_token_ctas: int, most_tile_tokens: int) -> tuple[int, int]:

@@ -322,10 +322,10 @@ def _materialize_reads(graph: Graph, lent: Node) -> None:
         consumers = [c for c, _ in _users_through_views(reader) if view_source(c) is None]
         if len(consumers) > 1:
             with graph.inserting_after(reader):
-                settled = graph.call_function(MATERIALIZE, (reader,))
-            settled.meta["val"] = reader.meta["val"]
-            for user in [user for user in reader.users if user is not settled]:
-                user.replace_input_with(reader, settled)
+                stored = graph.call_function(MATERIALIZE, (reader,))
+            stored.meta["val"] = reader.meta["val"]
+            for user in [user for user in reader.users if user is not stored]:
+                user.replace_input_with(reader, stored)
 
 
 def _users_through_views(node: Node) -> list[tuple[Node, Node]]:

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def from_pretrained(
     quiet              print nothing to standard error, where a first start says for minutes what it compiles
     options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
-    say = _silent if quiet else _to_standard_error
+    say: Callable[[str], None] = (lambda line: None) if quiet else _to_standard_error
     target = target_device(device)
     # Before minutes of compiling and writing. Models are compiled without linears of ours.
     refuse_unknown("from_pretrained", options)
@@ -237,7 +237,3 @@ def _below_floor(error: BelowFloorError, state_bytes: int) -> BelowFloorError:
 
 def _to_standard_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass
