@@ -83,8 +83,11 @@ class StateMemory(States):
     """Views of ExecuTorch's memory, for as long as the methods are loaded. All of them must be, and none have run."""
 
     def __init__(self, native: NativeModule, users: Mapping[str, Sequence[str]]) -> None:
-        methods = {name: method for method, names in reversed(users.items()) for name in names}
-        super().__init__({name: native.state(method, name) for name, method in methods.items()})
+        tensors: dict[str, torch.Tensor] = {}
+        for method, names in users.items():
+            for name in names:
+                tensors.setdefault(name, native.state(method, name))
+        super().__init__(tensors)
         # What is not here starts as zeros.
         self._first = {name: tensor.clone() for name, tensor in self._tensors.items() if tensor.any()}
 
