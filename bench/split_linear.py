@@ -26,16 +26,15 @@ DEFAULT_LIMITS = Limits()
 LINK_BYTES_PER_S = 51.4e9
 HBM_BYTES_PER_S = 4.0e12
 FLOP_PER_S = 660e12
-# split_*: the kernel; limits off, multicast off, the split moved off the tiles' borders, x not shared by pairs of CTAs,
-# each launch overlapping with the one before it, the matrix instructions of GPUs newer than Hopper, and all that a GPU
-# of 12.x gets (those instructions, 99 KiB of shared memory, no clusters).
+# split_*: the kernel; limits off, multicast off, the split moved off the tiles' borders, each launch overlapping with
+# the one before it, the matrix instructions of GPUs newer than Hopper, and all that a GPU of 12.x gets (those
+# instructions, 99 KiB of shared memory, no clusters).
 # *_alone: only that part of the weight, by the kernel. The others are torch.
 WAYS = (
     "split",
     "split_unlimited",
     "split_no_multicast",
     "split_unaligned",
-    "split_own_x",
     "split_overlapped",
     "split_mma_sync",
     "split_small",
@@ -66,8 +65,6 @@ class Case:
             return self.ratio_percent < 100
         if self.way == "split_no_multicast":
             return self.tokens > 256
-        if self.way == "split_own_x":
-            return 16 < self.tokens <= 256
         return self.way != "split_unaligned" or self.ratio_percent < 100
 
 

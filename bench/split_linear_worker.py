@@ -126,7 +126,6 @@ def measure(kernel: SplitLinear, case: Case) -> float:
         options = Options(
             limits=None if case.way == "split_unlimited" else limits,
             multicast=case.way not in ("split_no_multicast", "split_small"),
-            row_ctas=1 if case.way == "split_own_x" else None,
             overlapped=case.way == "split_overlapped",
             instructions="mma_sync" if case.way in ("split_mma_sync", "split_small") else "own",
             shared_limit_bytes=SMALL_SHARED_BYTES if case.way == "split_small" else None,

@@ -32,8 +32,6 @@ CudaOutcome launch_linear(const CudaLibrary& cuda, const LinearRecipe& recipe, c
                           DeviceStream stream) {
   SplitParams params = recipe.params;
   if (int code = encode_x(cuda, recipe, call, &params.x)) return {code, "cuTensorMapEncodeTiled"};
-  params.x_address = call.x_address;
-  params.x_stride = (int)call.x_stride;
   params.y_address = call.y_address;
   params.y_stride = (int)call.y_stride;
   params.bias_address = call.bias_address;

@@ -50,21 +50,21 @@ int64_t ring_bytes(const PlanRecord& plan) {
 // Every weight once, however many accesses read it.
 void add_in_place(const PlanRecord& plan, const std::vector<int64_t>& weight_bytes, std::vector<std::string>& parts) {
   std::set<int64_t> whole;
-  std::map<int64_t, int64_t> tails;
+  std::map<int64_t, int64_t> rests;
   for (const MethodRecord& method : plan.methods)
     for (const AccessRecord& access : method.accesses) {
       if (access.range == kDirect && access.bank < 0) whole.insert(access.weight);
-      if (access.is_split()) tails[access.weight] = access.in_place_bytes();
+      if (access.is_split()) rests[access.weight] = access.in_place_bytes();
     }
-  int64_t whole_bytes = 0, tail_bytes = 0, split_bytes = 0;
+  int64_t whole_bytes = 0, rest_bytes = 0, split_bytes = 0;
   for (int64_t weight : whole) whole_bytes += weight_bytes[(size_t)weight];
-  for (const auto& [weight, bytes] : tails) {
-    tail_bytes += bytes;
+  for (const auto& [weight, bytes] : rests) {
+    rest_bytes += bytes;
     split_bytes += weight_bytes[(size_t)weight];
   }
   if (!whole.empty()) parts.push_back(format_bytes(whole_bytes) + " read in place");
-  if (!tails.empty())
-    parts.push_back(format_bytes(tail_bytes) + " of " + format_bytes(split_bytes) + " of split weights read in place");
+  if (!rests.empty())
+    parts.push_back(format_bytes(rest_bytes) + " of " + format_bytes(split_bytes) + " of split weights read in place");
 }
 
 void add_experts(const PlanRecord& plan, std::vector<std::string>& parts) {

@@ -9,9 +9,9 @@ penstock_linear  x (tokens, K) times a lent weight (N, K) transposed, plus bias:
 penstock_rows    rows of a lent weight by index: experts, of which only those that are asked for need be anywhere.
 penstock_grouped groups of rows of x times a matrix each of a lent weight. `ends`: where the rows of each end. `linear`:
                  the matrices are (columns, depth), as linears have them.
-own              a copy that the compiler cannot elide
-settle           the identity, computed on the spot: the compiler may not compute its input again in each of its readers
-keep             a late use of lent weights, lowered to nothing; it keeps passes from writing into them
+force_clone      a copy that the compiler cannot elide
+materialize      the identity, computed on the spot: the compiler may not compute its input again in each of its readers
+forbid_reinplace a late use of lent weights, lowered to nothing; it keeps passes from writing into them
 """
 
 from __future__ import annotations

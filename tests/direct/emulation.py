@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from penstock.direct.launch_shape import LaunchShape
-from penstock.direct.params import SPLIT_PARAMS_BYTES, SplitParams, TensorMap, aligned_params, fill_shape
+from penstock.direct.params import SPLIT_PARAMS_BYTES, TensorMap, aligned_params, fill_shape
 from penstock.direct.schedule import GRAIN
 from penstock.direct.tile_shape import TileShape
 
@@ -76,7 +76,6 @@ class Emulator:
             "TILE_WARPGROUPS": tile.tile_warpgroups,
             "ELEMENT_BF16": 1,
             "BOUNDED_WAITS": 0,
-            "SERIAL": int(tile.serial),
             "MMA_SYNC": int(mma_sync),
             "CLUSTERS": int(not mma_sync or tile.cluster_ctas > 1),
         }
@@ -99,10 +98,9 @@ class Emulator:
         y_stride: int | None = None,
         copies_land: int = AT_RANDOM,
         seed: int = 0,
-        plain: bool = False,
     ) -> Emulated:
-        head_rows = min(shape.schedule.split_row, shape.schedule.rows)
-        head, tail = weight[:head_rows].clone(), weight[head_rows:].clone()
+        prefix_rows = min(shape.schedule.split_row, shape.schedule.rows)
+        prefix, rest = weight[:prefix_rows].clone(), weight[prefix_rows:].clone()
         tokens, rows = x.shape[0], weight.shape[0]
         # A row more and columns more than are written, all NaN.
         y = torch.full((tokens + 1, y_stride or rows), torch.nan, dtype=x.dtype)
@@ -111,36 +109,20 @@ class Emulator:
         fill_shape(params, shape)
         params.x = emulated_map(x, self.tile.x_box_rows, on_host=False)
         # A side without rows is never asked.
-        for side, tensor, on_host in (("head", head, False), ("tail", tail, True)):
+        for side, tensor, on_host in (("prefix", prefix, False), ("rest", rest, True)):
             setattr(params, side, emulated_map(tensor, self.tile.w_box_rows, on_host=on_host))
             setattr(params, f"{side}_16", emulated_map(tensor, GRAIN, on_host=on_host))
-            setattr(params, f"{side}_address", tensor.data_ptr())
-            setattr(params, f"{side}_stride", tensor.stride(0) if tensor.numel() else 0)
-        params.x_address, params.x_stride = x.data_ptr(), x.stride(0)
         params.y_address, params.y_stride = y.data_ptr(), y.stride(0)
         params.bias_address = 0 if bias is None else bias.data_ptr()
         params.host_bytes_address = counter.data_ptr()
-        return self._run(params, shape, y, counter, copies_land, seed, plain)
-
-    def _run(
-        self,
-        params: SplitParams,
-        shape: LaunchShape,
-        y: torch.Tensor,
-        counter: torch.Tensor,
-        copies_land: int,
-        seed: int,
-        plain: bool,
-    ) -> Emulated:
         read = ctypes.c_uint64()
         failure = self._library.emulate(
             ctypes.byref(params),
-            1 if plain else shape.schedule.clusters,
-            1 if plain else self.tile.cluster_ctas,
+            shape.schedule.clusters,
+            self.tile.cluster_ctas,
             self.tile.shared_bytes,
             copies_land,
             ctypes.c_uint64(seed),
-            int(plain),
             ctypes.byref(read),
         )
         return Emulated(y, failure.decode(), int(counter.item()), read.value)

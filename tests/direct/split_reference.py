@@ -1,6 +1,6 @@
 """The split linear in plain torch on the CPU, with the kernel's interface and order: tiles of rows, chunks of columns.
 
-Head and tail are two tensors, and a tile that lies on both sides is gathered from both, as the kernel does it. Every
+Head and rest are two tensors, and a tile that lies on both sides is gathered from both, as the kernel does it. Every
 tile goes through the same calls on buffers of the same shape, wherever its rows came from: so the bits do not depend on
 the split. They are not the GPU's bits: the tensor cores add within a chunk in an order of their own.
 """
@@ -15,13 +15,13 @@ from penstock.direct.tile_shape import choose_tile
 
 
 def split_linear_reference(
-    x: torch.Tensor, head: torch.Tensor | None, tail: torch.Tensor | None, bias: torch.Tensor | None = None
+    x: torch.Tensor, prefix: torch.Tensor | None, rest: torch.Tensor | None, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x (T, K), head (H, K), tail (N - H, K), bias (N,): y (T, N) in x's dtype, summed in 32 bits."""
+    """x (T, K), prefix (H, K), rest (N - H, K), bias (N,): y (T, N) in x's dtype, summed in 32 bits."""
     tokens, depth = x.shape
-    head_rows = 0 if head is None else head.shape[0]
-    rows = head_rows + (0 if tail is None else tail.shape[0])
-    check_sizes(tokens, rows, depth, head_rows)
+    prefix_rows = 0 if prefix is None else prefix.shape[0]
+    rows = prefix_rows + (0 if rest is None else rest.shape[0])
+    check_sizes(tokens, rows, depth, prefix_rows)
     tile = choose_tile(tokens)
     y = x.new_empty(tokens, rows)
     for row in range(0, rows, tile.tile_rows):
@@ -31,7 +31,7 @@ def split_linear_reference(
             w_slot, x_slot = torch.zeros(tile.tile_rows, CHUNK), torch.zeros(tokens, CHUNK)
             width = min(CHUNK, depth - column)
             x_slot[:, :width] = x[:, column : column + width]
-            for side, first in ((head, 0), (tail, head_rows)):
+            for side, first in ((prefix, 0), (rest, prefix_rows)):
                 if side is None:
                     continue
                 from_row, to_row = max(row, first), min(row + tile.tile_rows, first + side.shape[0])

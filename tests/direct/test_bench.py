@@ -68,7 +68,6 @@ def test_which_cases() -> None:
     assert {case.ratio_percent for case in every if case.way == "hbm_alone"} == {10}
     assert {case.way for case in every} == set(WAYS)
     assert {(case.way, case.ratio_percent) for case in every if case.host_ctas == 2} == {("split", 10), ("split", 100)}
-    assert {case.tokens for case in every if case.way == "split_own_x"} == {64}
 
 
 def test_lines() -> None:

@@ -18,7 +18,6 @@ from tests.direct.emulation import AT_ONCE, AT_RANDOM, LATE, Emulated, Emulator,
 DECODE = replace(choose_tile(5), w_stages=3, x_stages=2)
 SHARED_X = replace(choose_tile(20), w_stages=3, x_stages=2)
 BOTH_SHARED = TileShape(16, 2, 2, 2, 1, 3, 2)
-SERIAL = choose_tile(10, serial=True)
 WIDE = replace(choose_tile(300), w_stages=2, x_stages=2)
 SMALL_SHARED_BYTES = 101_376
 FLOP_PER_S = 3e12
@@ -29,7 +28,7 @@ def run(
     tokens: int,
     rows: int,
     depth: int,
-    head_rows: int,
+    prefix_rows: int,
     *,
     biased: bool = True,
     y_stride: int | None = None,
@@ -40,7 +39,7 @@ def run(
 ) -> Emulated:
     """One run, compared with exact arithmetic: the results, what was not to be written, and the host's bytes."""
     tile = replace(emulator.tile, token_blocks=-(-tokens // (emulator.tile.tile_tokens * emulator.tile.token_ctas)))
-    shape = launch_shape(tokens, rows, depth, head_rows, tile, most_clusters, limits, FLOP_PER_S)
+    shape = launch_shape(tokens, rows, depth, prefix_rows, tile, most_clusters, limits, FLOP_PER_S)
     x, weight = whole_numbers(tokens, depth, seed=seed), whole_numbers(rows, depth, seed=seed + 1)
     bias = whole_numbers(rows, seed=seed + 2) if biased else None
     left = emulator.run(shape, x, weight, bias, y_stride=y_stride, copies_land=copies_land, seed=seed)
@@ -49,7 +48,7 @@ def run(
     assert torch.equal(left.y[:tokens, :rows], wanted.to(torch.bfloat16))
     assert left.y[tokens:].isnan().all() and left.y[:, rows:].isnan().all()
     assert left.host_bytes_counted == left.host_bytes_read == shape.host_bytes
-    assert left.host_bytes_read == (rows - head_rows) * depth * 2 * tile.token_blocks
+    assert left.host_bytes_read == (rows - prefix_rows) * depth * 2 * tile.token_blocks
     return left
 
 
@@ -74,11 +73,11 @@ def both_shared(tmp_path_factory: pytest.TempPathFactory, machine: Path, mma_syn
     return Emulator(tmp_path_factory.mktemp("both_shared"), machine, BOTH_SHARED, mma_sync=mma_sync)
 
 
-@pytest.mark.parametrize("head_rows", [0, 16, 64, 112, 192, 203])
-def test_decode(decode: Emulator, head_rows: int) -> None:
+@pytest.mark.parametrize("prefix_rows", [0, 16, 64, 112, 192, 203])
+def test_decode(decode: Emulator, prefix_rows: int) -> None:
     """Ragged rows, columns and tokens; splits inside and between tiles; every way for copies to land."""
     for copies_land, depth in itertools.product((AT_RANDOM, AT_ONCE, LATE), (8, 200)):
-        run(decode, 5, 203, depth, head_rows, copies_land=copies_land, seed=head_rows)
+        run(decode, 5, 203, depth, prefix_rows, copies_land=copies_land, seed=prefix_rows)
 
 
 def test_decode_writes_only_its_rows(decode: Emulator) -> None:
@@ -94,22 +93,15 @@ def test_more_tokens_than_a_cluster_holds(decode: Emulator) -> None:
 
 @pytest.mark.parametrize("limits", [None, Limits(), Limits(host_ctas=1, host_inflight_bytes=1)])
 def test_x_is_shared(shared_x: Emulator, limits: Limits | None) -> None:
-    for head_rows, seed in itertools.product((0, 48, 144, 300), (1, 2)):
-        run(shared_x, 20, 300, 136, head_rows, limits=limits, seed=seed)
+    for prefix_rows, seed in itertools.product((0, 48, 144, 300), (1, 2)):
+        run(shared_x, 20, 300, 136, prefix_rows, limits=limits, seed=seed)
 
 
-@pytest.mark.parametrize("head_rows", [0, 80, 256, 272, 600])
-def test_both_are_shared(both_shared: Emulator, head_rows: int) -> None:
+@pytest.mark.parametrize("prefix_rows", [0, 80, 256, 272, 600])
+def test_both_are_shared(both_shared: Emulator, prefix_rows: int) -> None:
     """Four CTAs: pairs share W, pairs share x. The second item of a cluster follows through the same rings."""
     for copies_land in (AT_RANDOM, AT_ONCE, LATE):
-        run(both_shared, 29, 600, 136, head_rows, copies_land=copies_land, seed=head_rows, most_clusters=2)
-
-
-def test_one_slot(tmp_path: Path, machine: Path, mma_sync: bool) -> None:
-    emulator = Emulator(tmp_path, machine, SERIAL, mma_sync=mma_sync)
-    assert (emulator.tile.w_stages, emulator.tile.x_stages) == (1, 1)
-    for head_rows in (0, 80, 100):
-        run(emulator, 10, 100, 136, head_rows)
+        run(both_shared, 29, 600, 136, prefix_rows, copies_land=copies_land, seed=prefix_rows, most_clusters=2)
 
 
 def test_wide_tiles(tmp_path: Path, machine: Path, mma_sync: bool) -> None:
@@ -130,14 +122,6 @@ def test_tiles_for_little_shared_memory(tmp_path: Path, machine: Path, tokens: i
     tile = choose_tile(tokens, multicast=False, shared_limit_bytes=SMALL_SHARED_BYTES)
     assert tile.tile_rows == 64 and tile.cluster_ctas == 1
     run(Emulator(tmp_path, machine, tile, mma_sync=True), tokens + 64, 130, 72 * tile.w_stages, 48)
-
-
-def test_plain_variant(decode: Emulator) -> None:
-    shape = launch_shape(5, 203, 200, 112, DECODE, 3, Limits(), FLOP_PER_S)
-    x, weight, bias = whole_numbers(5, 200, seed=1), whole_numbers(203, 200, seed=2), whole_numbers(203, seed=3)
-    left = decode.run(shape, x, weight, bias, plain=True)
-    assert left.failure == ""
-    assert torch.equal(left.y[:5], (x.double() @ weight.double().T + bias.double()).to(torch.bfloat16))
 
 
 # Each is a fault that a kernel of this kind is known for; none may pass.

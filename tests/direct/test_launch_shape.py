@@ -34,9 +34,11 @@ LIMITS = st.one_of(
 def shapes(draw: st.DrawFn) -> LaunchShape:
     tokens, rows = draw(TOKENS), draw(st.integers(1, 3000))
     depth = 8 * draw(st.integers(1, 40))
-    head_rows = draw(st.one_of(st.sampled_from((0, rows)), st.integers(0, rows // GRAIN).map(lambda n: n * GRAIN)))
-    tile = choose_tile(tokens, multicast=draw(st.booleans()), serial=draw(st.booleans()))
-    return launch_shape(tokens, rows, depth, head_rows, tile, draw(st.integers(1, 140)), draw(LIMITS), draw(FLOP_PER_S))
+    prefix_rows = draw(st.one_of(st.sampled_from((0, rows)), st.integers(0, rows // GRAIN).map(lambda n: n * GRAIN)))
+    tile = choose_tile(tokens, multicast=draw(st.booleans()))
+    return launch_shape(
+        tokens, rows, depth, prefix_rows, tile, draw(st.integers(1, 140)), draw(LIMITS), draw(FLOP_PER_S)
+    )
 
 
 def all_items(shape: LaunchShape) -> list[tuple[int, Item]]:
@@ -63,7 +65,7 @@ def test_every_result_is_computed_once(shape: LaunchShape) -> None:
 def test_host_bytes(shape: LaunchShape) -> None:
     """Counted as the kernel counts, slice by slice; and by whoever is allowed to ask."""
     schedule, tile = shape.schedule, shape.tile
-    head_rows = min(schedule.split_row, schedule.rows)
+    prefix_rows = min(schedule.split_row, schedule.rows)
     asked = 0
     for cluster, item in all_items(shape):
         of_item = sum(
@@ -74,7 +76,7 @@ def test_host_bytes(shape: LaunchShape) -> None:
         assert (of_item > 0) == (item.band >= schedule.hbm_bands)
         assert not of_item or cluster < schedule.host_clusters
         asked += of_item
-    assert asked == shape.host_bytes == (schedule.rows - head_rows) * shape.depth * 2 * schedule.token_blocks
+    assert asked == shape.host_bytes == (schedule.rows - prefix_rows) * shape.depth * 2 * schedule.token_blocks
     if shape.tokens <= 4096 and tile.token_ctas > 1:
         assert schedule.token_blocks == 1
 
@@ -97,7 +99,7 @@ def test_limits_hold(shape: LaunchShape) -> None:
     schedule, tile = shape.schedule, shape.tile
     assert tile.shared_bytes <= SHARED_LIMIT_BYTES
     assert 1 <= shape.host_w_stages <= tile.w_stages
-    assert tile.serial or min(tile.w_stages, shape.host_w_stages, tile.x_stages) >= 2
+    assert min(tile.w_stages, shape.host_w_stages, tile.x_stages) >= 2
     assert 0 <= schedule.host_clusters <= schedule.clusters
     assert schedule.clusters <= schedule.hbm_items + schedule.host_items
     assert tile.cluster_ctas <= 16 and tile.token_ctas in TOKEN_CTAS and tile.tile_tokens in TILE_TOKENS
@@ -107,18 +109,18 @@ def test_limits_hold(shape: LaunchShape) -> None:
 def test_requests_in_flight_are_those_that_were_set(tokens: int) -> None:
     """On a GPU of 132 SMs, at every ratio: enough to cover the link's latency, and not more."""
     tile = choose_tile(tokens)
-    for head_rows in range(0, 7168, 112):
-        shape = launch_shape(tokens, 7168, 7168, head_rows, tile, 132 // tile.cluster_ctas, Limits(), HOPPER)
+    for prefix_rows in range(0, 7168, 112):
+        shape = launch_shape(tokens, 7168, 7168, prefix_rows, tile, 132 // tile.cluster_ctas, Limits(), HOPPER)
         # Consumers keep one slot while they wait for the next.
         inflight = shape.schedule.host_clusters * tile.row_ctas * tile.w_slot_bytes * (shape.host_w_stages - 1)
-        assert inflight <= 256 << 10, (head_rows, shape)
+        assert inflight <= 256 << 10, (prefix_rows, shape)
         # A single tile of the widest kind has no room for more than five slots.
-        assert inflight >= (128 << 10 if shape.schedule.host_items > 1 else 64 << 10), (head_rows, shape)
+        assert inflight >= (128 << 10 if shape.schedule.host_items > 1 else 64 << 10), (prefix_rows, shape)
         if tokens > 512 and shape.host_bytes < 7168 * 7168 // 2:
             continue  # arithmetic takes longer than the link
         # The last round is nearly as full as the others.
         idle = -shape.schedule.host_items % shape.schedule.host_clusters
-        assert idle <= max(1, shape.schedule.host_items // 6), (head_rows, shape)
+        assert idle <= max(1, shape.schedule.host_items // 6), (prefix_rows, shape)
 
 
 def test_some_clusters_are_left_to_hbm() -> None:
@@ -144,8 +146,8 @@ def test_who_waits_for_the_link_is_not_missed(rows: int, depth: int) -> None:
     tile, clusters = choose_tile(2048), 15
     resident_rounds = -(-rows // tile.cluster_rows // clusters)
     for host_bands in range(1, -(-rows // tile.cluster_rows // 8)):
-        head_rows = rows - host_bands * tile.cluster_rows
-        shape = launch_shape(2048, rows, depth, head_rows, tile, clusters, Limits(), HOPPER)
+        prefix_rows = rows - host_bands * tile.cluster_rows
+        shape = launch_shape(2048, rows, depth, prefix_rows, tile, clusters, Limits(), HOPPER)
         schedule, limits = shape.schedule, Limits()
         item_s = 2 * tile.cluster_rows * depth * 2048 / (2 * HOPPER * tile.cluster_ctas)
         link_s = shape.host_bytes / limits.link_bytes_per_s
@@ -178,17 +180,16 @@ def test_tiles_do_not_depend_on_the_split() -> None:
     """choose_tile is not told; what is left is that the launch keeps it, and K is not cut."""
     for tokens in (1, 100, 3000):
         tile = choose_tile(tokens)
-        for head_rows in range(0, 513, 16):
-            assert launch_shape(tokens, 512, 72, head_rows, tile, 100, Limits(), HOPPER).tile == tile
+        for prefix_rows in range(0, 513, 16):
+            assert launch_shape(tokens, 512, 72, prefix_rows, tile, 100, Limits(), HOPPER).tile == tile
 
 
 def test_variants_keep_the_tile() -> None:
-    """Without multicast and in serial the products have the same shape, so the bits are the same."""
+    """Without multicast the products have the same shape, so the bits are the same."""
     for tokens in (1, 17, 100, 300, 600, 2048, 4096):
-        usual, alone, serial = (choose_tile(tokens, **o) for o in ({}, {"multicast": False}, {"serial": True}))
-        assert usual.tile_tokens == alone.tile_tokens == serial.tile_tokens
-        assert usual.tile_rows == alone.tile_rows == serial.tile_rows
-        assert (alone.cluster_ctas, serial.cluster_ctas, serial.w_stages, serial.x_stages) == (1, 1, 1, 1)
+        usual, alone = choose_tile(tokens), choose_tile(tokens, multicast=False)
+        assert usual.tile_tokens == alone.tile_tokens and usual.tile_rows == alone.tile_rows
+        assert alone.cluster_ctas == 1
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,6 @@ def test_hopper_keeps_its_tiles() -> None:
         alone, stages = choose_tile(tokens, multicast=False), wanted[4:]
         # Without the barriers of others there is as much room, and tokens take turns.
         assert numbers(alone) == (*wanted[:2], 1, 1, *stages), tokens
-        assert numbers(choose_tile(tokens, serial=True)) == (*wanted[:2], 1, 1, 1, 1), tokens
 
 
 def test_little_shared_memory() -> None:
@@ -264,16 +264,16 @@ def test_little_shared_memory() -> None:
         assert tile.tile_tokens * tile.token_blocks >= tokens, tokens
 
 
-@given(TOKENS, st.integers(20_672, SHARED_LIMIT_BYTES), st.booleans(), st.booleans())
+@given(TOKENS, st.integers(20_672, SHARED_LIMIT_BYTES), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_any_shared_memory(tokens: int, limit_bytes: int, multicast: bool, serial: bool) -> None:
+def test_any_shared_memory(tokens: int, limit_bytes: int, multicast: bool) -> None:
     """Down to the least: what is chosen fits, and is shared in whole eights."""
-    tile = choose_tile(tokens, multicast=multicast, serial=serial, shared_limit_bytes=limit_bytes)
+    tile = choose_tile(tokens, multicast=multicast, shared_limit_bytes=limit_bytes)
     assert tile.shared_bytes <= limit_bytes
-    assert serial or min(tile.w_stages, tile.x_stages) >= 2
+    assert min(tile.w_stages, tile.x_stages) >= 2
     assert tile.w_box_rows * tile.token_ctas == tile.tile_rows and tile.w_box_rows % 8 == 0
     assert tile.x_box_rows * tile.row_ctas == tile.tile_tokens and tile.x_box_rows % 8 == 0
-    assert tile.cluster_ctas <= (16 if multicast and not serial else 1)
+    assert tile.cluster_ctas <= (16 if multicast else 1)
     assert tile.tile_tokens * tile.token_ctas * tile.token_blocks >= tokens
 
 
@@ -294,8 +294,6 @@ def test_smaller_clusters() -> None:
 
 
 def test_refused_launches() -> None:
-    with pytest.raises(KernelInputError, match="row_ctas is 3"):
-        choose_tile(64, row_ctas=3)
     with pytest.raises(KernelInputError, match="20,671 bytes .* 64 rows of the weight and 8 tokens, needs 20,672"):
         choose_tile(256, shared_limit_bytes=20_671)
     with pytest.raises(KernelInputError, match="0 clusters of 8 CTAs"):

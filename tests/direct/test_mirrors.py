@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.direct import faults, schedule, tile_shape
 from penstock.direct.params import SPLIT_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT, SplitParams, SplitSchedule
-from penstock.direct.schedule import Schedule
+from penstock.direct.schedule import TileSchedule
 from tests.direct.emulation import EMULATOR, KERNELS, compile_cpp
 
 
@@ -25,7 +25,9 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 SCHEDULES = st.builds(
-    lambda split, clusters, host, **rest: Schedule(split_row=16 * split, clusters=clusters, **rest, host_clusters=host),
+    lambda split, clusters, host, **rest: TileSchedule(
+        split_row=16 * split, clusters=clusters, **rest, host_clusters=host
+    ),
     st.integers(0, 60),
     st.integers(1, 20),
     st.integers(0, 5),
@@ -38,7 +40,7 @@ SCHEDULES = st.builds(
 
 @given(SCHEDULES, st.integers(0, 25), st.integers(0, 20))
 @settings(max_examples=500, deadline=None)
-def test_items(arithmetic: ctypes.CDLL, planned: Schedule, cluster: int, step: int) -> None:
+def test_items(arithmetic: ctypes.CDLL, planned: TileSchedule, cluster: int, step: int) -> None:
     cluster %= planned.clusters
     out = (ctypes.c_int * 2)()
     arithmetic.item(ctypes.byref(SplitSchedule(**asdict(planned))), cluster, step, out)
@@ -48,7 +50,9 @@ def test_items(arithmetic: ctypes.CDLL, planned: Schedule, cluster: int, step: i
 
 @given(SCHEDULES, st.integers(1, 40), st.integers(0, 60), st.sampled_from((8, 16, 64, 128)), st.integers(0, 4))
 @settings(max_examples=500, deadline=None)
-def test_host_bytes(arithmetic: ctypes.CDLL, planned: Schedule, eighths: int, row: int, count: int, chunk: int) -> None:
+def test_host_bytes(
+    arithmetic: ctypes.CDLL, planned: TileSchedule, eighths: int, row: int, count: int, chunk: int
+) -> None:
     depth, row, column = 8 * eighths, 16 * row, schedule.CHUNK * chunk
     if column < depth:
         found = arithmetic.host_bytes(ctypes.byref(SplitSchedule(**asdict(planned))), depth, row, count, column)

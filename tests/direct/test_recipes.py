@@ -47,16 +47,16 @@ def aligned_recipe() -> LinearRecipe:
     return LinearRecipe.from_buffer(buffer, -ctypes.addressof(buffer) % 128)
 
 
-def case_of(head: torch.Tensor, tail: torch.Tensor, tokens: int = TOKENS) -> LinearCase:
+def case_of(prefix: torch.Tensor, rest: torch.Tensor, tokens: int = TOKENS) -> LinearCase:
     return LinearCase(
         access=3,
         tokens=tokens,
-        rows=head.shape[0] + tail.shape[0],
-        depth=head.shape[1],
-        head_rows=head.shape[0],
-        head_address=head.data_ptr(),
-        tail_address=tail.data_ptr(),
-        is_bf16=int(head.dtype == torch.bfloat16),
+        rows=prefix.shape[0] + rest.shape[0],
+        depth=prefix.shape[1],
+        head_rows=prefix.shape[0],
+        head_address=prefix.data_ptr(),
+        tail_address=rest.data_ptr(),
+        is_bf16=int(prefix.dtype == torch.bfloat16),
     )
 
 
@@ -81,12 +81,12 @@ def launched(
     return code, (call.value or b"").decode()
 
 
-@pytest.mark.parametrize("head_rows", [0, 48, 64, ROWS])
-def test_a_recipe_serves_call_after_call(emulation: Emulation, library: Path, head_rows: int) -> None:
+@pytest.mark.parametrize("prefix_rows", [0, 48, 64, ROWS])
+def test_a_recipe_serves_call_after_call(emulation: Emulation, library: Path, prefix_rows: int) -> None:
     weight = whole_numbers(ROWS, DEPTH, seed=2)
-    head, tail = weight[:head_rows].clone(), on_host(emulation, weight[head_rows:].clone())
+    prefix, rest = weight[:prefix_rows].clone(), on_host(emulation, weight[prefix_rows:].clone())
     recipes = Recipes("cuda:0")
-    recipe = prepared(recipes, case_of(head, tail))
+    recipe = prepared(recipes, case_of(prefix, rest))
     before = bytes(recipe)
     for seed in range(2):
         x = whole_numbers(TOKENS, DEPTH, seed=10 + seed)
@@ -99,7 +99,7 @@ def test_a_recipe_serves_call_after_call(emulation: Emulation, library: Path, he
             assert torch.equal(y, (x.double() @ weight.double().T + added).to(torch.bfloat16))
     assert bytes(recipe) == before
     assert (emulation.launches, emulation.stream) == (4, STREAM)
-    assert emulation.host_bytes_read == 4 * (ROWS - head_rows) * DEPTH * 2
+    assert emulation.host_bytes_read == 4 * (ROWS - prefix_rows) * DEPTH * 2
     recipes.close()
 
 
@@ -127,7 +127,7 @@ def test_limits_are_those_that_were_given(emulation: Emulation) -> None:
 
 def test_what_the_kernel_cannot_take_is_refused(emulation: Emulation) -> None:
     weight = whole_numbers(ROWS, DEPTH, seed=2)
-    with pytest.raises(KernelInputError, match="a head of 8 rows of 203"):
+    with pytest.raises(KernelInputError, match="a prefix of 8 rows of 203"):
         prepared(Recipes("cuda:0"), case_of(weight[:8], weight[8:]))
 
 

@@ -22,11 +22,11 @@ def operands(tokens: int, rows: int, depth: int, dtype: torch.dtype) -> tuple[to
 def test_bits_do_not_depend_on_the_split(tokens: int, rows: int, depth: int, dtype: torch.dtype) -> None:
     x, weight, bias = operands(tokens, rows, depth, dtype)
     whole = split_linear_reference(x, weight, None, bias)
-    for head_rows in (*range(0, rows, 16), rows):
+    for prefix_rows in (*range(0, rows, 16), rows):
         # Storage of their own: nothing can be read past the end of a side.
-        head, tail = weight[:head_rows].clone(), weight[head_rows:].clone()
-        split = split_linear_reference(x, head, tail, bias)
-        assert torch.equal(split.view(torch.int16), whole.view(torch.int16)), head_rows
+        prefix, rest = weight[:prefix_rows].clone(), weight[prefix_rows:].clone()
+        split = split_linear_reference(x, prefix, rest, bias)
+        assert torch.equal(split.view(torch.int16), whole.view(torch.int16)), prefix_rows
     exact = x.double() @ weight.double().T + bias.double()
     # Half a unit in the last place of the result, and what 32-bit sums of this length add.
     unit = torch.finfo(dtype).eps * exact.abs() / 2 + depth * torch.finfo(torch.float32).eps
@@ -36,8 +36,8 @@ def test_bits_do_not_depend_on_the_split(tokens: int, rows: int, depth: int, dty
 def test_bias_and_sides_may_be_missing() -> None:
     x, weight, _ = operands(5, 64, 64, torch.bfloat16)
     exact = (x.double() @ weight.double().T).to(torch.bfloat16)
-    for head, tail in ((weight, None), (None, weight)):
-        assert torch.allclose(split_linear_reference(x, head, tail), exact, rtol=2**-7, atol=1e-6)
+    for prefix, rest in ((weight, None), (None, weight)):
+        assert torch.allclose(split_linear_reference(x, prefix, rest), exact, rtol=2**-7, atol=1e-6)
 
 
 def test_other_numbers_stay_where_they_are() -> None:

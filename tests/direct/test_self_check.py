@@ -19,8 +19,8 @@ from tests.direct.split_reference import split_linear_reference
 CPU = torch.device("cpu")
 
 
-def right(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
-    out.copy_(split_linear_reference(x, head, tail, bias))
+def right(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
+    out.copy_(split_linear_reference(x, prefix, rest, bias))
 
 
 @pytest.fixture
@@ -34,37 +34,37 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
 def test_a_right_kernel_passes(few: list[Product]) -> None:
     asked: list[tuple[int, int, torch.dtype]] = []
 
-    def launch(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
+    def launch(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
         assert out.isnan().all()
-        asked.append((x.shape[0], head.shape[0], x.dtype))
-        right(x, head, tail, bias, out)
+        asked.append((x.shape[0], prefix.shape[0], x.dtype))
+        right(x, prefix, rest, bias, out)
 
     check_products(launch, CPU, (10, 0))
     assert {dtype for *_, dtype in asked} == {torch.bfloat16, torch.float16}
     assert [rows for _, rows, _ in asked] == [0, 16, 272, 520] * len(few)
 
 
-def stale(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
+def stale(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
     """One result is never written."""
     before = out[3, 70].clone()
-    right(x, head, tail, bias, out)
+    right(x, prefix, rest, bias, out)
     out[3, 70] = before
 
 
-def swapped(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
+def swapped(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
     """Rows of a tile on both sides change places."""
-    if head.shape[0] == 272:
-        head, tail = torch.cat([head[:-16], tail[:16]]), torch.cat([head[-16:], tail[16:]])
-    right(x, head, tail, bias, out)
+    if prefix.shape[0] == 272:
+        prefix, rest = torch.cat([prefix[:-16], rest[:16]]), torch.cat([prefix[-16:], rest[16:]])
+    right(x, prefix, rest, bias, out)
 
 
-def short(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
+def short(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
     """The last eight columns are left out."""
-    right(x[:, :-8], head[:, :-8], tail[:, :-8], bias, out)
+    right(x[:, :-8], prefix[:, :-8], rest[:, :-8], bias, out)
 
 
-def no_bias(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
-    right(x, head, tail, torch.zeros_like(bias), out)
+def no_bias(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
+    right(x, prefix, rest, torch.zeros_like(bias), out)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_wrong_one_is_told_by_its_first_result(few: list[Product], wrong: Laun
 
 
 def test_what_was_expected_and_what_came(few: list[Product]) -> None:
-    def off(x: Tensor, head: Tensor, tail: Tensor, bias: Tensor, out: Tensor) -> None:
-        right(x, head, tail, bias, out)
+    def off(x: Tensor, prefix: Tensor, rest: Tensor, bias: Tensor, out: Tensor) -> None:
+        right(x, prefix, rest, bias, out)
         out[4, 519] = 12345.0 if out[4, 519] != 12345.0 else 0.0
 
     wanted = few[0].wanted[4, 519].item()
@@ -151,7 +151,7 @@ def test_the_kernel_of_an_untried_gpu(
     opened: list[Any] = []
     for capability in ((9, 0), (10, 0)):
 
-        def make(device: str, *, bounded_waits: bool = False, cache: None = None) -> Any:
+        def make(device: str, *, bounded_waits: bool = False) -> Any:
             kernel = kernel_on(0, capability)  # noqa: B023 - called in this turn
             kernel.bounded_waits, kernel.closed = bounded_waits, 0
             kernel.close = lambda: setattr(kernel, "closed", kernel.closed + 1)

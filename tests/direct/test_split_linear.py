@@ -55,25 +55,23 @@ def emulation(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulat
     ctypes.memmove(ctypes.addressof(state), before, len(before))
 
 
-def on_host(state: Emulation, tail: torch.Tensor) -> torch.Tensor:
+def on_host(state: Emulation, rest: torch.Tensor) -> torch.Tensor:
     """Says which memory stands for the host's."""
-    state.host_begin, state.host_end = tail.data_ptr(), tail.data_ptr() + tail.numel() * 2
-    return tail
+    state.host_begin, state.host_end = rest.data_ptr(), rest.data_ptr() + rest.numel() * 2
+    return rest
 
 
-@pytest.mark.parametrize("head_rows", [0, 48, 64, 203])
-@pytest.mark.parametrize("options", [Options(), Options(limits=None), Options(plain=True)])
-def test_launch(emulation: Emulation, head_rows: int, options: Options) -> None:
+@pytest.mark.parametrize("prefix_rows", [0, 48, 64, 203])
+@pytest.mark.parametrize("options", [Options(), Options(limits=None)])
+def test_launch(emulation: Emulation, prefix_rows: int, options: Options) -> None:
     x, weight, bias = whole_numbers(5, 136, seed=1), whole_numbers(203, 136, seed=2), whole_numbers(203, seed=3)
     counter = torch.zeros(1, dtype=torch.int64)
-    head, tail = weight[:head_rows].clone(), on_host(emulation, weight[head_rows:].clone())
+    prefix, rest = weight[:prefix_rows].clone(), on_host(emulation, weight[prefix_rows:].clone())
     kernel = SplitLinear("cuda:0")
-    y = kernel(x, head, tail, bias, options=options, host_bytes=counter)
+    y = kernel(x, prefix, rest, bias, options=options, host_bytes=counter)
     assert torch.equal(y, (x.double() @ weight.double().T + bias.double()).to(torch.bfloat16))
-    asked = (203 - head_rows) * 136 * 2
-    # One thread per result reads its row of W itself.
-    assert counter.item() == (asked * 5 if options.plain else asked)
-    assert options.plain or emulation.host_bytes_read == asked
+    asked = (203 - prefix_rows) * 136 * 2
+    assert counter.item() == emulation.host_bytes_read == asked
     assert (emulation.launches, emulation.stream) == (1, STREAM)
     kernel.close()
 
@@ -97,13 +95,13 @@ def test_refusals(emulation: Emulation) -> None:
         ("x is torch.float32", (x.float(), weight, None)),
         ("x has the shape", (x[0], weight, None)),
         ("K=12", (x[:, :12], weight[:, :12], None)),
-        ("head of 8 rows of 64", (x, weight[:8], weight[8:])),
-        (r"head is torch.float16 \(64, 136\)", (x, weight.half(), None)),
-        (r"tail is torch.bfloat16 \(48, 128\)", (x, weight[:16], weight[16:, :128])),
+        ("prefix of 8 rows of 64", (x, weight[:8], weight[8:])),
+        (r"prefix is torch.float16 \(64, 136\)", (x, weight.half(), None)),
+        (r"rest is torch.bfloat16 \(48, 128\)", (x, weight[:16], weight[16:, :128])),
         (r"x has the strides \(1, 5\)", (x.T.contiguous().T, weight, None)),
         (r"x has the strides \(0, 1\)", (x[:1].expand(5, 136), weight, None)),
         ("x starts at .* multiples of 16", (x.flatten()[1:].view(-1)[: 4 * 136].view(4, 136), weight, None)),
-        ("head starts at .* 276 bytes apart", (x, whole_numbers(64, 138, seed=1)[:, :136], None)),
+        ("prefix starts at .* 276 bytes apart", (x, whole_numbers(64, 138, seed=1)[:, :136], None)),
         (r"bias is .* needs a contiguous torch.bfloat16 \(64,\)", (x, weight, None, weight[0])),
         ("T=0", (x[:0], weight, None)),
         ("N=0", (x, None, None)),
@@ -145,7 +143,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, emulation: Emulation) -> list[tupl
     """The targets and defines that kernels were compiled for."""
     told: list[tuple[str, ...]] = []
 
-    def cubin_of(nvrtc: None, source: Source, target: str, options: tuple[str, ...], cache: None) -> bytes:
+    def cubin_of(nvrtc: None, source: Source, target: str, options: tuple[str, ...]) -> bytes:
         told.append((target, *(option for option in options if "MMA_SYNC" in option or "CLUSTERS" in option)))
         return b"a cubin\0"
 
@@ -183,10 +181,10 @@ def test_launch_on_another_gpu(emulation: Emulation) -> None:
     """Shorter rings, and tokens in turns: the host is asked for its rows once in each."""
     emulation.capability_major, emulation.shared_bytes = 12, 101_376
     weight = whole_numbers(203, 136, seed=2)
-    head, tail = weight[:48].clone(), on_host(emulation, weight[48:].clone())
+    prefix, rest = weight[:48].clone(), on_host(emulation, weight[48:].clone())
     x, counter = whole_numbers(5, 136, seed=1), torch.zeros(1, dtype=torch.int64)
     kernel = SplitLinear("cuda:0")
-    y = kernel(x, head, tail, host_bytes=counter)
+    y = kernel(x, prefix, rest, host_bytes=counter)
     assert torch.equal(y, (x.double() @ weight.double().T).to(torch.bfloat16))
     assert counter.item() == emulation.host_bytes_read == 155 * 136 * 2
     turns = kernel.shape(2048, 203, 136, 48, torch.bfloat16, Options())
@@ -212,8 +210,3 @@ def test_what_a_gpu_does_not_have_is_refused(emulation: Emulation) -> None:
         kernel.shape(*sizes, Options(shared_limit_bytes=0))
     with pytest.raises(KernelInputError, match="instructions is 'wgmma'; it must be 'own' or 'mma_sync'"):
         kernel.shape(*sizes, Options(instructions="wgmma"))  # type: ignore[arg-type]
-    with pytest.raises(KernelInputError, match="row_ctas is 2, and in a build without clusters it must be 1"):
-        kernel.shape(*sizes, Options(instructions="mma_sync", multicast=False, row_ctas=2))
-    emulation.capability_major = 12
-    with pytest.raises(KernelInputError, match="row_ctas is 2, and in a build without clusters it must be 1"):
-        SplitLinear("cuda:0").shape(*sizes, Options(row_ctas=2))

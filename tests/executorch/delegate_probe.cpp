@@ -267,7 +267,7 @@ void probe_data_add_bytes(void* handle, const char* name, const char* bytes, int
 }
 
 // `freed`: whether the delegate_ref was given back.
-int32_t probe_init(void* data, const char* delegate_ref, int64_t ticket_bytes, const ProbeOption* given, int64_t count,
+int32_t probe_init(void* data, const char* delegate_ref, int64_t delegate_ref_bytes, const ProbeOption* given, int64_t count,
                    void** out, int32_t* freed) {
   stand_between();
   std::vector<BackendOption> options;
@@ -284,7 +284,7 @@ int32_t probe_init(void* data, const char* delegate_ref, int64_t ticket_bytes, c
   executorch::runtime::BackendInitContext context(nullptr, nullptr, nullptr, static_cast<Data*>(data),
                                                   {options.data(), options.size()});
   FreeableBuffer processed(
-      delegate_ref, (size_t)ticket_bytes, [](void* context, void*, size_t) { *static_cast<int32_t*>(context) = 1; }, freed);
+      delegate_ref, (size_t)delegate_ref_bytes, [](void* context, void*, size_t) { *static_cast<int32_t*>(context) = 1; }, freed);
   auto* backend = executorch::runtime::get_backend_class("PenstockBackend");
   auto result = backend->init(context, &processed, {});
   *freed = processed.data() == nullptr;

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.executorch.description import PlanTable, Ticket
+from penstock.executorch.description import DelegateRef, PlanTable
 from penstock.executorch.native import Value, _fill
 from penstock.executorch.native import library as delegate_library
 from penstock.executorch.payload import (
+    DELEGATE_REF_MAGIC,
     HEADER_BYTES,
     PAYLOAD_MAGIC,
-    TICKET_MAGIC,
     StoredPlan,
+    pack_delegate_ref,
     pack_payload,
-    pack_ticket,
     payload_bytes,
     read_payload,
 )
@@ -186,13 +186,13 @@ class Program:
         for row in (row for table in self.description.plan_tables for row in table.plans):
             self.plans.append(StoredPlan(row.device_bytes, left[: 8 * row.numbers], bool(row.copies)))
             left = left[8 * row.numbers :]
-        self.tickets: dict[str, Ticket] = {}
-        at = raw.find(TICKET_MAGIC)
+        self.delegate_refs: dict[str, DelegateRef] = {}
+        at = raw.find(DELEGATE_REF_MAGIC)
         while at >= 0:
             record = raw[at + HEADER_BYTES : at + payload_bytes(raw[at : at + HEADER_BYTES])]
-            ticket = from_record(Ticket, record)
-            self.tickets[ticket.method] = ticket
-            at = raw.find(TICKET_MAGIC, at + 1)
+            ref = from_record(DelegateRef, record)
+            self.delegate_refs[ref.method] = ref
+            at = raw.find(DELEGATE_REF_MAGIC, at + 1)
         self.places = [
             Place(e.name, SCALAR_TYPES[e.dtype], tuple(e.shape), tuple(e.dim_order), e.offset_bytes, e.length_bytes)
             for e in read_index(self.data_path)
@@ -225,7 +225,7 @@ class Data:
             library().probe_data_add(
                 self.handle, name, place.scalar_type, rank, shape, order, place.offset_bytes, place.nbytes
             )
-        (key,) = {ticket.payload for ticket in program.tickets.values()}
+        (key,) = {ref.payload for ref in program.delegate_refs.values()}
         library().probe_data_add_bytes(self.handle, key.encode(), payload, len(payload))
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class Delegate:
         path, places = file or (program.data_path, program.places)
         given_payload = payload or program.payload(changes or {}, with_code)
         data = Data(program, given_payload, path, places) if with_data else None
-        packed = pack_ticket(replace(program.tickets[method], **(delegate_ref or {})))
+        packed = pack_delegate_ref(replace(program.delegate_refs[method], **(delegate_ref or {})))
         given = (_Option * max(1, len(options or {})))()
         for option, (key, value) in zip(given, (options or {}).items(), strict=False):
             option.key = key.encode()

@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.export import toolchain
 from penstock.export.method import schedule_method
-from penstock.export.offload import lend_weights
+from penstock.export.offload import insert_program_fetches
 from penstock.torch_private.inductor import REQUIRED_OPTIONS
 from tests.export.builds import build, older_files, unchanged
 from tests.harness import offloaded
@@ -52,7 +52,7 @@ def exported() -> torch.export.ExportedProgram:
 def training_program() -> torch.export.ExportedProgram:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).train()
     ep = torch.export.export(model, (torch.ones(1, 2),)).run_decompositions({})
-    lend_weights(ep)  # what apply_weight_offload does after it has refused such a program
+    insert_program_fetches(ep)  # what apply_weight_offload does after it has refused such a program
     return ep
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -195,6 +198,30 @@ def test_a_call_under_the_caller_s_own_capture_is_refused(compiled: dict[str, Pa
         graph.replay()
         assert torch.equal(held, x * 2)
         assert torch.equal(module(x), first)
+
+
+def test_modules_that_one_thread_captured_are_replayed_by_two(compiled: dict[str, Path]) -> None:
+    """Their products have one workspace."""
+    floor = floor_of(compiled["slow_chain"], "auto")
+    rows = [torch.randn(4, programs.SlowChain.SIZES[0], dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    with ExitStack() as stack:
+        modules = [
+            stack.enter_context(penstock.Module(compiled["slow_chain"], budget=floor, cuda_graph=True)) for _ in rows
+        ]
+        wanted = [module(x) for module, x in zip(modules, rows, strict=True)]
+        torch.cuda.synchronize()
+        start = threading.Barrier(len(rows))
+
+        def replay(number: int) -> list[torch.Tensor]:
+            start.wait()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                return [modules[number](rows[number]) for _ in range(50)]
+
+        with ThreadPoolExecutor(len(rows)) as pool:
+            found = list(pool.map(replay, range(len(rows))))
+        torch.cuda.synchronize()
+        assert all(torch.equal(bits(y), bits(want)) for want, ys in zip(wanted, found, strict=True) for y in ys)
+        assert [module.stats().replays for module in modules] == [50, 50]
 
 
 def test_calibration_and_graphs(compiled: dict[str, Path]) -> None:

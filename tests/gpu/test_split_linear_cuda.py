@@ -50,8 +50,6 @@ ALIKE: dict[str, dict[str, Any]] = {
     "no congestion control": {"limits": None},
     "one host CTA": {"limits": Limits(host_ctas=1, host_inflight_bytes=1)},
     "no multicast": {"multicast": False},
-    "x not shared": {"row_ctas": 1},
-    "serial": {"serial": True},
     "overlapped": {"overlapped": True},
 }
 
@@ -75,7 +73,7 @@ def test_tokens(build: str, tokens: int) -> None:
     run_child(build, str(tokens))
 
 
-@pytest.mark.parametrize("group", ["plain", "registered", "graph", "again", "overlapped", "large", "self_check"])
+@pytest.mark.parametrize("group", ["registered", "graph", "again", "overlapped", "large", "self_check"])
 def test_group(group: str) -> None:
     run_child(group)
 
@@ -102,18 +100,18 @@ class Case:
         bias = torch.randn(rows, device="cuda").to(dtype) if biased else None
         return cls(x, weight, weight.cpu().pin_memory(), bias)
 
-    def run(self, kernel: SplitLinear, head_rows: int, options: Options) -> tuple[torch.Tensor, int]:
+    def run(self, kernel: SplitLinear, prefix_rows: int, options: Options) -> tuple[torch.Tensor, int]:
         """The result, out of a larger buffer of NaN of which nothing else may be written; and the host's bytes."""
         tokens, rows = self.x.shape[0], self.weight.shape[0]
         buffer = torch.full(
-            (tokens + 1, rows + (head_rows // 16 % 3) * 4), torch.nan, dtype=self.x.dtype, device="cuda"
+            (tokens + 1, rows + (prefix_rows // 16 % 3) * 4), torch.nan, dtype=self.x.dtype, device="cuda"
         )
         counter = torch.zeros(1, dtype=torch.int64, device="cuda")
         # Copies: what lies behind a side's last row is not the other side.
-        head = self.weight[:head_rows].clone()
-        tail = self.host_weight[head_rows:]
+        prefix = self.weight[:prefix_rows].clone()
+        rest = self.host_weight[prefix_rows:]
         out = buffer[:tokens, :rows]
-        kernel(self.x, head, tail, self.bias, out=out, options=options, host_bytes=counter)
+        kernel(self.x, prefix, rest, self.bias, out=out, options=options, host_bytes=counter)
         torch.cuda.synchronize()
         assert buffer[tokens:].isnan().all() and buffer[:, rows:].isnan().all(), "written outside of y"
         return out.contiguous(), int(counter.item())
@@ -148,14 +146,14 @@ def check_case(kernel: SplitLinear, case: Case, base: Options, changes: dict[str
         assert torch.equal(other.view(torch.int16), whole.view(torch.int16)), f"{label}: bits of the tile"
     for name, change in changes.items():
         option = replace(base, **change)
-        for head_rows in splits(rows):
-            print(f"{label} H={head_rows} {name}", flush=True)
-            y, asked = case.run(kernel, head_rows, option)
+        for prefix_rows in splits(rows):
+            print(f"{label} H={prefix_rows} {name}", flush=True)
+            y, asked = case.run(kernel, prefix_rows, option)
             assert torch.equal(y.view(torch.int16), whole.view(torch.int16)), "other bits"
-            shape = kernel.shape(tokens, rows, depth, head_rows, case.x.dtype, option)
+            shape = kernel.shape(tokens, rows, depth, prefix_rows, case.x.dtype, option)
             assert asked == shape.host_bytes, f"asked {asked} bytes of the host, planned {shape.host_bytes}"
-            if option.multicast and not option.serial and architecture_of(*kernel.capability).clusters:
-                assert asked == (rows - head_rows) * depth * 2, "a host row crossed the link more than once"
+            if option.multicast and architecture_of(*kernel.capability).clusters:
+                assert asked == (rows - prefix_rows) * depth * 2, "a host row crossed the link more than once"
 
 
 def group_tokens(kernel: SplitLinear, base: Options, tokens: int) -> None:
@@ -166,24 +164,12 @@ def group_tokens(kernel: SplitLinear, base: Options, tokens: int) -> None:
             check_case(kernel, case, base, ALIKE if number == 2 else {"usual": {}}, label)
 
 
-def group_plain(kernel: SplitLinear) -> None:
-    """The plain variant against 64-bit sums, and equal to itself at every split."""
-    for dtype in (torch.bfloat16, torch.float16):
-        case = Case.random(17, 203, 264, dtype, biased=True)
-        whole, _ = case.run(kernel, 203, Options(plain=True))
-        mine, own = case.errors(whole)
-        assert mine <= own * 1.02 + 1e-12, (mine, own)
-        for head_rows in splits(203):
-            y, _ = case.run(kernel, head_rows, Options(plain=True))
-            assert torch.equal(y.view(torch.int16), whole.view(torch.int16)), head_rows
-
-
 def group_registered(kernel: SplitLinear) -> None:
-    """The tail in a mapped file that is registered read-only, at an odd page: what a weights file is."""
-    rows, depth, head_rows = 1000, 1096, 400
+    """The rest in a mapped file that is registered read-only, at an odd page: what a weights file is."""
+    rows, depth, prefix_rows = 1000, 1096, 400
     case = Case.random(8, rows, depth, torch.bfloat16, biased=True)
     with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
-        file.write(b"\0" * 4096 + case.host_weight[head_rows:].contiguous().view(torch.uint8).numpy().tobytes())
+        file.write(b"\0" * 4096 + case.host_weight[prefix_rows:].contiguous().view(torch.uint8).numpy().tobytes())
         file.flush()
         # Shared: registering a private mapping read-only does not return.
         mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -191,9 +177,9 @@ def group_registered(kernel: SplitLinear) -> None:
         runtime = torch.cuda.cudart()
         portable_and_read_only = 1 | 8
         assert int(runtime.cudaHostRegister(flat.data_ptr(), flat.numel(), portable_and_read_only)) == 0
-        tail = flat[4096:].view(torch.bfloat16).view(rows - head_rows, depth)
+        rest = flat[4096:].view(torch.bfloat16).view(rows - prefix_rows, depth)
         wanted, _ = case.run(kernel, rows, Options())
-        y = kernel(case.x, case.weight[:head_rows].clone(), tail, case.bias)
+        y = kernel(case.x, case.weight[:prefix_rows].clone(), rest, case.bias)
         torch.cuda.synchronize()
         assert int(runtime.cudaHostUnregister(flat.data_ptr())) == 0
         assert torch.equal(y.view(torch.int16), wanted.view(torch.int16))
@@ -202,11 +188,11 @@ def group_registered(kernel: SplitLinear) -> None:
 def group_graph(kernel: SplitLinear) -> None:
     case = Case.random(8, 520, 264, torch.bfloat16, biased=True)
     wanted, _ = case.run(kernel, 272, Options())
-    head, tail = case.weight[:272].clone(), case.host_weight[272:]
+    prefix, rest = case.weight[:272].clone(), case.host_weight[272:]
     y = torch.empty_like(wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel(case.x, head, tail, case.bias, out=y)
+        kernel(case.x, prefix, rest, case.bias, out=y)
     for _ in range(3):
         y.fill_(torch.nan)
         graph.replay()
@@ -218,8 +204,8 @@ def group_overlapped(kernel: SplitLinear) -> None:
     """A chain in which each launch reads what the one before it writes, and all write to the same two buffers."""
     for tokens in (1, 64, 512):
         weights = [(torch.randn(1024, 1024, device="cuda") / 32).to(torch.bfloat16) for _ in range(3)]
-        tails = [weight[512:].cpu().pin_memory() for weight in weights]
-        heads = [weight[:512].clone() for weight in weights]
+        rests = [weight[512:].cpu().pin_memory() for weight in weights]
+        prefixes = [weight[:512].clone() for weight in weights]
         x = torch.randn(tokens, 1024, device="cuda").to(torch.bfloat16)
         results = []
         for overlapped in (False, True):
@@ -227,8 +213,8 @@ def group_overlapped(kernel: SplitLinear) -> None:
             torch.cuda.synchronize()
             for turn in range(60):
                 to = buffers[(turn + 1) % 2]
-                head, tail = heads[turn % 3], tails[turn % 3]
-                kernel(buffers[turn % 2], head, tail, out=to, options=Options(overlapped=overlapped))
+                prefix, rest = prefixes[turn % 3], rests[turn % 3]
+                kernel(buffers[turn % 2], prefix, rest, out=to, options=Options(overlapped=overlapped))
             torch.cuda.synchronize()
             results.append(buffers[0].view(torch.int16))
         print(f"overlapped T={tokens}", flush=True)
@@ -241,13 +227,13 @@ def group_again(kernel: SplitLinear, base: Options) -> None:
     for tokens in (1, 64, 512, 2048):
         case = Case.random(tokens, 2000, 1096, torch.bfloat16, biased=True)
         wanted, _ = case.run(kernel, 2000, base)
-        head, tail = case.weight[:1008].clone(), case.host_weight[1008:]
+        prefix, rest = case.weight[:1008].clone(), case.host_weight[1008:]
         outputs = [torch.full_like(wanted, torch.nan) for _ in range(40)]
         streams = [torch.cuda.Stream(), torch.cuda.Stream()]
         torch.cuda.synchronize()
         for turn, out in enumerate(outputs):
             with torch.cuda.stream(streams[turn % 2]):
-                kernel(case.x, head, tail, case.bias, out=out, options=base)
+                kernel(case.x, prefix, rest, case.bias, out=out, options=base)
         torch.cuda.synchronize()
         print(f"again T={tokens}", flush=True)
         assert all(torch.equal(y.view(torch.int16), wanted.view(torch.int16)) for y in outputs)
@@ -260,12 +246,12 @@ def group_large(kernel: SplitLinear, base: Options) -> None:
         whole, _ = case.run(kernel, rows, base)
         mine, own = case.errors(whole)
         assert mine <= own * 1.02 + 1e-12, (tokens, mine, own)
-        for head_rows in (0, rows // 2 // 16 * 16 + 16, rows * 97 // 100 // 16 * 16):
-            print(f"large T={tokens} H={head_rows}", flush=True)
-            y, asked = case.run(kernel, head_rows, base)
+        for prefix_rows in (0, rows // 2 // 16 * 16 + 16, rows * 97 // 100 // 16 * 16):
+            print(f"large T={tokens} H={prefix_rows}", flush=True)
+            y, asked = case.run(kernel, prefix_rows, base)
             assert torch.equal(y.view(torch.int16), whole.view(torch.int16))
-            shape = kernel.shape(tokens, rows, depth, head_rows, torch.bfloat16, base)
-            assert asked == (rows - head_rows) * depth * 2 * shape.tile.token_blocks
+            shape = kernel.shape(tokens, rows, depth, prefix_rows, torch.bfloat16, base)
+            assert asked == (rows - prefix_rows) * depth * 2 * shape.tile.token_blocks
 
 
 def group_small(kernel: SplitLinear, base: Options) -> None:
@@ -281,13 +267,13 @@ def group_self_check(kernel: SplitLinear) -> None:
     for name, options in BUILDS.items():
         print(f"self_check {name}", flush=True)
 
-        def launch(x: Any, head: Any, tail: Any, bias: Any, out: Any, options: Options = options) -> None:
-            kernel(x, head, tail, bias, out=out, options=options)
+        def launch(x: Any, prefix: Any, rest: Any, bias: Any, out: Any, options: Options = options) -> None:
+            kernel(x, prefix, rest, bias, out=out, options=options)
 
         check_products(launch, device, kernel.capability)
 
-    def wrong(x: Any, head: Any, tail: Any, bias: Any, out: Any) -> None:
-        kernel(x, head, tail, bias, out=out)
+    def wrong(x: Any, prefix: Any, rest: Any, bias: Any, out: Any) -> None:
+        kernel(x, prefix, rest, bias, out=out)
         out[-1, -1] += 16
 
     with pytest.raises(KernelDeviceError, match="token 4 of row 519"):

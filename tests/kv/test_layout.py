@@ -12,14 +12,14 @@ from penstock.kv.layout import (
     PARTIAL_ELEMENT_BYTES,
     PARTS,
     RESERVED_PROGRAMS,
-    Layout,
+    LaunchLayout,
     lay_out,
     workspace_bound_bytes,
 )
 from penstock.kv.split import BLOCK_POSITIONS
 
 
-def llama(rows: int, capacity: int) -> Layout:
+def llama(rows: int, capacity: int) -> LaunchLayout:
     return lay_out(
         batch=1,
         kv_heads=8,

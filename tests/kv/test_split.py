@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv.failures import KVCacheCapError
-from penstock.kv.split import BLOCK_POSITIONS, CacheShape, Side, Split, split_within, step_traffic
+from penstock.kv.split import BLOCK_POSITIONS, CacheShape, Split, split_within, step_traffic
 
 SHAPE = CacheShape(layers=3, batch=2, kv_heads=4, head_dim=16, element_bytes=2)
 splits = st.builds(
@@ -15,34 +15,12 @@ splits = st.builds(
 ) | st.builds(Split, st.integers(0, 100), st.just(0))
 
 
-@given(splits)
-def test_every_position_has_a_slot_of_its_own(split: Split) -> None:
-    places = [split.place(position) for position in range(split.capacity)]
-    assert len(set(places)) == split.capacity
-    room = {Side.DEVICE: split.device_positions, Side.HOST: split.host_positions}
-    assert all(0 <= slot < room[side] for side, slot in places)
-
-
-@given(splits, st.data())
-def test_lengths_count_the_places(split: Split, data: st.DataObject) -> None:
-    length = data.draw(st.integers(0, split.capacity))
-    sides = [split.place(position)[0] for position in range(length)]
-    assert split.device_length(length) == sides.count(Side.DEVICE)
-    assert split.host_length(length) == sides.count(Side.HOST)
-
-
-@given(splits)
-def test_slots_of_a_side_are_filled_in_order(split: Split) -> None:
-    """A prefix of a sequence is a prefix of each side: the kernels read one range of each."""
-    for side in Side:
-        slots = [slot for where, slot in map(split.place, range(split.capacity)) if where is side]
-        assert slots == list(range(len(slots)))
-
-
 @given(splits, st.data())
 def test_nothing_is_far_while_there_is_room_near(split: Split, data: st.DataObject) -> None:
     length = data.draw(st.integers(0, split.capacity))
     assert split.host_length(length) == 0 or split.device_length(length) == split.device_positions
+    assert split.host_length(length) + split.device_length(length) == length
+    assert split.host_length(length) <= split.host_positions
 
 
 @given(st.integers(0, 500_000), st.integers(1, 300))
@@ -83,8 +61,6 @@ def test_refusals_name_what_they_got() -> None:
         split_within(SHAPE, max_length=8, device_cap_bytes=-1)
     with pytest.raises(ValueError, match="max_length is 0"):
         split_within(SHAPE, max_length=0, device_cap_bytes=0)
-    with pytest.raises(ValueError, match="position 9 is not in a cache of 9"):
-        Split(9, 0).place(9)
     with pytest.raises(ValueError, match="kv_heads is 0"):
         CacheShape(1, 1, 0, 1, 1)
     with pytest.raises(ValueError, match="-1 positions on the device"):

@@ -132,15 +132,15 @@ def test_its_numbers_are_the_jsons(report: Path, open_page: OpenPage) -> None:
         assert json.loads(value) == at_path(document, path), path
     # What the bars' lengths say: bytes, of the largest weight's.
     bars = page.run(
-        "[...document.querySelectorAll('#residency ~ .scroll .bar')].map((bar) => ['resident', 'tail'].map((kind) =>"
+        "[...document.querySelectorAll('#residency ~ .scroll .bar')].map((bar) => ['resident', 'rest'].map((kind) =>"
         "{ const part = bar.querySelector('.' + kind);"
         "  return part ? part.getBoundingClientRect().width / bar.clientWidth : 0; }))"
     )
     largest = max(weight["nbytes"] for weight in document["weights"])
-    for weight, (head, tail) in zip(document["weights"], bars, strict=True):
+    for weight, (prefix, rest) in zip(document["weights"], bars, strict=True):
         parts = weight["resident_bytes"], weight["nbytes"] - weight["resident_bytes"]
         # Within a pixel: no part that is there is narrower than one.
-        assert (head, tail) == pytest.approx(tuple(count / largest for count in parts), abs=0.01)
+        assert (prefix, rest) == pytest.approx(tuple(count / largest for count in parts), abs=0.01)
 
 
 def test_the_charts_points_are_the_jsons(report: Path, open_page: OpenPage) -> None:

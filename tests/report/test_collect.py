@@ -66,7 +66,7 @@ def test_it_is_what_the_module_and_its_plan_say(decoder: Path, tmp_path: Path) -
         assert summary.link_bytes_per_s is not None and summary.link_part is not None
         assert summary.link_part * summary.link_bytes_per_s == pytest.approx(summary.bytes_per_s)
         assert summary.link_bytes_per_s >= max(sample.bytes_per_s for sample in module.link if sample.ns)
-    # Every weight, in the order of the program; heads and tails are whole weights.
+    # Every weight, in the order of the program; prefixes and rests are whole weights.
     assert [weight.name for weight in data.weights] == [weight.name for weight in program.weights]
     warm = plan.method("decode").warm
     assert sum(weight.streamed_bytes for weight in data.weights) == warm.bytes_streamed > 0

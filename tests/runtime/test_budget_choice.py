@@ -98,12 +98,6 @@ def test_junk_is_refused_by_name(given: dict[str, Any]) -> None:
     assert not isinstance(caught.value, BelowFloorError)
 
 
-@pytest.mark.parametrize("budget", [2**30, "auto", 0])
-def test_two_budgets_are_refused(budget: int | str) -> None:
-    with pytest.raises(BudgetError, match="weight_offload_budget_mb"):
-        choose(budget=budget, weight_offload_budget_mb=0, automatic=found(FULL))
-
-
 def change(budget: Any, automatic: Any = never) -> BudgetChoice:
     return choose_new_budget(budget, automatic=automatic, floor_bytes=FLOOR, full_bytes=FULL)
 

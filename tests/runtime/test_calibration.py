@@ -16,7 +16,7 @@ from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, 
 from penstock.runtime import plan_installer as installer_file
 from penstock.runtime.calibration import calibration_of, check_calibration
 from penstock.runtime.plan_installer import FIRST_RUNS
-from penstock.runtime.session import Span
+from penstock.runtime.session import TraceSpan
 from penstock.schedule import Access, Schedule, Step
 from tests.runtime.modules import SCRIPTS, Watched, play, same
 from tests.runtime.rig import Rig, write_model
@@ -42,12 +42,12 @@ PLAN = Plan(
 )
 
 
-def step(run: int, index: int, begin_ns: int, end_ns: int) -> Span:
-    return Span("compute", run, 0, index, 0, begin_ns, end_ns)
+def step(run: int, index: int, begin_ns: int, end_ns: int) -> TraceSpan:
+    return TraceSpan("compute", run, 0, index, 0, begin_ns, end_ns)
 
 
-def copy(run: int, index: int, nbytes: int, begin_ns: int, end_ns: int) -> Span:
-    return Span("copy", run, 0, index, nbytes, begin_ns, end_ns)
+def copy(run: int, index: int, nbytes: int, begin_ns: int, end_ns: int) -> TraceSpan:
+    return TraceSpan("copy", run, 0, index, nbytes, begin_ns, end_ns)
 
 
 def test_a_step_counts_from_the_step_before_it_or_from_the_last_copy_it_waited_for() -> None:
@@ -85,8 +85,8 @@ def test_of_packed_weights_the_link_is_what_brings_them() -> None:
     packed = (replace(first, packed_bytes=700), replace(second, packed_bytes=0))
     plan = replace(PLAN, methods=(replace(method, copies=packed),))
     spans = [
-        Span("link", 1, 0, 0, 300, 0, 100),
-        Span("link", 1, 0, 0, 400, 100, 200),
+        TraceSpan("link", 1, 0, 0, 300, 0, 100),
+        TraceSpan("link", 1, 0, 0, 400, 100, 200),
         copy(1, 0, PAGE, 90, 250),
         copy(1, 1, PAGE, 250, 350),
         step(1, 0, 0, 10),
@@ -161,7 +161,7 @@ def test_what_is_newer_ends_a_calibration(decoder: Path, tmp_path: Path) -> None
 
 def test_calibration_needs_a_plan_and_copies(chain: Path) -> None:
     with penstock.Module(chain, "1GiB", placement="lru") as module:
-        with pytest.raises(PenstockError, match='placement="lru" makes none'), module.calibrate():
+        with pytest.raises(PenstockError, match=r'calibrate\(\) does not go with placement="lru"'), module.calibrate():
             pass
     steps = len(penstock.read_program(chain).method("forward").schedule.steps)
     calibration = Calibration(Link(1e9), {"forward": (1e-3,) * steps})

@@ -59,10 +59,10 @@ def test_a_byte_less_than_the_smallest_total_is_refused_with_its_terms(decoder: 
 
 
 def test_one_of_budget_and_total(chain: Path) -> None:
-    with pytest.raises(BudgetError, match=r"budget='1MiB' and device_memory='1GiB' were both given; pass one"):
+    with pytest.raises(BudgetError, match="device_memory= does not go with budget=: .*; pass one"):
         penstock.Module(chain, "1MiB", device_memory="1GiB")
-    with pytest.raises(BudgetError, match=r"budget='auto' and weight_offload_budget_mb=1 were both given"):
-        penstock.Module(chain, "auto", weight_offload_budget_mb=1, device_memory=7)
+    with pytest.raises(BudgetError, match="device_memory= does not go with weight_offload_budget_mb="):
+        penstock.Module(chain, weight_offload_budget_mb=1, device_memory=7)
     with pytest.raises(BudgetError, match="is not a number of bytes"):
         penstock.Module(chain, device_memory="much")
 

@@ -274,7 +274,7 @@ def test_nothing_is_timed_in_place_where_nothing_is_read_there(routed: Path) -> 
             module(TOKENS)
         plan = module.plan
         with (
-            pytest.raises(PenstockError, match="this module plans as placement='stream'"),
+            pytest.raises(PenstockError, match=r'calibrate\(in_place=True\) does not go with placement="stream"'),
             module.calibrate(in_place=True),
         ):
             pass

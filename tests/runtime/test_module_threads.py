@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import penstock
 from penstock.errors import ClosedError, ConcurrentRunError
+from penstock.runtime.plan_installer import FIRST_RUNS
 from tests.runtime.modules import SCRIPTS, SETUPS, KeptDrivers, Watched, at_the_floor, hooks, play, same
 
 ResidentBits = Callable[[str], list[list[Tensor]]]
@@ -95,6 +96,67 @@ def test_a_change_of_budget_waits_for_a_run_in_another_thread(chain: Path, resid
             changing.join()
         assert module.budget_bytes == target and module.device_memory()[1] <= target
         assert same(play(module.run_method, SCRIPTS["chain"]), resident_bits("chain"))
+
+
+@pytest.mark.parametrize("change", ["set_budget", "calibrate", "first-runs"])
+@pytest.mark.parametrize("between", ["a run", "close"])
+def test_a_change_is_told_whatever_another_thread_does_as_soon_as_it_has_ended(
+    change: str,
+    between: str,
+    chain: Path,
+    resident_bits: ResidentBits,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It neither waits for the run that came next, nor asks a closed module what it has just done."""
+    caplog.set_level("INFO", "penstock")
+    first = SCRIPTS["chain"][:1]
+    module = at_the_floor(chain, **({"calibration": "first-runs"} if change == "first-runs" else {}))
+    budget = module.floor_bytes + 50_000
+    module.set_budget(budget)
+    if change == "first-runs":
+        for _ in range(FIRST_RUNS):
+            play(module.run_method, first)
+    operation, changing_thread, steps = module._operation, threading.get_ident(), list[str]()
+    with ExitStack() as stack:
+
+        @contextmanager
+        def followed(*, wait: bool = True) -> Iterator[None]:
+            if threading.get_ident() == changing_thread:
+                assert "ended" not in steps, "to tell what was done takes another operation"
+            with operation(wait=wait):
+                yield
+            if steps == ["installed"]:
+                steps.append("another thread's")
+                if between == "a run":
+                    stack.callback(stack.enter_context(held_inside(module)))
+                else:
+                    module.close()
+                steps.append("ended")
+
+        installs = {"set_budget": "change_budget", "calibrate": "plan_by", "first-runs": "plan_by_first_runs"}
+        install = getattr(module._installer, installs[change])
+
+        def noted(*arguments: Any) -> Any:
+            result = install(*arguments)
+            steps.append("installed")
+            return result
+
+        monkeypatch.setattr(module._installer, installs[change], noted)
+        monkeypatch.setattr(module, "_operation", followed)
+        caplog.clear()
+        if change == "set_budget":
+            module.set_budget(module.floor_bytes)
+        elif change == "calibrate":
+            with module.calibrate():
+                play(module.run_method, first)
+        else:
+            module._before_run()
+        assert steps[-1] == "ended"
+        told = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith(f"{chain.name} on cpu: floor ") for line in told), told
+        assert any("the first runs showed" in line for line in told) == (change == "first-runs")
+    module.close()
 
 
 def test_one_module_used_from_two_threads_in_turn(decoder: Path, resident_bits: ResidentBits) -> None:

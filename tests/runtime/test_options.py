@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from penstock.placement_names import PLACEMENTS
 from penstock.plan.calibration import Calibration, Link
 from penstock.program import Program
 from penstock.renamed import OPTIONS
-from penstock.runtime.options import REFUSALS, Asked, Options, judge
+from penstock.runtime.linear_choice import LinearChoice, choose_linear
+from penstock.runtime.module import Module as CompiledModule
+from penstock.runtime.options import REFUSALS, Asked, Options, judge, judged
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TIMES = Calibration(Link(1e9), {"forward": (1.0,)})
@@ -37,21 +41,42 @@ def with_linears(program: Program) -> Program:
     return dataclasses.replace(program, methods=tuple(changed(method) for method in program.methods))
 
 
-def combinations() -> list[Asked]:
+BUDGETS = ("budget", "weight_offload_budget_mb", "device_memory")
+
+
+def combinations() -> Iterator[tuple[Asked, bool, str | None]]:
+    """With what is known later: whether weights are packed, and the call, which a wrong load does not come to."""
     rows = itertools.product(
+        (dict.fromkeys(given, 1 << 30) for n in range(4) for given in itertools.combinations(BUDGETS, n)),
         PLACEMENTS,
         ("registered", "1MiB"),
         (None, "first-runs", TIMES),
         (False, True),
         (None, Limits(), "measured"),
-        (None, "1GiB"),
+        (False, True),
+        (None, "calibrate()", "calibrate(in_place=True)"),
     )
-    return [Asked(*row) for row in rows]
+    for given, placement, host_memory, calibration, cuda_graph, limits, is_packed, call in rows:
+        yield (
+            Asked(
+                **given,
+                placement=placement,
+                host_memory=host_memory,
+                calibration=calibration,
+                cuda_graph=cuda_graph,
+                split_limits=limits,
+            ),
+            is_packed,
+            call,
+        )
 
 
-def refused(program: Program, device: torch.device, asked: Asked, is_delegate: bool) -> str | None:
+def refused(
+    asked: Asked, device: torch.device, linear: LinearChoice, is_delegate: bool, is_packed: bool, call: Any
+) -> str | None:
     try:
-        judge(program, device, asked, is_delegate=is_delegate)
+        options = judge(asked, device, linear, is_delegate=is_delegate)
+        judged(dataclasses.replace(judged(dataclasses.replace(options, is_packed=is_packed)), call=call))
     except PenstockError as error:
         return str(error)
     return None
@@ -60,17 +85,26 @@ def refused(program: Program, device: torch.device, asked: Asked, is_delegate: b
 def test_every_combination_is_judged_as_the_table_says(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written out once more, without the table: what must be refused is, and nothing else."""
     used: set[str] = set()
-    judged = 0
+    cases = 0
     for capability in ((9, 0), (8, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        for asked, device, linears, is_delegate in itertools.product(
-            combinations(), (CPU, GPU), (False, True), (False, True)
+        choices = {
+            (device, linears): choose_linear(with_linears(program) if linears else program, device)
+            for device in (CPU, GPU)
+            for linears in (False, True)
+        }
+        for (asked, is_packed, call), (device, linears), is_delegate in itertools.product(
+            combinations(), choices, (False, True)
         ):
-            told = refused(with_linears(program) if linears else program, device, asked, is_delegate)
+            told = refused(asked, device, choices[device, linears], is_delegate, is_packed, call)
             capped, lru = asked.host_memory != "registered", asked.placement == "lru"
             kernel = linears and (device is CPU or capability == (9, 0))
             wrong = (
-                (asked.placement in ("in-place", "split") and capped)
+                sum(getattr(asked, name) is not None for name in BUDGETS) > 1
+                or (is_packed and asked.placement in ("in-place", "split", "lru"))
+                or (call is not None and asked.placement in ("in-place", "lru"))
+                or (call == "calibrate(in_place=True)" and (capped or is_packed or asked.placement == "stream"))
+                or (asked.placement in ("in-place", "split") and capped)
                 or (asked.placement == "in-place" and asked.calibration is not None)
                 or (asked.placement == "split" and asked.calibration == "first-runs")
                 or (asked.placement == "split" and not kernel)
@@ -80,11 +114,11 @@ def test_every_combination_is_judged_as_the_table_says(program: Program, monkeyp
                 or (is_delegate and (asked.calibration == "first-runs" or asked.device_memory is not None))
             )
             assert (told is not None) == wrong, (asked, device, linears, is_delegate, told)
-            judged += 1
+            cases += 1
             if told is not None:
-                used |= {f"{row.option} does not go with {row.beside}" for row in REFUSALS if row.beside in told}
-                assert any(told.startswith(f"{row.option} does not go with {row.beside}: ") for row in REFUSALS)
-    assert judged == 2 * 360 * 8
+                (row,) = (row for row in REFUSALS if told.startswith(f"{row.option} does not go with {row.beside}: "))
+                used.add(f"{row.option} does not go with {row.beside}")
+    assert cases == 2 * 8 * 180 * 2 * 3 * 8
     assert used == {f"{row.option} does not go with {row.beside}" for row in REFUSALS}, "a row that refuses nothing"
 
 
@@ -93,14 +127,22 @@ def test_the_documented_table_is_the_one_that_judges() -> None:
     section = text[text.index("## Which options go together") :]
     section = section[: section.index("\n## ", 1)]
     rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \| `(\w+)` \|$", section, re.M)
-    assert [(option, beside.replace("`", ""), error) for option, beside, _, error in rows] == [
-        (row.option, row.beside, row.error.__name__) for row in REFUSALS
+    assert [(option, beside.replace("`", ""), because, error) for option, beside, because, error in rows] == [
+        (row.option, row.beside, row.reason.format(obstacle="the message has the reason"), row.error.__name__)
+        for row in REFUSALS
     ]
+
+
+def test_an_option_of_a_module_is_one_that_is_judged() -> None:
+    """All but those that say where files are and what runs them."""
+    named = set(inspect.signature(CompiledModule.__init__).parameters)
+    known = {field.name for field in dataclasses.fields(Asked)}
+    assert named == known | {"self", "path", "device", "weights", "before"}
 
 
 def test_what_is_planned_where_no_weight_stays_in_memory(program: Program) -> None:
     def of(**asked: Any) -> Options:
-        return judge(program, CPU, Asked(**asked))
+        return judge(Asked(**asked), CPU, choose_linear(program, CPU))
 
     assert of().planned_as == "auto" and of(placement="in-place").planned_as == "in-place"
     assert of(host_memory="1MiB").planned_as == of(placement="lru").planned_as == "stream"

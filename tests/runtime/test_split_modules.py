@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.budget import format_bytes
 from penstock.direct import availability
 from penstock.direct.failures import KernelCompileError, KernelDeviceError
 from penstock.errors import BelowFloorError, DeviceError, PenstockError
 from penstock.placement_names import PLANNED
 from penstock.plan.calibration import Calibration, Link
+from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.options import Asked, judge
 from penstock.runtime.session import Session
 from penstock.verify.module import PoisonedModule
@@ -130,6 +132,18 @@ def test_bits_are_the_same_in_every_placement(program: Path, resident: list[Tens
                 assert module.stats().copies
 
 
+def test_below_copyings_floor_the_summary_says_what_copying_needs(program: Path, resident: list[Tensor]) -> None:
+    with opened(program, "1TiB", placement="auto") as module:
+        floor, copying_bytes = module.floor_bytes, module._policy.copying_bytes
+        assert PAGE <= floor < copying_bytes
+        reads = f"read over the link because copying needs {format_bytes(copying_bytes)}"
+        for budget, below in ((floor, True), (copying_bytes - PAGE, True), (copying_bytes, False)):
+            module.set_budget(budget)
+            assert (reads in module.summary) == below, (budget, module.summary)
+            assert same(results(module), resident)
+            assert (module.last_run.copies == 0) == below and module.device_memory()[0] <= budget
+
+
 def test_the_hundredth_run(program: Path, resident: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_POISON", "1")
     with opened(program, 10 * PAGE, placement="split") as module:
@@ -206,8 +220,8 @@ def test_another_gpu_is_told_by_its_capability(program: Path, monkeypatch: pytes
     loaded, gpu = penstock.read_program(program), torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(DeviceError, match=r"a GPU without the kernel for it: .* capability 8\.9, .* 9\.0 or newer"):
-        judge(loaded, gpu, Asked(placement="split"))
-    options = judge(loaded, gpu, Asked())
+        judge(Asked(placement="split"), gpu, choose_linear(loaded, gpu))
+    options = judge(Asked(), gpu, choose_linear(loaded, gpu))
     assert not options.can_split and not options.offers_kernel
     (told,) = options.linear.summary()
     assert "no weight is split: this GPU has compute capability 8.9" in told
@@ -225,12 +239,12 @@ def test_another_gpu_is_told_by_its_capability(program: Path, monkeypatch: pytes
             (Asked(placement="auto", host_memory="1GiB"), False),
         ):
             opened_on.clear()
-            options = judge(loaded, gpu, asked)
+            options = judge(asked, gpu, choose_linear(loaded, gpu))
             assert options.offers_kernel and options.can_split == can_split
             # Where it was never tried it is tried before anything is planned for it; elsewhere it costs nothing.
             assert opened_on == ([gpu] if capability != (9, 0) else [])
     opened_on.clear()
-    assert not judge(without_linears(loaded), gpu, Asked()).offers_kernel and not opened_on
+    assert not judge(Asked(), gpu, choose_linear(without_linears(loaded), gpu)).offers_kernel and not opened_on
 
 
 @pytest.mark.parametrize("failure", [KernelCompileError("NVRTC knows no sm_103a"), KernelDeviceError("wrong sums")])
@@ -245,11 +259,11 @@ def test_a_gpu_that_fails_the_check_still_runs_the_program(
         raise failure
 
     monkeypatch.setattr(availability, "open_kernel", fail)
-    options = judge(loaded, gpu, Asked())
+    options = judge(Asked(), gpu, choose_linear(loaded, gpu))
     assert not options.can_split and not options.offers_kernel
     assert options.linear.summary() == [f"no weight is split: {failure}"]
     with pytest.raises(DeviceError, match=f"does not go with a GPU without the kernel for it: {failure}"):
-        judge(loaded, gpu, Asked(placement="split"))
+        judge(Asked(placement="split"), gpu, choose_linear(loaded, gpu))
 
 
 # ---- by measured times
@@ -323,6 +337,6 @@ def test_what_costs_more_on_the_host_has_more_on_the_device(program: Path, resid
 
 def test_in_place_there_is_nothing_to_calibrate(program: Path) -> None:
     with opened(program, 0, placement="in-place") as module:
-        with pytest.raises(PenstockError, match='placement="in-place" makes none'), module.calibrate():
+        with pytest.raises(PenstockError, match=r"calibrate\(\) does not go with .*in-place"), module.calibrate():
             pass
         results(module)

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_not_written(value: torch.Tensor, got: str) -> None
     store = a_store()
     with pytest.raises(InputError, match=f"state 'cache' was given .*{got}"):
         store.write("cache", value)
-    assert torch.equal(store.read("cache"), torch.zeros(2, 3, 4)) and store.valid
+    assert torch.equal(store.read("cache"), torch.zeros(2, 3, 4)) and store._invalid is None
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
@@ -127,7 +127,7 @@ def test_reset_puts_first_values_back_in_place_and_reads_them_again() -> None:
 def test_after_a_failed_run_only_reset_makes_state_usable() -> None:
     store = a_store()
     store.mark_invalid("run 3 of 'decode' failed: out of memory")
-    assert not store.valid
+    assert store._invalid is not None
     for use in (
         lambda: store.tensors(BOTH),
         lambda: store.read("count"),
@@ -137,7 +137,7 @@ def test_after_a_failed_run_only_reset_makes_state_usable() -> None:
             use()
     assert store.tensors(a_method(name="stateless")) == []
     store.reset()
-    assert store.valid and torch.equal(store.tensors(BOTH)[0], TABLE_VALUE)
+    assert store._invalid is None and torch.equal(store.tensors(BOTH)[0], TABLE_VALUE)
 
 
 def test_a_reset_that_fails_leaves_state_unusable() -> None:

@@ -32,7 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(5, (errors.DeviceError,), "there is no such device, or it cannot be compiled for here"),
     Family(6, (errors.CheckpointError,), "a checkpoint does not fit the program, or cannot be read"),
     Family(7, (errors.WeightsFileError,), "a weights file is damaged, incomplete, or of another program"),
-    Family(8, (errors.PackageError,), "a program file is none, or is damaged"),
+    Family(8, (errors.PackageError,), "the file is not a Penstock program, or it is damaged"),
     Family(
         9,
         (errors.OutputExistsError, errors.OutputPathError, errors.DiskFullError),

@@ -191,13 +191,13 @@ def _users_code(text: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, (PenstockError, click.ClickException)):
             raise
-        what = f"exits (sys.exit({error.code!r}))" if isinstance(error, SystemExit) else _told(error)
+        what = f"exits (sys.exit({error.code!r}))" if isinstance(error, SystemExit) else _raised_text(error)
         raise ProgramError(
             f"{text} cannot be exported: it {what}{_place(error)}; PENSTOCK_TRACEBACK=1 shows the whole traceback"
         ) from error
 
 
-def _told(error: Exception) -> str:
+def _raised_text(error: Exception) -> str:
     first = next(iter(str(error).splitlines()), "")
     return f"raised {type(error).__name__}: {first:.400}" if first else f"raised {type(error).__name__}"
 

@@ -18,7 +18,7 @@ PROMOTE_NOTHING, PROMOTE_256_BYTES = 0, 3
 _MAX_DYNAMIC_SHARED_BYTES, _NON_PORTABLE_CLUSTER = 8, 14
 _CLUSTER_DIMENSION, _OVERLAPS_LAST_LAUNCH = 4, 6
 _DEVICE_POINTER = 3
-_ATTRIBUTES = {"sm_count": 16, "major": 75, "minor": 76, "shared_limit_bytes": 97}
+_ATTRIBUTES = {"major": 75, "minor": 76, "shared_limit_bytes": 97}
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -44,7 +44,6 @@ class LaunchConfig(ctypes.Structure):
 class DeviceLimits:
     """What one GPU is."""
 
-    sm_count: int
     major: int
     minor: int
     shared_limit_bytes: int

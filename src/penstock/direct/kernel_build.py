@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from penstock.direct.architecture import Architecture, architecture_of
 from penstock.direct.driver_calls import DriverCalls
@@ -12,7 +11,6 @@ from penstock.direct.source import read_source
 from penstock.direct.tile_shape import PORTABLE_CLUSTER_CTAS, TileShape
 
 SOURCE = "split_linear.cu"
-PLAIN_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,6 @@ class Variant:
     tile_warpgroups: int
     bf16: bool
     bounded_waits: bool
-    serial: bool
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -33,7 +30,6 @@ class Variant:
             "TILE_WARPGROUPS": self.tile_warpgroups,
             "ELEMENT_BF16": int(self.bf16),
             "BOUNDED_WAITS": int(self.bounded_waits),
-            "SERIAL": int(self.serial),
             "MMA_SYNC": int(self.architecture.instructions == "mma_sync"),
             "CLUSTERS": int(self.architecture.clusters),
         }
@@ -49,19 +45,18 @@ class LoadedKernel:
 
 
 class KernelBuilds:
-    """All builds on one device. In memory; with `cache`, compiled code is also kept in that folder."""
+    """All builds on one device."""
 
-    def __init__(self, driver: DriverCalls, ordinal: int, cache: Path | None = None) -> None:
+    def __init__(self, driver: DriverCalls, ordinal: int) -> None:
         self.limits = driver.limits(ordinal)
         self.architecture = architecture_of(self.limits.major, self.limits.minor)
         self._driver = driver
-        self._cache = cache
         self._modules: dict[Variant, int] = {}
         self._kernels: dict[tuple[Variant, TileShape], LoadedKernel] = {}
 
     def kernel(self, tile: TileShape, architecture: Architecture, *, bf16: bool, bounded_waits: bool) -> LoadedKernel:
         """Inside the device's context."""
-        variant = Variant(architecture, tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits, tile.serial)
+        variant = Variant(architecture, tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits)
         key = (variant, tile)
         if key not in self._kernels:
             # All that there is: tiles of one build share the function, and may differ in the length of their rings.
@@ -71,16 +66,11 @@ class KernelBuilds:
             self._kernels[key] = LoadedKernel(function, fitting)
         return self._kernels[key]
 
-    def plain_kernel(self, *, bf16: bool) -> int:
-        """The variant that is slow and obviously right; any grid of blocks of PLAIN_THREADS threads."""
-        module = self._module(Variant(self.architecture, 8, 1, bf16, False, False))
-        return self._driver.function(module, "split_linear_plain", 0, 1, PORTABLE_CLUSTER_CTAS)
-
     def _module(self, variant: Variant) -> int:
         if variant not in self._modules:
             nvrtc = load_nvrtc(cuda_major_of_torch())
             target = variant.architecture.target
-            cubin = cubin_of(nvrtc, read_source(SOURCE), target, variant.options, self._cache)
+            cubin = cubin_of(nvrtc, read_source(SOURCE), target, variant.options)
             self._modules[variant] = self._driver.load(cubin)
         return self._modules[variant]
 

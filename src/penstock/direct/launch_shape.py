@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.direct.failures import KernelInputError
-from penstock.direct.schedule import ELEMENT_BYTES, GRAIN, Schedule
+from penstock.direct.schedule import ELEMENT_BYTES, GRAIN, TileSchedule
 from penstock.direct.tile_shape import TileShape
 
 # Of the bytes in flight that a calibration found best, what still reaches the link's rate: 192 KiB of 256 do.
@@ -45,7 +45,7 @@ class LaunchShape:
     """Everything that a launch is made of, addresses aside."""
 
     tile: TileShape
-    schedule: Schedule
+    schedule: TileSchedule
     tokens: int
     depth: int
     host_w_stages: int
@@ -61,7 +61,7 @@ class LaunchShape:
         return host_rows * self.depth * ELEMENT_BYTES * self.tile.token_blocks
 
 
-def check_sizes(tokens: int, rows: int, depth: int, head_rows: int) -> None:
+def check_sizes(tokens: int, rows: int, depth: int, prefix_rows: int) -> None:
     """Refuses what the kernel cannot compute, by name."""
     if tokens < 1 or rows < 1 or depth < 1:
         raise KernelInputError(f"split linear got T={tokens}, N={rows}, K={depth} and needs at least 1 of each")
@@ -70,9 +70,9 @@ def check_sizes(tokens: int, rows: int, depth: int, head_rows: int) -> None:
             f"split linear got K={depth}: rows of {depth * ELEMENT_BYTES} bytes, and the copy engine needs strides "
             "that are multiples of 16 bytes, so K must be a multiple of 8"
         )
-    if not 0 <= head_rows <= rows or (head_rows % GRAIN and head_rows != rows):
+    if not 0 <= prefix_rows <= rows or (prefix_rows % GRAIN and prefix_rows != rows):
         raise KernelInputError(
-            f"split linear got a head of {head_rows} rows of {rows}: it must be a multiple of {GRAIN}, or all rows"
+            f"split linear got a prefix of {prefix_rows} rows of {rows}: it must be a multiple of {GRAIN}, or all rows"
         )
 
 
@@ -80,7 +80,7 @@ def launch_shape(
     tokens: int,
     rows: int,
     depth: int,
-    head_rows: int,
+    prefix_rows: int,
     tile: TileShape,
     most_clusters: int,
     limits: Limits | None,
@@ -90,16 +90,16 @@ def launch_shape(
 
     `warpgroup_flop_per_s`: what the consumers of 64 rows multiply, of the build that is launched.
     """
-    check_sizes(tokens, rows, depth, head_rows)
+    check_sizes(tokens, rows, depth, prefix_rows)
     if most_clusters < 1:
         raise KernelInputError(
             f"the GPU holds {most_clusters} clusters of {tile.cluster_ctas} CTAs with {tile.shared_bytes:,} bytes of "
             "shared memory each; split linear needs at least 1"
         )
     bands = -(-rows // tile.cluster_rows)
-    # With nothing on the host even what lies beyond the last row counts as head: there is no tail to read it from.
-    split_row = head_rows if head_rows < rows else bands * tile.cluster_rows
-    bare = Schedule(split_row, rows, tile.cluster_rows, tile.token_blocks, 1, 0, 0)
+    # With nothing on the host even what lies beyond the last row counts as prefix: there is no rest to read it from.
+    split_row = prefix_rows if prefix_rows < rows else bands * tile.cluster_rows
+    bare = TileSchedule(split_row, rows, tile.cluster_rows, tile.token_blocks, 1, 0, 0)
     clusters = min(most_clusters, bare.hbm_items + bare.host_items)
     if limits is None:
         host_clusters = clusters if bare.host_items else 0
@@ -108,12 +108,12 @@ def launch_shape(
     else:
         host_clusters, helped = _shares(bare, tile, depth, clusters, limits, warpgroup_flop_per_s)
         host_w_stages = _host_w_stages(tile, host_clusters, limits)
-    schedule = Schedule(split_row, rows, tile.cluster_rows, tile.token_blocks, clusters, host_clusters, helped)
+    schedule = TileSchedule(split_row, rows, tile.cluster_rows, tile.token_blocks, clusters, host_clusters, helped)
     return LaunchShape(tile, schedule, tokens, depth, host_w_stages)
 
 
 def _shares(
-    bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits, warpgroup_flop_per_s: float
+    bare: TileSchedule, tile: TileShape, depth: int, clusters: int, limits: Limits, warpgroup_flop_per_s: float
 ) -> tuple[int, int]:
     """How many clusters face the host, and how many HBM items each of them takes afterwards."""
     if not bare.host_items:
@@ -159,7 +159,7 @@ class _Pace:
 
     @classmethod
     def of(
-        cls, bare: Schedule, tile: TileShape, depth: int, clusters: int, limits: Limits, cluster_flop_per_s: float
+        cls, bare: TileSchedule, tile: TileShape, depth: int, clusters: int, limits: Limits, cluster_flop_per_s: float
     ) -> _Pace:
         item_bytes = tile.cluster_rows * depth * ELEMENT_BYTES
         item_flop = 2 * tile.cluster_rows * depth * tile.tile_tokens * tile.token_ctas
@@ -202,8 +202,6 @@ class _Pace:
 
 
 def _host_w_stages(tile: TileShape, host_clusters: int, limits: Limits) -> int:
-    if tile.serial:
-        return 1
     # CTAs that share a tile of W ask for it once. While the link is what is waited for, consumers keep the slot of the
     # last chunk until the next has come: that one is not in flight.
     per_stage = max(host_clusters, 1) * tile.row_ctas * tile.w_slot_bytes

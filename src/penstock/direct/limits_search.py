@@ -72,15 +72,15 @@ def _trials(kernel: SplitLinear, x: torch.Tensor, rows: torch.Tensor) -> list[Tr
     device = x.device
     host = torch.zeros(ROWS, DEPTH, dtype=torch.bfloat16).pin_memory()
     # Larger than the part on the host by the ratio of the bandwidths, so that neither side waits long.
-    head = rows[: 2 * ROWS]
-    tail = host[:BALANCED_HOST_ROWS]
+    prefix = rows[: 2 * ROWS]
+    rest = host[:BALANCED_HOST_ROWS]
     trials = []
     for host_ctas in HOST_CTAS:
         for inflight_bytes in INFLIGHT_BYTES_PER_CTA:
             limits = Limits(host_ctas=host_ctas, host_inflight_bytes=host_ctas * inflight_bytes)
             options = Options(limits=limits)
             host_s = _seconds(partial(kernel, x, None, host, options=options), device)
-            balanced_s = _seconds(partial(kernel, x, head, tail, options=options), device)
+            balanced_s = _seconds(partial(kernel, x, prefix, rest, options=options), device)
             trials.append(Trial(limits, host_s, balanced_s))
     return trials
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.util
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from penstock.direct.failures import KernelCompileError
@@ -112,39 +109,10 @@ def load_nvrtc(cuda_major: int | None) -> Nvrtc:
     )
 
 
-_in_memory: dict[str, bytes] = {}
-
-
-def cubin_of(
-    nvrtc: Nvrtc, source: Source, architecture: str, options: tuple[str, ...], cache: Path | None = None
-) -> bytes:
-    """Compiled once for each text, target, set of options and compiler; in `cache` also across processes."""
-    told = "\n".join((source.digest, architecture, repr(nvrtc.version), *options))
-    key = hashlib.sha256(told.encode()).hexdigest()
-    if key in _in_memory:
-        return _in_memory[key]
-    file = cache / f"{Path(source.name).stem}-{architecture}-{key}.cubin" if cache else None
-    if file is not None and file.is_file():
-        cubin = file.read_bytes()
-    else:
-        cubin, _ = nvrtc.compile(source, architecture, options)
-        if file is not None:
-            _write_whole(file, cubin)
-    _in_memory[key] = cubin
-    return cubin
-
-
-def _write_whole(file: Path, content: bytes) -> None:
-    """Another process that reads meanwhile sees nothing or all of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=file.stem)
-    try:
-        with os.fdopen(descriptor, "wb") as partial:
-            partial.write(content)
-        Path(name).replace(file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+@cache
+def cubin_of(nvrtc: Nvrtc, source: Source, architecture: str, options: tuple[str, ...]) -> bytes:
+    """Compiled once for each text, target and set of options."""
+    return nvrtc.compile(source, architecture, options)[0]
 
 
 def cuda_major_of_torch() -> int | None:

@@ -27,11 +27,11 @@ class SplitParams(ctypes.Structure):
     """Must lie aligned while tensor maps are written into it: see `aligned_params`."""
 
     _fields_ = [
-        *((name, TensorMap) for name in ("x", "head", "tail", "head_16", "tail_16")),
-        *((f"{name}_address", ctypes.c_uint64) for name in ("x", "head", "tail", "y", "bias", "host_bytes", "fault")),
+        *((name, TensorMap) for name in ("x", "prefix", "rest", "prefix_16", "rest_16")),
+        *((f"{name}_address", ctypes.c_uint64) for name in ("y", "bias", "host_bytes", "fault")),
         ("schedule", SplitSchedule),
-        *((name, ctypes.c_int) for name in ("tokens", "depth", "x_stride", "head_stride", "tail_stride", "y_stride")),
-        *((name, ctypes.c_int) for name in ("token_ctas", "row_ctas", "w_stages", "x_stages", "host_w_stages")),
+        *((name, ctypes.c_int) for name in ("tokens", "depth", "y_stride", "token_ctas", "row_ctas")),
+        *((name, ctypes.c_int) for name in ("w_stages", "x_stages", "host_w_stages")),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from pathlib import Path
 
 import torch
 
@@ -48,8 +47,8 @@ class Recipes:
     On a GPU of a kind that the kernel was never tried on it is checked first, once: KernelDeviceError if it is wrong.
     """
 
-    def __init__(self, device: torch.device | str, limits: Limits | None = None, *, cache: Path | None = None) -> None:
-        self._kernel = open_kernel(device, cache)
+    def __init__(self, device: torch.device | str, limits: Limits | None = None) -> None:
+        self._kernel = open_kernel(device)
         self._options = Options() if limits is None else Options(limits=limits)
 
     def prepare(self, case_address: int, recipe_address: int) -> None:
@@ -58,9 +57,9 @@ class Recipes:
         bf16 = bool(case.is_bf16)
         dtype = torch.bfloat16 if bf16 else torch.float16
         shape = self._kernel.shape(case.tokens, case.rows, case.depth, case.head_rows, dtype, self._options)
-        head = Side(case.head_address, case.head_rows, case.depth)
-        tail = Side(case.tail_address, case.rows - case.head_rows, case.depth)
-        self._kernel.fill_weight(recipe.params, shape, head, tail, bf16=bf16)
+        prefix = Side(case.head_address, case.head_rows, case.depth)
+        rest = Side(case.tail_address, case.rows - case.head_rows, case.depth)
+        self._kernel.fill_weight(recipe.params, shape, prefix, rest, bf16=bf16)
         tile = shape.tile
         recipe.function = self._kernel.function(tile, self._options, bf16=bf16)
         recipe.blocks, recipe.threads = shape.blocks, tile.threads

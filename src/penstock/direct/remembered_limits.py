@@ -33,10 +33,10 @@ def gpu_key(device: torch.device) -> dict[str, str]:
     return {"name": properties.name, "uuid": str(properties.uuid), "cuda": str(torch.version.cuda)}
 
 
-def read_limits(key: dict[str, str], folder: Path | None = None) -> Limits | None:
+def read_limits(key: dict[str, str]) -> Limits | None:
     """None where nothing was remembered, or nothing that makes sense."""
     try:
-        found = json.loads(_path(key, folder).read_text())
+        found = json.loads(_path(key).read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict) or found.get("format") != _FORMAT or found.get("gpu") != key:
@@ -44,12 +44,12 @@ def read_limits(key: dict[str, str], folder: Path | None = None) -> Limits | Non
     return _limits(found.get("limits"))
 
 
-def remember_limits(key: dict[str, str], limits: Limits, folder: Path | None = None) -> None:
+def remember_limits(key: dict[str, str], limits: Limits) -> None:
     """A cache that cannot be written costs the next start a measurement; that is said, and no reason to fail."""
-    path = _path(key, folder)
+    path = _path(key)
     text = json.dumps({"format": _FORMAT, "gpu": key, "limits": asdict(limits)}, indent=1)
     try:
-        make_private(cache_folder(folder))
+        make_private(cache_folder())
         make_private(path.parent)
         with writing(path):
             new = path.with_suffix(f".{os.getpid()}")
@@ -60,28 +60,26 @@ def remember_limits(key: dict[str, str], limits: Limits, folder: Path | None = N
 
 
 def known_limits(
-    device: torch.device, measure: Callable[[torch.device], Limits], *, may_measure: bool, folder: Path | None = None
+    device: torch.device, measure: Callable[[torch.device], Limits], *, may_measure: bool
 ) -> Limits | None:
     """As remembered, or else as measured now. None: nothing is remembered, and there is no room to measure."""
     key = gpu_key(device)
-    found = read_limits(key, folder)
+    found = read_limits(key)
     if found is not None or not may_measure:
         return found
-    return measured_limits(device, measure, folder=folder)
+    return measured_limits(device, measure)
 
 
-def measured_limits(
-    device: torch.device, measure: Callable[[torch.device], Limits], *, folder: Path | None = None
-) -> Limits:
+def measured_limits(device: torch.device, measure: Callable[[torch.device], Limits]) -> Limits:
     """Measured anew, whatever is remembered."""
     limits = measure(device)
-    remember_limits(gpu_key(device), limits, folder)
+    remember_limits(gpu_key(device), limits)
     return limits
 
 
-def _path(key: dict[str, str], folder: Path | None) -> Path:
+def _path(key: dict[str, str]) -> Path:
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder(folder) / _FOLDER / f"{name}.json"
+    return cache_folder() / _FOLDER / f"{name}.json"
 
 
 def _limits(found: Any) -> Limits | None:

@@ -23,7 +23,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TileSchedule:
     """The same numbers as the struct SplitSchedule, in its order."""
 
     split_row: int

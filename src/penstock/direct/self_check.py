@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,14 +20,14 @@ TRIED_CAPABILITIES = frozenset({(9, 0)})
 # rows are several tiles of the largest kind.
 ROWS, DEPTH = 520, 3080
 # None, one grain, off the borders of every tile, all.
-HEAD_ROWS = (0, 16, 272, ROWS)
+PREFIX_ROWS = (0, 16, 272, ROWS)
 # One for each size of tile, tokens that several CTAs share, and more than one cluster takes at a time.
 BF16_TOKENS = (5, 12, 30, 64, 100, 150, 256, 300, 4100)
 # What differs between the kinds of floats is one word of an instruction.
 FP16_TOKENS = (8, 200)
 LARGEST = 4
 
-# x, head, tail, bias, out: y = x @ W^T + bias, written to `out`.
+# x, prefix, rest, bias, out: y = x @ W^T + bias, written to `out`.
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 _checked: set[int] = set()
@@ -44,16 +43,16 @@ class Product:
     wanted: torch.Tensor
 
 
-def open_kernel(device: torch.device | str, cache: Path | None = None) -> SplitLinear:
+def open_kernel(device: torch.device | str) -> SplitLinear:
     """The kernel, ready for use. Where it was never tried it is checked first, and its waits are bounded.
 
     A barrier that behaves otherwise there ends in an error of the launch, and not in a GPU that hangs.
     """
-    kernel = SplitLinear(device, cache=cache)
+    kernel = SplitLinear(device)
     if kernel.capability in TRIED_CAPABILITIES:
         return kernel
     kernel.close()
-    kernel = SplitLinear(device, bounded_waits=True, cache=cache)
+    kernel = SplitLinear(device, bounded_waits=True)
     try:
         check_first_use(kernel)
     except BaseException:
@@ -67,8 +66,10 @@ def check_first_use(kernel: SplitLinear) -> None:
     if kernel.ordinal in _checked:
         return
 
-    def launch(x: torch.Tensor, head: torch.Tensor, tail: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(x, head, tail, bias, out=out)
+    def launch(
+        x: torch.Tensor, prefix: torch.Tensor, rest: torch.Tensor, bias: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        kernel(x, prefix, rest, bias, out=out)
 
     check_products(launch, kernel.device, kernel.capability)
     _checked.add(kernel.ordinal)
@@ -78,17 +79,17 @@ def check_products(launch: Launch, device: torch.device, capability: tuple[int, 
     """Raises KernelDeviceError at the first product that differs from exact arithmetic in any bit."""
     for product in products():
         x, bias = product.x.to(device), product.bias.to(device)
-        for head_rows in HEAD_ROWS:
+        for prefix_rows in PREFIX_ROWS:
             # Copies: what lies behind a side's last row is not the other side.
-            head, tail = product.weight[:head_rows].clone().to(device), product.weight[head_rows:].clone()
+            prefix, rest = product.weight[:prefix_rows].clone().to(device), product.weight[prefix_rows:].clone()
             if device.type == "cuda":
-                tail = tail.pin_memory()
+                rest = rest.pin_memory()
             out = torch.full(product.wanted.shape, torch.nan, dtype=x.dtype, device=device)
-            launch(x, head, tail, bias, out)
+            launch(x, prefix, rest, bias, out)
             found = out.cpu()
             wrong = (found.view(torch.int16) != product.wanted.view(torch.int16)).nonzero()
             if len(wrong):
-                raise KernelDeviceError(_complaint(product, head_rows, found, wrong, device, capability))
+                raise KernelDeviceError(_complaint(product, prefix_rows, found, wrong, device, capability))
 
 
 def products() -> Iterator[Product]:
@@ -104,7 +105,7 @@ def products() -> Iterator[Product]:
 
 def _complaint(
     product: Product,
-    head_rows: int,
+    prefix_rows: int,
     found: torch.Tensor,
     wrong: torch.Tensor,
     device: torch.device,
@@ -112,7 +113,7 @@ def _complaint(
 ) -> str:
     tokens, rows = found.shape
     token, row = (int(index) for index in wrong[0])
-    sizes = f"T={tokens}, N={rows}, K={product.x.shape[1]}, {found.dtype}, {head_rows} rows in device memory"
+    sizes = f"T={tokens}, N={rows}, K={product.x.shape[1]}, {found.dtype}, {prefix_rows} rows in device memory"
     return (
         f"split linear multiplies wrongly on {device}: it has compute capability {capability_text(capability)}, on "
         f"which the kernel had not been tried. With {sizes}, {len(wrong):,} of {found.numel():,} results differ; the "

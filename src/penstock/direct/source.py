@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,13 +18,6 @@ class Source:
     name: str
     text: str
     headers: tuple[tuple[str, str], ...]
-
-    @property
-    def digest(self) -> str:
-        state = hashlib.sha256()
-        for part in (self.name, self.text, *(part for header in self.headers for part in header)):
-            state.update(f"{len(part)}:{part}".encode())
-        return state.hexdigest()
 
 
 @lru_cache

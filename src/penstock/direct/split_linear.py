@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from penstock.direct.driver_calls import (
 )
 from penstock.direct.failures import KernelInputError
 from penstock.direct.faults import WORDS, describe_fault
-from penstock.direct.kernel_build import PLAIN_THREADS, KernelBuilds, LoadedKernel
+from penstock.direct.kernel_build import KernelBuilds, LoadedKernel
 from penstock.direct.launch_shape import LaunchShape, Limits, check_sizes, launch_shape
 from penstock.direct.params import SplitParams, aligned_params, fill_shape
 from penstock.direct.schedule import ELEMENT_BYTES, GRAIN
@@ -36,12 +35,6 @@ class Options:
     limits: Limits | None = Limits()  # noqa: RUF009 - frozen
     # Off: each block of tokens reads the host's rows again, as on a GPU whose CTAs share nothing.
     multicast: bool = True
-    # One slot per ring, no clusters.
-    serial: bool = False
-    # One thread per result, no copy engine, no barriers, no tensor cores: another order of sums, so other bits.
-    plain: bool = False
-    # CTAs that share a tile of x; None: chosen by the number of tokens.
-    row_ctas: int | None = None
     # It may begin, and copy W, before the launch in front of it on the stream has ended: for weights that no kernel
     # right in front of it writes.
     overlapped: bool = False
@@ -67,24 +60,24 @@ class Operands:
     tokens: int
     depth: int
     bf16: bool
-    head: Side
-    tail: Side
+    prefix: Side
+    rest: Side
 
     @property
     def rows(self) -> int:
-        return self.head.rows + self.tail.rows
+        return self.prefix.rows + self.rest.rows
 
 
 class SplitLinear:
     """The kernel on one device. `bounded_waits`: a wait that can only be a fault ends in an error; see `fault`."""
 
-    def __init__(self, device: torch.device | str, *, bounded_waits: bool = False, cache: Path | None = None) -> None:
+    def __init__(self, device: torch.device | str, *, bounded_waits: bool = False) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise KernelInputError(f"split linear got the device {self.device} and needs a CUDA device")
         self.ordinal = torch.cuda.current_device() if self.device.index is None else self.device.index
         self._driver = DriverCalls()
-        self._builds = KernelBuilds(self._driver, self.ordinal, cache)
+        self._builds = KernelBuilds(self._driver, self.ordinal)
         self._bounded_waits = bounded_waits
         self._fault: torch.Tensor | None = None
 
@@ -102,26 +95,18 @@ class SplitLinear:
             self._builds.unload()
 
     def shape(
-        self, tokens: int, rows: int, depth: int, head_rows: int, dtype: torch.dtype, options: Options
+        self, tokens: int, rows: int, depth: int, prefix_rows: int, dtype: torch.dtype, options: Options
     ) -> LaunchShape:
         """The launch that these sizes get. Compiles and loads a kernel that is new: not while a stream is captured."""
-        check_sizes(tokens, rows, depth, head_rows)
-        if options.plain:
-            # It knows no clusters; what is wrong with a build of the other kernel must not keep it from running.
-            return self._shape(tokens, rows, depth, head_rows, self._tile(tokens, options), 1, options)
+        check_sizes(tokens, rows, depth, prefix_rows)
         bf16 = dtype == torch.bfloat16
         tile = self._tile(tokens, options)
         kernel = self._kernel(tile, bf16, options)
         if not kernel.most_clusters and tile.cluster_ctas > PORTABLE_CLUSTER_CTAS:
             tile = self._tile(tokens, options, PORTABLE_CLUSTER_CTAS)
             kernel = self._kernel(tile, bf16, options)
-        return self._shape(tokens, rows, depth, head_rows, tile, kernel.most_clusters, options)
-
-    def _shape(
-        self, tokens: int, rows: int, depth: int, head_rows: int, tile: TileShape, clusters: int, options: Options
-    ) -> LaunchShape:
         flop_per_s = self._architecture(options).warpgroup_flop_per_s
-        return launch_shape(tokens, rows, depth, head_rows, tile, clusters, options.limits, flop_per_s)
+        return launch_shape(tokens, rows, depth, prefix_rows, tile, kernel.most_clusters, options.limits, flop_per_s)
 
     def function(self, tile: TileShape, options: Options, *, bf16: bool) -> int:
         """The kernel that `shape` chose this tile for, with the same options."""
@@ -140,20 +125,14 @@ class SplitLinear:
         usual = mma_sync_on(*self.capability)
         return replace(usual, clusters=usual.clusters and options.multicast)
 
-    def fill_weight(
-        self, params: SplitParams, shape: LaunchShape, head: Side, tail: Side, *, bf16: bool, plain: bool = False
-    ) -> None:
+    def fill_weight(self, params: SplitParams, shape: LaunchShape, prefix: Side, rest: Side, *, bf16: bool) -> None:
         """The shape of the launch, and where W lies: all but x, y and the bias."""
         fill_shape(params, shape)
-        for name, side, promotion in (("head", head, PROMOTE_256_BYTES), ("tail", tail, PROMOTE_NOTHING)):
+        for name, side, promotion in (("prefix", prefix, PROMOTE_256_BYTES), ("rest", rest, PROMOTE_NOTHING)):
             # A side without rows has nothing to describe, and no tile asks for it.
-            if not side.rows:
-                continue
-            if not plain:
+            if side.rows:
                 self._encode(params, name, side, shape, bf16, shape.tile.w_box_rows, promotion)
                 self._encode(params, f"{name}_16", side, shape, bf16, GRAIN, promotion)
-            setattr(params, f"{name}_address", side.address)
-            setattr(params, f"{name}_stride", side.stride)
 
     def _encode(
         self, params: SplitParams, name: str, side: Side, shape: LaunchShape, bf16: bool, box_rows: int, promotion: int
@@ -171,8 +150,6 @@ class SplitLinear:
 
     def _tile(self, tokens: int, options: Options, most_token_ctas: int = TOKEN_CTAS[-1]) -> TileShape:
         clusters = self._architecture(options).clusters
-        if not clusters and options.row_ctas not in (None, 1):
-            raise KernelInputError(f"row_ctas is {options.row_ctas}, and in a build without clusters it must be 1")
         has_bytes = self._builds.limits.shared_limit_bytes
         if options.shared_limit_bytes is not None and options.shared_limit_bytes > has_bytes:
             raise KernelInputError(
@@ -181,8 +158,6 @@ class SplitLinear:
         return choose_tile(
             tokens,
             multicast=options.multicast and clusters,
-            serial=options.serial,
-            row_ctas=options.row_ctas,
             most_token_ctas=most_token_ctas,
             shared_limit_bytes=has_bytes if options.shared_limit_bytes is None else options.shared_limit_bytes,
         )
@@ -190,8 +165,8 @@ class SplitLinear:
     def __call__(
         self,
         x: torch.Tensor,
-        head: torch.Tensor | None,
-        tail: torch.Tensor | None,
+        prefix: torch.Tensor | None,
+        rest: torch.Tensor | None,
         bias: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
@@ -200,26 +175,16 @@ class SplitLinear:
     ) -> torch.Tensor:
         """On the current stream. `host_bytes`, one int64 on the device, is added what was asked of the host."""
         with self._driver.context(self.ordinal):
-            operands = self._check(x, head, tail, bias, out, host_bytes)
+            operands = self._check(x, prefix, rest, bias, out, host_bytes)
             y = x.new_empty(operands.tokens, operands.rows) if out is None else out
-            shape = self.shape(operands.tokens, operands.rows, operands.depth, operands.head.rows, x.dtype, options)
-            params = self._params(operands, shape, x, bias, y, host_bytes, options.plain)
+            shape = self.shape(operands.tokens, operands.rows, operands.depth, operands.prefix.rows, x.dtype, options)
+            params = self._params(operands, shape, x, bias, y, host_bytes)
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            if options.plain:
-                function = self._builds.plain_kernel(bf16=operands.bf16)
-                blocks = min(-(-y.numel() // PLAIN_THREADS), 8 * self._builds.limits.sm_count)
-                config = launch_config(blocks, PLAIN_THREADS, 0, 1, stream)
-            else:
-                tile = shape.tile
-                function = self.function(tile, options, bf16=operands.bf16)
-                config = launch_config(
-                    shape.blocks,
-                    tile.threads,
-                    tile.shared_bytes,
-                    tile.cluster_ctas,
-                    stream,
-                    overlapped=options.overlapped,
-                )
+            tile = shape.tile
+            function = self.function(tile, options, bf16=operands.bf16)
+            config = launch_config(
+                shape.blocks, tile.threads, tile.shared_bytes, tile.cluster_ctas, stream, overlapped=options.overlapped
+            )
             self._driver.launch(function, config, params)
         return y
 
@@ -231,14 +196,11 @@ class SplitLinear:
         bias: torch.Tensor | None,
         y: torch.Tensor,
         host_bytes: torch.Tensor | None,
-        plain: bool,
     ) -> SplitParams:
         params, bf16 = aligned_params(), operands.bf16
-        self.fill_weight(params, shape, operands.head, operands.tail, bf16=bf16, plain=plain)
-        if not plain:
-            rows = Side(x.data_ptr(), operands.tokens, _stride(x))
-            self._encode(params, "x", rows, shape, bf16, shape.tile.x_box_rows, PROMOTE_256_BYTES)
-        params.x_address, params.x_stride = x.data_ptr(), _stride(x)
+        self.fill_weight(params, shape, operands.prefix, operands.rest, bf16=bf16)
+        rows = Side(x.data_ptr(), operands.tokens, _stride(x))
+        self._encode(params, "x", rows, shape, bf16, shape.tile.x_box_rows, PROMOTE_256_BYTES)
         params.y_address, params.y_stride = y.data_ptr(), _stride(y)
         params.bias_address = 0 if bias is None else bias.data_ptr()
         params.host_bytes_address = 0 if host_bytes is None else host_bytes.data_ptr()
@@ -250,8 +212,8 @@ class SplitLinear:
     def _check(
         self,
         x: torch.Tensor,
-        head: torch.Tensor | None,
-        tail: torch.Tensor | None,
+        prefix: torch.Tensor | None,
+        rest: torch.Tensor | None,
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
         host_bytes: torch.Tensor | None,
@@ -261,15 +223,15 @@ class SplitLinear:
         if x.dim() != 2:
             raise KernelInputError(f"x has the shape {tuple(x.shape)}; split linear needs (tokens, K)")
         tokens, depth = x.shape
-        head_rows = 0 if head is None else head.shape[0]
-        rows = head_rows + (0 if tail is None else tail.shape[0])
-        check_sizes(tokens, rows, depth, head_rows)
-        sides = {"head": Side(0, 0, 0), "tail": Side(0, 0, 0)}
-        for name, tensor in (("x", x), ("head", head), ("tail", tail)):
+        prefix_rows = 0 if prefix is None else prefix.shape[0]
+        rows = prefix_rows + (0 if rest is None else rest.shape[0])
+        check_sizes(tokens, rows, depth, prefix_rows)
+        sides = {"prefix": Side(0, 0, 0), "rest": Side(0, 0, 0)}
+        for name, tensor in (("x", x), ("prefix", prefix), ("rest", rest)):
             if tensor is None or not tensor.shape[0]:
                 continue
             _check_matrix(name, tensor, x.dtype, depth, aligned=True)
-            if name != "tail" and tensor.device != x.device:
+            if name != "rest" and tensor.device != x.device:
                 raise KernelInputError(f"{name} is on {tensor.device} and x on {x.device}; they must be on one device")
             if name in sides:
                 address = self._driver.device_address(tensor.data_ptr())
@@ -284,7 +246,7 @@ class SplitLinear:
             raise KernelInputError(
                 f"host_bytes is {host_bytes.dtype} on {host_bytes.device}; needs int64 on {x.device}"
             )
-        return Operands(tokens, depth, x.dtype == torch.bfloat16, sides["head"], sides["tail"])
+        return Operands(tokens, depth, x.dtype == torch.bfloat16, sides["prefix"], sides["rest"])
 
 
 def _stride(matrix: torch.Tensor) -> int:

@@ -42,8 +42,6 @@ class TileShape:
     token_blocks: int
     w_stages: int
     x_stages: int
-    # Each product completes before the next slot is awaited: what rings of one slot need.
-    serial: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -90,62 +88,50 @@ def choose_tile(
     tokens: int,
     *,
     multicast: bool = True,
-    serial: bool = False,
-    row_ctas: int | None = None,
     most_token_ctas: int = TOKEN_CTAS[-1],
     shared_limit_bytes: int = SHARED_LIMIT_BYTES,
 ) -> TileShape:
     """The tile for this many tokens.
 
-    `multicast=False` takes the tokens in turns instead of sharing tiles of W in a cluster, and `serial` one slot per
-    ring: with Hopper's shared memory the tile stays the same. `most_token_ctas` is for a GPU that has no room for
-    larger clusters.
+    `multicast=False` takes the tokens in turns instead of sharing tiles of W in a cluster: with Hopper's shared memory
+    the tile stays the same. `most_token_ctas` is for a GPU that has no room for larger clusters.
     """
     if tokens < 1:
         raise KernelInputError(f"split linear got {tokens} tokens and needs at least 1")
-    alone = not multicast or serial
     tile_tokens, token_ctas = _tokens_of(tokens, most_token_ctas, TILE_TOKENS[-1])
-    if alone:
+    if not multicast:
         token_ctas = 1
-    if row_ctas is not None:
-        _check_row_ctas(row_ctas, tile_tokens, token_ctas)
 
     def candidates() -> Iterator[TileShape]:
-        yield from _bare_tiles(tokens, tile_tokens, token_ctas, row_ctas, alone, serial)
-        for size, sharing in _smaller_sizes(tokens, tile_tokens, most_token_ctas, alone):
-            yield from _bare_tiles(tokens, size, sharing, row_ctas, alone, serial)
+        yield from _bare_tiles(tokens, tile_tokens, token_ctas, multicast)
+        for size, sharing in _smaller_sizes(tokens, tile_tokens, most_token_ctas, multicast):
+            yield from _bare_tiles(tokens, size, sharing, multicast)
 
-    for wanted in (1,) if serial else (ENOUGH_W_STAGES, LEAST_STAGES):
+    for wanted in (ENOUGH_W_STAGES, LEAST_STAGES):
         for bare in candidates():
             room = (shared_limit_bytes - bare.shared_bytes) // (bare.w_slot_bytes + 2 * BARRIER_BYTES)
             if room >= wanted:
-                return replace(bare, w_stages=min(room, 1 if serial else MOST_W_STAGES))
-    least = 1 if serial else LEAST_STAGES
-    smallest = min((replace(bare, w_stages=least) for bare in candidates()), key=lambda tile: tile.shared_bytes)
+                return replace(bare, w_stages=min(room, MOST_W_STAGES))
+    smallest = min((replace(bare, w_stages=LEAST_STAGES) for bare in candidates()), key=lambda tile: tile.shared_bytes)
     raise KernelInputError(
         f"shared memory of {shared_limit_bytes:,} bytes is too little for split linear: its smallest tile, "
         f"{smallest.tile_rows} rows of the weight and {smallest.tile_tokens} tokens, needs {smallest.shared_bytes:,}"
     )
 
 
-def _bare_tiles(
-    tokens: int, tile_tokens: int, token_ctas: int, row_ctas: int | None, alone: bool, serial: bool
-) -> Iterator[TileShape]:
+def _bare_tiles(tokens: int, tile_tokens: int, token_ctas: int, multicast: bool) -> Iterator[TileShape]:
     """Without stages of W: as many of x as are good for it, then fewer, then the same with half of the rows.
 
     Rows go before tokens: however few there are in a tile, all host rows cross the link as often. Both are shared in
     slices of whole eights, the rows of a swizzle atom.
     """
-    if row_ctas is None:
-        # Where x is read as fast as W, two CTAs share it; with several token CTAs each has tokens of its own.
-        row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and not alone else 1
-    if tile_tokens % (8 * row_ctas) or token_ctas * row_ctas > TOKEN_CTAS[-1]:
-        return
+    # Where x is read as fast as W, two CTAs share it; with several token CTAs each has tokens of its own.
+    row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and multicast else 1
     most_x_stages = 8 if tile_tokens <= 32 else 6 if tile_tokens == 64 else 4
     for warpgroups in (2, 1) if tile_tokens >= 128 else (1,):
         if 64 * warpgroups % (8 * token_ctas):
             continue
-        for x_stages in (1,) if serial else range(most_x_stages, LEAST_STAGES - 1, -1):
+        for x_stages in range(most_x_stages, LEAST_STAGES - 1, -1):
             yield TileShape(
                 tile_tokens=tile_tokens,
                 tile_warpgroups=warpgroups,
@@ -154,27 +140,18 @@ def _bare_tiles(
                 token_blocks=-(-tokens // (tile_tokens * token_ctas)),
                 w_stages=0,
                 x_stages=x_stages,
-                serial=serial,
             )
 
 
-def _smaller_sizes(tokens: int, tile_tokens: int, most_token_ctas: int, alone: bool) -> Iterator[tuple[int, int]]:
+def _smaller_sizes(tokens: int, tile_tokens: int, most_token_ctas: int, multicast: bool) -> Iterator[tuple[int, int]]:
     """Tokens of a CTA, and CTAs, where shared memory has no room for the tile that is best."""
     most_sharing = min(most_token_ctas, 64 // 8)  # of a tile that has 64 rows alone
     for most in [size for size in reversed(TILE_TOKENS) if size < tile_tokens]:
-        if alone:
+        if not multicast:
             # In turns: any number of them, so the fewest, and then what leaves the least empty.
             yield min(TILE_TOKENS[: TILE_TOKENS.index(most) + 1], key=lambda size: (-(-tokens // size), size)), 1
         else:
             yield _tokens_of(tokens, most_sharing, most)
-
-
-def _check_row_ctas(row_ctas: int, tile_tokens: int, token_ctas: int) -> None:
-    if row_ctas < 1 or tile_tokens % (8 * row_ctas) or token_ctas * row_ctas > TOKEN_CTAS[-1]:
-        raise KernelInputError(
-            f"row_ctas is {row_ctas}: tiles of {tile_tokens} tokens are shared in slices that are multiples of 8, in "
-            f"clusters of at most {TOKEN_CTAS[-1]} CTAs of which {token_ctas} share a tile of W"
-        )
 
 
 def _tokens_of(tokens: int, most_token_ctas: int, most_tile_tokens: int) -> tuple[int, int]:

@@ -20,20 +20,20 @@ from penstock.executorch.description import (
     TRANSFER_ALIGNMENT_BYTES,
     DelegateInput,
     DelegateMethod,
+    DelegateRef,
     Description,
     SharedState,
     SharedWeight,
-    Ticket,
 )
 from penstock.executorch.dialect import aten_program
 from penstock.executorch.lowering_request import request_of
-from penstock.executorch.payload import pack_payload, pack_ticket
+from penstock.executorch.payload import pack_delegate_ref, pack_payload
 from penstock.executorch.plan_table import make_plan_tables
 from penstock.executorch.segments import Segment, tensor_layout
 from penstock.executorch.signatures import FLOOR_METHOD, ORDER_METHOD, access_order_to_json
 from penstock.export.compile import Compiled
 from penstock.export.compile import compile as compile_programs
-from penstock.export.offload import fetches, lend_weights
+from penstock.export.offload import fetches, insert_program_fetches
 from penstock.layout import canonical
 from penstock.plan.pages import page_bytes_on
 from penstock.program import Method, TensorSpec
@@ -105,7 +105,7 @@ def _offloaded(ep: ExportedProgram, name: str) -> ExportedProgram:
         raise NoWeightsError(
             f"what was delegated of {name!r} fetches no weight: apply penstock.apply_weight_offload before lowering"
         )
-    lend_weights(ep)  # constants that appeared on the way here
+    insert_program_fetches(ep)  # constants that appeared on the way here
     return ep
 
 
@@ -226,7 +226,7 @@ def _hint(number: int | torch.SymInt) -> int:
 def _result(key: str, part: str, compiled: Compiled, store: NamedDataStore) -> PreprocessResult:
     number = [method.name for method in compiled.program.methods].index(part)
     return PreprocessResult(
-        processed_bytes=pack_ticket(Ticket(key, part, number)),
+        processed_bytes=pack_delegate_ref(DelegateRef(key, part, number)),
         debug_handle_map={},
         data_store_output=store.get_named_data_store_output(),
     )

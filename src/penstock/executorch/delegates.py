@@ -84,9 +84,9 @@ class Delegates(Module):
         )
         return replace(method, schedule=replace(method.schedule, accesses=accesses))
 
-    def _say(self) -> None:
+    def _say(self, lines: list[str]) -> None:
         if self.path == self._shown:  # else it is being loaded, and says so as a part of its program
-            super()._say()
+            super()._say(lines)
 
     def _made_state(self, index: WeightsIndex) -> StateStore:
         return super()._made_state(index) if self._shared_state is None else self._shared_state
@@ -97,7 +97,7 @@ class Delegates(Module):
 
     def access_state(self, access: Callable[[StateStore], T]) -> T:
         """Inside an operation: the module's."""
-        return self._settled(lambda: access(self._state))
+        return self._synchronized(lambda: access(self._state))
 
     @property
     def session_handle(self) -> int:

@@ -98,7 +98,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class DelegateRef:
     """What a delegate holds of its own: the name of the payload, and which of its methods it is."""
 
     payload: str

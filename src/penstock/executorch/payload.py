@@ -2,9 +2,9 @@
 same words.
 
 The payload, once per program, lies in the .pte as named data: the description, plans, the compiled code.
-The ticket, one per delegate, is the delegate's own blob: the name of the payload, and which of its methods it is.
+The delegate ref, one per delegate, is the delegate's own blob: the name of the payload, and which of its methods it is.
 Both begin with a header that holds lengths and a checksum of everything after it, so damage is found before anything
-runs. Description, ticket and plans are flat records.
+runs. Description, delegate refs and plans are flat records.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import xxhash
 
 from penstock.errors import PackageError
-from penstock.executorch.description import Description, PlanRow, Ticket, read_description
+from penstock.executorch.description import DelegateRef, Description, PlanRow, read_description
 from penstock.printable import printable
 from penstock.record import VERSION, to_record
 from penstock.schema import SchemaError
 
 PAYLOAD_MAGIC = b"PNSTKPRG"
-TICKET_MAGIC = b"PNSTKDLG"
+DELEGATE_REF_MAGIC = b"PNSTKDLG"
 
 # Magic, version, checksum of what follows; then the lengths of the parts.
 _HEAD = struct.Struct("<8sQQ")
@@ -66,8 +66,8 @@ def pack_payload(description: Description, plans: Sequence[StoredPlan], code: by
     return sealed_parts(PAYLOAD_MAGIC, to_record(description), b"".join(plan.numbers for plan in plans), code)
 
 
-def pack_ticket(ticket: Ticket) -> bytes:
-    return sealed_parts(TICKET_MAGIC, to_record(ticket), b"", b"")
+def pack_delegate_ref(ref: DelegateRef) -> bytes:
+    return sealed_parts(DELEGATE_REF_MAGIC, to_record(ref), b"", b"")
 
 
 def read_payload(data: bytes) -> Payload:

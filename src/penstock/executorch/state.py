@@ -5,21 +5,23 @@ One of each name, whatever the methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock.errors import InputError, StateInvalidError
+from penstock.errors import InputError
 from penstock.executorch.native import NativeModule
 from penstock.executorch.sessions import Sessions
-from penstock.runtime.state_rows import check_rows, select_rows
+from penstock.runtime.state import States
 
 
 class ProgramState:
     """Made when all methods are loaded, and none has run."""
 
     def __init__(self, native: NativeModule, sessions: Sessions, methods: Sequence[str]) -> None:
-        self._memory = StateMemory(native, methods)
+        # By method: what of ExecuTorch's it has. One without state is none the worse for what another one left behind.
+        self._memory_users = {method: names for method in methods if (names := native.state_names(method))}
+        self._memory = StateMemory(native, self._memory_users)
         # All sessions have the same, and a run has ended when its outputs are there, in main memory.
         self._delegates = sessions.all[0]
         self._names = sessions.payload.states
@@ -34,14 +36,16 @@ class ProgramState:
         return self._delegates.device_state_bytes + (self._memory.nbytes if self._delegates.device.type == "cpu" else 0)
 
     def require_valid(self, method: str) -> None:
-        self._memory.require_valid(method)
+        if method in self._memory_users:
+            self._memory.require_valid()
         if method in self._users:
             self._delegates.state_store.require_valid()
 
     def mark_invalid(self, method: str, error: BaseException) -> None:
         """After a failed run: state may be half written. Only reset() makes it usable again."""
         reason = f"method {method!r} failed: {error}"
-        self._memory.mark_invalid(method, reason)
+        if method in self._memory_users:
+            self._memory.mark_invalid(reason)
         if method in self._users:
             self._delegates.state_store.mark_invalid(reason)
 
@@ -75,57 +79,17 @@ class ProgramState:
         return name not in self._names
 
 
-class StateMemory:
+class StateMemory(States):
     """Views of ExecuTorch's memory, for as long as the methods are loaded. All of them must be, and none have run."""
 
-    def __init__(self, native: NativeModule, methods: Sequence[str]) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._users: dict[str, list[str]] = {method: native.state_names(method) for method in methods}
-        for method, names in self._users.items():
+    def __init__(self, native: NativeModule, users: Mapping[str, Sequence[str]]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        for method, names in users.items():
             for name in names:
-                self._tensors.setdefault(name, native.state(method, name))
+                tensors.setdefault(name, native.state(method, name))
+        super().__init__(tensors)
         # What is not here starts as zeros.
         self._first = {name: tensor.clone() for name, tensor in self._tensors.items() if tensor.any()}
-        self._invalid: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    def require_valid(self, method: str) -> None:
-        """A method without state is none the worse for what another one left behind."""
-        if self._users[method]:
-            self._require_valid()
-
-    def mark_invalid(self, method: str, reason: str) -> None:
-        if self._users[method]:
-            self._invalid = reason
-
-    def read(self, name: str) -> torch.Tensor:
-        """A copy of the present value."""
-        tensor = self._tensors[name]
-        self._require_valid()
-        return tensor.clone()
-
-    def write(self, name: str, value: torch.Tensor) -> None:
-        tensor = self._tensors[name]
-        self._require_valid()
-        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-            given = f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
-            raise InputError(f"state {name!r} was given {given}, needs {tensor.dtype}{list(tensor.shape)}")
-        with torch.no_grad():
-            tensor.copy_(value)
-
-    def check_rows(self, rows: torch.Tensor) -> None:
-        self._require_valid()
-        check_rows(self._tensors, rows, dict.fromkeys(self._tensors, 0))
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        select_rows(self._tensors, rows, dict.fromkeys(self._tensors, 0))
 
     def reset(self) -> None:
         """Puts the first values back."""
@@ -133,9 +97,3 @@ class StateMemory:
             with torch.no_grad():
                 tensor.copy_(self._first[name]) if name in self._first else tensor.zero_()
         self._invalid = None
-
-    def _require_valid(self) -> None:
-        if self._invalid is not None:
-            raise StateInvalidError(
-                f"the state ({', '.join(self._tensors)}) may be half written: {self._invalid}; call reset_state() first"
-            )

@@ -44,8 +44,9 @@ from penstock.plan.planner import Planner, lower_placements_text
 from penstock.program import Program
 from penstock.schedule import Schedule
 from penstock.temporary import TemporaryFolder
-from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option, release_device_memory
+from penstock.torch_private.inductor import REQUIRED_OPTIONS, known_option
 from penstock.torch_private.versions import check_torch_version
+from penstock.torch_private.workspaces import release_device_memory
 from penstock.version import VERSION
 from penstock.weight import State, Weight
 from penstock.weights import Chunk, layout_identity, read_index, write_ptd

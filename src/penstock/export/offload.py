@@ -41,7 +41,7 @@ def apply_weight_offload(ep: ExportedProgram) -> ExportedProgram:
     # Straight from torch.export, mutations are still in-place ops (a KV cache would look like a weight) and quantized
     # weights still are tensor subclasses. Functionalising names the first and flattens the second.
     program = _functional(ep)
-    lend_weights(program)
+    insert_program_fetches(program)
     if not fetches(program.graph):
         unused = ", ".join(spec.target or "?" for spec in weight_specs(program)) or "none"
         raise NoWeightsError(f"the program reads no weight (parameters and buffers it never reads: {unused})")
@@ -86,7 +86,7 @@ def placeholders(graph: Graph) -> dict[str, Node]:
     return {node.name: node for node in graph.find_nodes(op="placeholder")}
 
 
-def lend_weights(ep: ExportedProgram) -> None:
+def insert_program_fetches(ep: ExportedProgram) -> None:
     """Put a fetch in front of every use of a weight, in place."""
     graph = ep.graph
     nodes = placeholders(graph)
@@ -114,7 +114,7 @@ def insert_fetches(graph: Graph, weights: Mapping[Node, str]) -> None:
             node.meta["val"] = FETCH(weight.meta["val"], node.args[1], name)
             return node
 
-        _lend_uses(graph, weight, fetch)
+        _fetch_uses(graph, weight, fetch)
     # Views that every consumer now has its own copy of. Not by removing dead code in general, which could also drop
     # what the program's signature still names.
     for node in reversed(list(graph.nodes)):
@@ -153,7 +153,7 @@ def access_number(fetch: Node) -> int:
     return number
 
 
-def _lend_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
+def _fetch_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
     """Give each consumer of `source`, also of views of it, a fetch of its own right before itself.
 
     One fetch for two uses that lie far apart (a tied embedding, a transpose made once) would hold the weight all the
@@ -172,7 +172,7 @@ def _lend_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
                 copy.meta = dict(view.meta)
                 return copy
 
-            _lend_uses(graph, user, again)
+            _fetch_uses(graph, user, again)
         else:
             with graph.inserting_before(user):
                 user.replace_input_with(source, make())

@@ -149,7 +149,7 @@ def make_weightless(
     insert_fetches(graph, target_of)  # constants that a decomposition lifted after the pass
     # What is written while what was read of it lives on (in this method or in another one).
     for node in (*dict(state_nodes).values(), *_mutated_inputs(ep, nodes)):
-        _own_carried(graph, node)
+        _clone_carried(graph, node)
     outputs = _rewrite_outputs(ep, graph, dict(state_nodes), nodes)
     for node, target in target_of.items():
         _rewrite_fetches(graph, node, target, device, accesses, split_linear)
@@ -289,19 +289,19 @@ def _rewrite_fetches(
             accesses.gathered.add(number)
         if number not in accesses.gathered and (reason := why_whole(result, target, row_by_row=row_by_row)):
             accesses.whole_experts[target] = reason
-        _settle_reads(graph, result)
+        _materialize_reads(graph, result)
 
 
 def _guard_control_flow(graph: Graph, lent: Node, number: int, pinned: set[int]) -> None:
     """Bodies of control flow read their operands where no schedule can follow."""
-    _own_carried(graph, lent)
+    _clone_carried(graph, lent)
     for consumer, _ in _users_through_views(lent):
         name = higher_order_name(consumer.target)
         if name is not None and name not in _PLAIN_OPERATORS:
             pinned.add(number)
 
 
-def _own_carried(graph: Graph, source: Node) -> None:
+def _clone_carried(graph: Graph, source: Node) -> None:
     """Carried operands may come back out of control flow: what comes out must be a copy."""
     for consumer, value in _users_through_views(source):
         position = _CARRIED_OPERANDS.get(higher_order_name(consumer.target) or "")
@@ -315,17 +315,17 @@ def _own_carried(graph: Graph, source: Node) -> None:
         consumer.args = tuple(arguments)
 
 
-def _settle_reads(graph: Graph, lent: Node) -> None:
+def _materialize_reads(graph: Graph, lent: Node) -> None:
     for reader in {consumer for consumer, _ in _users_through_views(lent)}:
         if op_name(reader.target) not in _REPEATED_READS:
             continue
         consumers = [c for c, _ in _users_through_views(reader) if view_source(c) is None]
         if len(consumers) > 1:
             with graph.inserting_after(reader):
-                settled = graph.call_function(MATERIALIZE, (reader,))
-            settled.meta["val"] = reader.meta["val"]
-            for user in [user for user in reader.users if user is not settled]:
-                user.replace_input_with(reader, settled)
+                stored = graph.call_function(MATERIALIZE, (reader,))
+            stored.meta["val"] = reader.meta["val"]
+            for user in [user for user in reader.users if user is not stored]:
+                user.replace_input_with(reader, stored)
 
 
 def _users_through_views(node: Node) -> list[tuple[Node, Node]]:

@@ -7,14 +7,13 @@ y = cache(layer, q, k, v, step.starts, step.counts)
 
 from penstock.kv.cache import HostKVCache, Step
 from penstock.kv.failures import KVCacheCapError, KVCacheFullError
-from penstock.kv.split import CacheShape, Side, Split, StepTraffic, split_within, step_traffic
+from penstock.kv.split import CacheShape, Split, StepTraffic, split_within, step_traffic
 
 __all__ = [
     "CacheShape",
     "HostKVCache",
     "KVCacheCapError",
     "KVCacheFullError",
-    "Side",
     "Split",
     "Step",
     "StepTraffic",

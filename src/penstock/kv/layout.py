@@ -31,7 +31,7 @@ PARTIAL_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class LaunchLayout:
     rows: int
     row_blocks: int
     # Partial results of each row.
@@ -61,7 +61,7 @@ def lay_out(
     capacity: int,
     multiprocessors: int,
     staging_bytes: int = STAGING_BYTES,
-) -> Layout:
+) -> LaunchLayout:
     """`rows` are query heads of a group times tokens; `position_bytes` is one position of the whole batch."""
     if not 1 <= multiprocessors <= MOST_MULTIPROCESSORS:
         raise ValueError(f"multiprocessors is {multiprocessors}; it must be 1 to {MOST_MULTIPROCESSORS}")
@@ -73,10 +73,10 @@ def lay_out(
     wave = 2 * multiprocessors
     if row_blocks > 1:
         parts = min(max(1, wave // lines), math.ceil(capacity / tile_slots(element_bytes)))
-        return Layout(block, row_blocks, parts, _piece_positions(capacity, position_bytes, staging_bytes))
+        return LaunchLayout(block, row_blocks, parts, _piece_positions(capacity, position_bytes, staging_bytes))
     waves = max(1, round((PARTS * lines + RESERVED_PROGRAMS) / wave))
     parts = min((waves * wave - RESERVED_PROGRAMS) // lines, math.ceil(capacity / BLOCK_POSITIONS))
-    return Layout(block, row_blocks, parts, staged_positions=0)
+    return LaunchLayout(block, row_blocks, parts, staged_positions=0)
 
 
 def tile_slots(element_bytes: int) -> int:

@@ -148,10 +148,6 @@ def _launches() -> ModuleType:
     return launch
 
 
-def _append_fake(device_kv: Tensor, host_kv: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
-    _check_append(device_kv, host_kv, k, v, starts, counts)
-
-
 def _attend_fake(
     q: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Tensor, counts: Tensor, scale: float, host_programs: int
 ) -> Tensor:
@@ -163,5 +159,5 @@ _LIBRARY.impl("kv_append", _append, "CPU")
 _LIBRARY.impl("kv_attend", _attend, "CPU")
 _LIBRARY.impl("kv_append", _append_cuda, "CUDA")
 _LIBRARY.impl("kv_attend", _attend_cuda, "CUDA")
-torch.library.register_fake("penstock::kv_append", _append_fake, lib=_LIBRARY)
+torch.library.register_fake("penstock::kv_append", _check_append, lib=_LIBRARY)
 torch.library.register_fake("penstock::kv_attend", _attend_fake, lib=_LIBRARY)

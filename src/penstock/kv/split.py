@@ -12,17 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from penstock.kv.failures import KVCacheCapError
 
 # What all splits are multiples of: with another number results would differ in their last bits from those before.
 BLOCK_POSITIONS = 64
-
-
-class Side(Enum):
-    DEVICE = "device"
-    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -41,14 +35,9 @@ class CacheShape:
                 raise ValueError(f"a KV cache's {name} is {getattr(self, name)}; it must be at least 1")
 
     @property
-    def layer_position_bytes(self) -> int:
-        """Key and value of one position of one sequence, in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.element_bytes
-
-    @property
     def position_bytes(self) -> int:
         """Key and value of one position of one sequence, in all layers."""
-        return self.layers * self.layer_position_bytes
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.element_bytes
 
 
 def meets_on_a_border(device_positions: int, host_positions: int) -> bool:
@@ -77,14 +66,6 @@ class Split:
     @property
     def capacity(self) -> int:
         return self.device_positions + self.host_positions
-
-    def place(self, position: int) -> tuple[Side, int]:
-        """The side of a position, and its slot there."""
-        if not 0 <= position < self.capacity:
-            raise ValueError(f"position {position} is not in a cache of {self.capacity} positions")
-        if position < self.device_positions:
-            return Side.DEVICE, position
-        return Side.HOST, position - self.device_positions
 
     def device_length(self, length: int) -> int:
         return min(length, self.device_positions)

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from penstock.models.methods import Methods
 from penstock.models.state_cache import layer_kinds
 from penstock.models.transformers_private import has_experts
 from penstock.program import read_program
+from penstock.runtime.linear_choice import LinearChoice
 from penstock.runtime.module import Module
+from penstock.runtime.options import Asked, judge, refuse_unknown
 from penstock.store.shards import weights_key as shard_key
 from penstock.store.store import Store
 from penstock.version import VERSION
@@ -79,9 +81,12 @@ def from_pretrained(
     quiet              print nothing to standard error, where a first start says for minutes what it compiles
     options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
-    say = _silent if quiet else _to_standard_error
-    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    say: Callable[[str], None] = (lambda line: None) if quiet else _to_standard_error
     target = target_device(device)
+    # Before minutes of compiling and writing. Models are compiled without linears of ours.
+    refuse_unknown("from_pretrained", options)
+    judge(Asked(budget, **options), target, LinearChoice(), is_packed=pack)
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
     kind = model_dtype(checkpoint.config, dtype)
     model = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)
     methods, is_recurrent = _methods(checkpoint, model, cache_length, batch, prefill_tokens)
@@ -134,6 +139,8 @@ def from_pretrained(
     try:
         module = Module(program_path, budget, weights=weights_path, device=device, **options)
     except BelowFloorError as error:
+        if options.get("device_memory") is not None:
+            raise  # which says what state and activations take of the total
         raise _below_floor(error, program.state_bytes) from error
     say(f"penstock: {module.summary}")
     engine = Engine(
@@ -230,7 +237,3 @@ def _below_floor(error: BelowFloorError, state_bytes: int) -> BelowFloorError:
 
 def _to_standard_error(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass

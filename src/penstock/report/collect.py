@@ -26,7 +26,7 @@ from penstock.report.data import (
 from penstock.report.stalls import TraceEvent, find_stalls, read_events, traced_runs
 from penstock.runtime.calibration import calibration_of
 from penstock.runtime.module import Module
-from penstock.runtime.session import Span
+from penstock.runtime.session import TraceSpan
 from penstock.weight import Weight
 
 CURVE_POINTS = 25
@@ -193,7 +193,7 @@ def _calibration(module: Module, events: Sequence[TraceEvent]) -> Calibration | 
         return None
     numbers = {name: number for number, name in enumerate(module.methods)}
     spans = [
-        Span(each.lane, each.run, numbers[each.method], each.index, each.nbytes, each.begin_ns, each.end_ns)
+        TraceSpan(each.lane, each.run, numbers[each.method], each.index, each.nbytes, each.begin_ns, each.end_ns)
         for each in events
     ]
     return calibration_of(spans, [each.schedule for each in module.program.methods], module.plan)

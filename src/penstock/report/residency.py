@@ -35,7 +35,7 @@ def residency(data: ReportData, show: Figures) -> str:
         f"<p>{_residency_said(data)}</p>\n"
         '<ul class="legend" aria-label="Key to the bars">'
         '<li><span class="swatch resident" aria-hidden="true"></span>resident</li>'
-        '<li><span class="swatch tail" aria-hidden="true"></span>not resident: streamed, or read in place</li></ul>\n'
+        '<li><span class="swatch rest" aria-hidden="true"></span>not resident: streamed, or read in place</li></ul>\n'
         + table("Weights in the order of first access", columns, rows, kind="tall")
         + (_experts(data, show) if data.experts else "")
     )
@@ -85,9 +85,9 @@ def _size(weights: Sequence[WeightResidency]) -> int:
 
 
 def _bar(weight: WeightResidency, largest_bytes: int) -> str:
-    # Heads that accesses have apart from each other may be more than the weight together.
-    head = min(weight.resident_bytes, weight.nbytes)
-    parts = (("resident", head), ("tail", weight.nbytes - head))
+    # Prefixes that accesses have apart from each other may be more than the weight together.
+    prefix = min(weight.resident_bytes, weight.nbytes)
+    parts = (("resident", prefix), ("rest", weight.nbytes - prefix))
     spans = "".join(
         f'<span class="{kind}" style="width:{100 * count / largest_bytes:.4f}%"></span>'
         for kind, count in parts

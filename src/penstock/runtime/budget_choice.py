@@ -68,7 +68,6 @@ def choose_budget(
     *,
     budget: int | str | None,
     weight_offload_budget_mb: int | None,
-    device_memory: int | str | None = None,
     granted: Callable[[], int] | None = None,
     baked_bytes: int | None,
     automatic: Callable[[], AutomaticTerms],
@@ -77,24 +76,12 @@ def choose_budget(
 ) -> BudgetChoice:
     """At load. `full_bytes` is what all weights take when every one is resident.
 
-    `granted` is what `device_memory` leaves; it raises its own error below the floor, with its terms. It and
-    `automatic` are called only when their answer is needed.
+    `granted` is what `device_memory` leaves, where that was given in the place of a budget; it raises its own error
+    below the floor, with its terms. It and `automatic` are called only when their answer is needed.
     """
-    given = [
-        f"{name}={value!r}"
-        for name, value in (
-            ("budget", budget),
-            ("weight_offload_budget_mb", weight_offload_budget_mb),
-            ("device_memory", device_memory),
-        )
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise BudgetError(f"{given[0]} and {given[1]} were both given; pass one")
-    if device_memory is not None:
-        assert granted is not None
+    if granted is not None:
         return _chosen(granted(), "total", None, automatic, floor_bytes, full_bytes)
-    asked = mb_to_bytes(weight_offload_budget_mb) if weight_offload_budget_mb is not None else _amount(budget)
+    asked = asked_bytes(budget, weight_offload_budget_mb)
     return _chosen(asked, "load", baked_bytes, automatic, floor_bytes, full_bytes)
 
 
@@ -107,7 +94,7 @@ def choose_new_budget(
             f'set_budget(None) names no budget; pass a number of bytes, an amount such as "8GiB", or "{AUTOMATIC}" for '
             "what the device has free"
         )
-    return _chosen(_amount(budget), "change", None, automatic, floor_bytes, full_bytes)
+    return _chosen(asked_bytes(budget), "change", None, automatic, floor_bytes, full_bytes)
 
 
 def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
@@ -115,7 +102,10 @@ def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
     return _chosen(_AUTOMATIC, "load", None, lambda: terms, floor_bytes, _MOST_BYTES).asked_bytes
 
 
-def _amount(budget: int | str | None) -> int:
+def asked_bytes(budget: int | str | None, weight_offload_budget_mb: int | None = None) -> int:
+    """Given one way, or none; as the core counts."""
+    if weight_offload_budget_mb is not None:
+        return mb_to_bytes(weight_offload_budget_mb)
     if budget is None:
         return _NONE
     return _AUTOMATIC if budget == AUTOMATIC else parse_bytes(budget)

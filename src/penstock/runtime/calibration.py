@@ -9,13 +9,13 @@ from statistics import median
 from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration, Link, fit_link
 from penstock.plan.plan import Copy, Plan
-from penstock.runtime.session import Span
+from penstock.runtime.session import TraceSpan
 from penstock.schedule import Schedule
 
 _NS = 1e-9
 
 
-def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
+def calibration_of(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
     """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied.
 
     Spans of packed weights are those of their decoding; what they take of the link has spans of its own.
@@ -35,20 +35,20 @@ def calibration_of(spans: Sequence[Span], schedules: Sequence[Schedule], plan: P
     )
 
 
-def _copy(plan: Plan, span: Span) -> Copy:
+def _copy(plan: Plan, span: TraceSpan) -> Copy:
     return plan.methods[span.method_index].copies[span.index]
 
 
-def _decoded_bytes_per_s(spans: Sequence[Span]) -> float | None:
+def _decoded_bytes_per_s(spans: Sequence[TraceSpan]) -> float | None:
     """Of weights that stay packed. A wait for readers of their pages lies in the span, too: the faster half tells."""
     rates = sorted(span.nbytes / (span.end_ns - span.begin_ns) / _NS for span in spans if span.end_ns > span.begin_ns)
     return rates[len(rates) * 3 // 4] if rates else None
 
 
-def step_times(spans: Sequence[Span], schedules: Sequence[Schedule], plan: Plan) -> dict[str, tuple[float, ...]]:
+def step_times(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], plan: Plan) -> dict[str, tuple[float, ...]]:
     """By method that was run: how long each step takes once its weights are there."""
     copies = [span for span in spans if span.lane == "copy"]
-    runs: dict[int, list[Span]] = defaultdict(list)
+    runs: dict[int, list[TraceSpan]] = defaultdict(list)
     for span in spans:
         if span.lane == "compute":
             runs[span.run].append(span)
@@ -72,10 +72,8 @@ def check_calibration(calibration: Calibration | str | None, schedules: Sequence
 
     A calibration that was measured on another program would plan for steps that are not there.
     """
-    if calibration is None or calibration == "first-runs":
-        return None
     if not isinstance(calibration, Calibration):
-        raise PenstockError(f'calibration is {calibration!r:.80}; it must be a Calibration, "first-runs" or None')
+        return None
     steps = {schedule.method: len(schedule.steps) for schedule in schedules}
     for method, times in (*calibration.step_s.items(), *calibration.direct_step_s.items()):
         if len(times) != steps.get(method):
@@ -102,7 +100,7 @@ def check_direct_times(calibration: Calibration, schedules: Sequence[Schedule]) 
             )
 
 
-def _last_copies(copies: Sequence[Span]) -> dict[tuple[int, int], list[int]]:
+def _last_copies(copies: Sequence[TraceSpan]) -> dict[tuple[int, int], list[int]]:
     """By method and copy: when each of its copies ended, in rising order."""
     ends: dict[tuple[int, int], list[int]] = defaultdict(list)
     for span in copies:
@@ -111,7 +109,7 @@ def _last_copies(copies: Sequence[Span]) -> dict[tuple[int, int], list[int]]:
 
 
 def _step_times(
-    steps: Sequence[Span], schedule: Schedule, plan: Plan, ready_ns: dict[tuple[int, int], list[int]]
+    steps: Sequence[TraceSpan], schedule: Schedule, plan: Plan, ready_ns: dict[tuple[int, int], list[int]]
 ) -> list[float]:
     """A step lasts from the end of the one before, or from the end of the last copy it waited for."""
     method_index = steps[0].method_index

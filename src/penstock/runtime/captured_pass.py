@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -47,12 +48,15 @@ class CapturedPass:
             self.number = session.end_capture()
         self._outputs = outputs
 
-    def replay(self, session: Session, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def replay(
+        self, session: Session, inputs: Sequence[torch.Tensor], turn: AbstractContextManager[None]
+    ) -> list[torch.Tensor]:
         """Within the session's replay. Outputs in memory of their own: the graph's is written again by the next one."""
         with torch.no_grad():
             for kept, tensor in zip(self._inputs, inputs, strict=True):
                 kept.take(tensor)
-            session.launch()
+            with turn:
+                session.launch()
             for index in self._written:
                 inputs[index].copy_(self._inputs[index].tensor)
             return [output.clone() for output in self._outputs]

@@ -5,30 +5,57 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from penstock.runtime.captured_pass import CapturedPass, Shapes
 from penstock.runtime.session import Session
+from penstock.torch_private.workspaces import keep_workspaces
 
 # Each holds its inputs and outputs: a decoder's growing context must not fill the memory.
 REMEMBERED_PASSES = 64
 
 
+class ReplayTurns:
+    """Launches of graphs of any module, each to begin on the device when the one before it has ended there."""
+
+    def __init__(self, ended: torch.cuda.Event) -> None:
+        # Held from the wait to the record: another thread's launch between them would wait for nobody.
+        self._launching = threading.Lock()
+        self._ended = ended
+
+    @contextmanager
+    def turn(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with self._launching:
+            stream.wait_event(self._ended)
+            try:
+                yield
+            finally:
+                self._ended.record(stream)
+
+
 @dataclass(frozen=True)
 class CaptureStream:
-    """Held while something is captured on it."""
+    """What all modules of a device capture on, one at a time: `lock` is held meanwhile.
+
+    torch keeps a workspace for each thread and stream that products ran on, of 32 MiB on a large GPU, as long as the
+    process lives; so there is one stream. Modules that one thread captured have that workspace in common, and two
+    replays at once would both write it: they take turns.
+    """
 
     stream: torch.cuda.Stream
     lock: threading.Lock
+    replays: ReplayTurns
 
 
 @functools.cache
 def capture_stream(device_index: int) -> CaptureStream:
-    """One for all modules: torch keeps a workspace for each stream that products ran on, of 32 MiB on a large GPU, and
-    for as long as the process lives."""
-    return CaptureStream(torch.cuda.Stream(device_index), threading.Lock())  # type: ignore[no-untyped-call]
+    keep_workspaces()
+    stream = torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+    return CaptureStream(stream, threading.Lock(), ReplayTurns(torch.cuda.Event()))  # type: ignore[no-untyped-call]
 
 
 class Graphs:

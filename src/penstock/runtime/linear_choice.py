@@ -16,9 +16,9 @@ from penstock.program import Program
 
 @dataclass(frozen=True)
 class LinearChoice:
-    has_linears: bool
+    has_linears: bool = False
     # Why the GPU cannot, where the program could.
-    obstacle: str | None
+    obstacle: str | None = None
 
     @property
     def uses_kernel(self) -> bool:

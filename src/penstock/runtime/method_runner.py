@@ -89,7 +89,7 @@ class MethodRunner:
                 shapes = tuple([tensor.shape for tensor in inputs])
                 captured = graphs.find(self._index, shapes)
                 if captured is not None:
-                    return self._outputs.built(self._replay(session, state, captured, inputs, stream))
+                    return self._outputs.built(self._replay(session, state, graphs, captured, inputs))
             outputs = self._compute(session, state, [*states, *inputs], stream)
             if graphs is not None:
                 graphs.add(session, self._index, shapes, self._capture(session, state, graphs, states, inputs))
@@ -137,10 +137,12 @@ class MethodRunner:
         return self._finish(session, state, lambda: self.compiled(inputs), session.end)
 
     def _replay(
-        self, session: Session, state: StateStore, captured: CapturedPass, inputs: list[torch.Tensor], stream: int
+        self, session: Session, state: StateStore, graphs: Graphs, captured: CapturedPass, inputs: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        session.begin_replay(captured.number, stream)
-        return self._finish(session, state, lambda: captured.replay(session, inputs), session.end_replay)
+        stream = torch.cuda.current_stream(self._device)
+        session.begin_replay(captured.number, stream.cuda_stream)
+        turn = graphs.capture_stream.replays.turn(stream)
+        return self._finish(session, state, lambda: captured.replay(session, inputs, turn), session.end_replay)
 
     def _finish(
         self,

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -14,15 +15,12 @@ import torch
 
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import Recipes
-from penstock.errors import (
-    PenstockError,
-)
+from penstock.errors import PenstockError
 from penstock.native import core
 from penstock.plan.calibration import Calibration
 from penstock.plan.pages import soft_page_bytes
 from penstock.plan.plan import Plan
 from penstock.program import Program
-from penstock.renamed import refuse_options
 from penstock.runtime.automatic_budget import AutomaticTerms, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
@@ -33,14 +31,15 @@ from penstock.runtime.expert_rates import ExpertUse, expert_uses
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
+from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.loaded import LoadedProgram
 from penstock.runtime.method_runner import MethodRunner, OomCounter
-from penstock.runtime.options import REGISTERED, Asked, judge
+from penstock.runtime.options import REGISTERED, Asked, judge, judged, refuse_unknown
 from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recording
-from penstock.runtime.session import LinkSample, Session, Span, Stats
+from penstock.runtime.session import LinkSample, Session, Stats, TraceSpan
 from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
@@ -87,41 +86,43 @@ class Module(LoadedProgram):
         super().__init__(path)
         self._traces: list[Trace] = []
         self._runners: dict[str, MethodRunner] = {}
-        asked = Asked(placement, host_memory, calibration, cuda_graph, split_limits, device_memory)
+        asked = Asked(
+            budget=budget,
+            weight_offload_budget_mb=weight_offload_budget_mb,
+            device_memory=device_memory,
+            placement=placement,
+            host_memory=host_memory,
+            calibration=calibration,
+            cuda_graph=cuda_graph,
+            split_limits=split_limits,
+            check_indices=check_indices,
+            verify=verify,
+        )
         try:
-            refuse_options(before)
-            for name in before:
-                raise TypeError(f"Module() got an unexpected keyword argument {name!r}")
+            refuse_unknown("Module", before)
             with HeldInterrupts():
-                self._load(budget, weight_offload_budget_mb, weights, device, asked, check_indices, verify)
-            self._say()
+                self._load(asked, weights, device)
+            self._say(self._lines())
         except BaseException:
             # Also by an interrupt that waited until everything was loaded: nobody gets this module.
             self.close()
             self._let_go()
             raise
 
-    def _load(
-        self,
-        budget: int | str | None,
-        weight_offload_budget_mb: int | None,
-        weights: str | os.PathLike[str] | None,
-        device: str | torch.device | None,
-        asked: Asked,
-        check_indices: bool,
-        verify: bool,
-    ) -> None:
+    def _load(self, asked: Asked, weights: str | os.PathLike[str] | None, device: str | torch.device | None) -> None:
         """Between its parts, where it can be given up, an interrupt is delivered: everything is then given back."""
         poison = _poison_asked()
-        given = next((one for one in (budget, weight_offload_budget_mb, asked.device_memory) if one is not None), None)
-        self.program: Program = read_offloaded(self.path, budget=given)
+        self.program: Program = read_offloaded(self.path, budget=asked.given_budget)
         self.methods = tuple(method.name for method in self.program.methods)
         self.device = resolve_device(self.program, device)
         check_build(self.program, self.device)
-        self._options = options = judge(self.program, self.device, asked, is_delegate=self._is_delegate)
+        linear = choose_linear(self.program, self.device)
+        self._options = judge(asked, self.device, linear, is_delegate=self._is_delegate)
         index = read_weights_index(self.path.with_suffix(".ptd") if weights is None else Path(weights))
         self._entries = check_weights(self.program, index)
-        if verify:
+        is_packed = any(self._entries[weight.name].packing for weight in self.program.weights)
+        self._options = options = judged(replace(self._options, is_packed=is_packed))
+        if asked.verify:
             verify_checksums(index)
         deliver_interrupt()
         with ExitStack() as stack:
@@ -135,7 +136,7 @@ class Module(LoadedProgram):
                 else open_soft_driver(soft_page_bytes(self.program.weight_bytes), poison=poison)
             )
             stack.callback(driver.close)
-            packed = read_packed_weights(self.program, index, self._entries, asked.placement)
+            packed = read_packed_weights(self.program, index, self._entries)
             self._policy: Policy = (LruPolicy if options.is_lru else PlannedPolicy)(
                 self.program, driver, packed, options.planned_as, can_split=options.can_split
             )
@@ -144,7 +145,15 @@ class Module(LoadedProgram):
             known = self._given_times = check_calibration(asked.calibration, schedules)
             self._split: tuple[SplitState, ...] = split_states(self.program)
             with self._policy.naming_lower_placements():
-                self._choice = self._choose(budget, weight_offload_budget_mb, self.program.budget_bytes)
+                self._choice: BudgetChoice = choose_budget(
+                    budget=asked.budget,
+                    weight_offload_budget_mb=asked.weight_offload_budget_mb,
+                    granted=None if asked.device_memory is None else self._granted_budget,
+                    baked_bytes=self.program.budget_bytes,
+                    automatic=self._automatic_terms,
+                    floor_bytes=self._policy.floor_for(known),
+                    full_bytes=self._policy.full_bytes,
+                )
             installed = self._policy.arrange(self._choice.budget_bytes, known)
             deliver_interrupt()
             if core().penstock_load_torch():
@@ -187,7 +196,7 @@ class Module(LoadedProgram):
             oom_counter = OomCounter(self.device)
             self._runners = {
                 method.name: MethodRunner(
-                    self.path, number, method, self.device, oom_counter, check_indices=check_indices
+                    self.path, number, method, self.device, oom_counter, check_indices=asked.check_indices
                 )
                 for number, method in enumerate(self.program.methods)
             }
@@ -313,7 +322,8 @@ class Module(LoadedProgram):
                 )
             self._installer.change_budget(choice.budget_bytes)
             self._choice = choice
-        self._say()
+            lines = self._lines()
+        self._say(lines)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -329,18 +339,14 @@ class Module(LoadedProgram):
         in_place  reads every weight in place meanwhile, and then plans by both measurements. For few rows, where a
                   product reads each weight once. Comes after calibrate() with the same calls.
         """
+        self._require_usable()
+        judged(replace(self._options, call="calibrate(in_place=True)" if in_place else "calibrate()"))
         installer = self._installer
         start, plan = (
             (installer.start_direct_calibration, installer.plan_by_direct)
             if in_place
             else (installer.start_calibration, installer.plan_by)
         )
-        with self._recorded(start, plan):
-            yield
-        self._say()
-
-    @contextmanager
-    def _recorded(self, start: Callable[[int], Recording], plan: Callable[[Recording, int], None]) -> Iterator[None]:
         recording: Recording | None = None
         try:
             with self._operation():
@@ -348,20 +354,22 @@ class Module(LoadedProgram):
             yield
             with self._operation():
                 plan(recording, self.budget_bytes)
+                lines = self._lines()
         except BaseException:
             # Also where an interrupt waited for the start: nobody will stop what it began.
             if recording is not None and self._open:
                 with self._operation():
                     self._installer.drop(recording)
             raise
+        self._say(lines)
 
     def _plan_by_first_runs(self) -> None:
         with self._operation():
             if not self._installer.has_first_runs:
                 return  # another thread was first
             outcome = self._installer.plan_by_first_runs(self.budget_bytes)
-        LOGGER.info("%s: %s", self.path.name, outcome)
-        self._say()
+            lines = self._lines()
+        self._say([f"{self.path.name}: {outcome}", *lines])
 
     def read_state(self, name: str) -> torch.Tensor:
         """A copy of the present value."""
@@ -382,9 +390,9 @@ class Module(LoadedProgram):
     def _access_state(self, access: Callable[[], T]) -> T:
         """S8 for state: runs before it have ended, and it has ended before the next one, whatever their streams."""
         with self._operation():
-            return self._settled(access)
+            return self._synchronized(access)
 
-    def _settled(self, access: Callable[[], T]) -> T:
+    def _synchronized(self, access: Callable[[], T]) -> T:
         self._session.drain()
         result = access()
         self._wait_for_torch()
@@ -406,11 +414,11 @@ class Module(LoadedProgram):
             self._traces = [*(each for each in self._traces if not each.is_closed), trace]
             return trace
 
-    def _stop_trace(self, recording: Recording) -> list[Span]:
+    def _stop_trace(self, recording: Recording) -> list[TraceSpan]:
         with self._operation():
             return self._recorder.stop(recording)
 
-    def _span_name(self, span: Span) -> tuple[str, str]:
+    def _span_name(self, span: TraceSpan) -> tuple[str, str]:
         method = self.program.methods[span.method_index]
         if span.lane == "compute":
             return method.name, method.schedule.steps[span.index].kernel
@@ -460,18 +468,6 @@ class Module(LoadedProgram):
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
-    def _choose(self, budget: int | str | None, mb: int | None, baked_bytes: int | None) -> BudgetChoice:
-        return choose_budget(
-            budget=budget,
-            weight_offload_budget_mb=mb,
-            device_memory=self._options.asked.device_memory,
-            granted=self._granted_budget,
-            baked_bytes=baked_bytes,
-            automatic=self._automatic_terms,
-            floor_bytes=self._policy.floor_for(self._times),
-            full_bytes=self._policy.full_bytes,
-        )
-
     def _granted_budget(self) -> int:
         asked = self._options.asked
         assert asked.device_memory is not None
@@ -493,6 +489,10 @@ class Module(LoadedProgram):
     @property
     def summary(self) -> str:
         """What was loaded, in one line."""
+        with self._operation():
+            return self._summary()
+
+    def _summary(self) -> str:
         remarks = [
             *summary_of(self._split),
             *self._options.linear.summary(),
@@ -500,22 +500,25 @@ class Module(LoadedProgram):
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._options.asked.cuda_graph else []),
         ]
-        with self._operation():
-            return self._session.summary(
-                name=self.path.name,
-                device=str(self.device),
-                methods=self.methods,
-                remarks=remarks,
-                floor_bytes=self.floor_bytes,
-                budget_bytes=self.budget_bytes,
-                origin=self._choice.origin,
-                copying_bytes=self._policy.copying_bytes,
-            )
+        return self._session.summary(
+            name=self.path.name,
+            device=str(self.device),
+            methods=self.methods,
+            remarks=remarks,
+            floor_bytes=self.floor_bytes,
+            budget_bytes=self.budget_bytes,
+            origin=self._choice.origin,
+            copying_bytes=self._policy.copying_bytes,
+        )
 
-    def _say(self) -> None:
-        LOGGER.info("%s", self.summary)
-        if self._choice.clamp_sentence:
-            LOGGER.info("%s", self._choice.clamp_sentence)
+    def _lines(self) -> list[str]:
+        """What to say of the present plan: made within the operation that changed it, said when that has ended, so
+        that neither a run in another thread nor close() comes in between."""
+        return [self._summary(), *filter(None, [self._choice.clamp_sentence])]
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
+            LOGGER.info("%s", line)
 
 
 def _poison_asked() -> bool:

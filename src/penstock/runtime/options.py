@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 
@@ -13,23 +13,33 @@ from penstock.direct.launch_shape import Limits
 from penstock.errors import BudgetError, CaptureError, DeviceError, HostMemoryError, PenstockError
 from penstock.placement_names import PLACEMENTS
 from penstock.plan.calibration import Calibration
-from penstock.program import Program
-from penstock.renamed import value_hint
-from penstock.runtime.linear_choice import LinearChoice, choose_linear
+from penstock.renamed import refuse_options, value_hint
+from penstock.runtime.budget_choice import asked_bytes
+from penstock.runtime.linear_choice import LinearChoice
 
 REGISTERED = "registered"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """As the user gave them."""
+    """As the user gave them: all options of a module but its device and its weights file."""
 
+    budget: int | str | None = None
+    weight_offload_budget_mb: int | None = None
+    device_memory: int | str | None = None
     placement: str = "auto"
     host_memory: int | str = REGISTERED
     calibration: Calibration | Literal["first-runs"] | None = None
     cuda_graph: bool = False
     split_limits: Limits | Literal["measured"] | None = None
-    device_memory: int | str | None = None
+    check_indices: bool = False
+    verify: bool = False
+
+    @property
+    def given_budget(self) -> int | str | None:
+        """Whichever way it was given."""
+        given = (self.budget, self.weight_offload_budget_mb, self.device_memory)
+        return next((one for one in given if one is not None), None)
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,10 @@ class Options:
     # None: all weights are registered, in memory for good. Else they pass through so many bytes of pinned buffers.
     host_memory_cap_bytes: int | None
     linear: LinearChoice
+    # Known when the index of the weights file was read.
+    is_packed: bool = False
+    # The call that is judged; None for the load.
+    call: Literal["calibrate()", "calibrate(in_place=True)"] | None = None
 
     @property
     def is_lru(self) -> bool:
@@ -70,6 +84,32 @@ class Options:
         return self.device.type == "cuda" and self.linear.uses_kernel
 
 
+# By the words of the table: when each of them holds.
+_HOLDS: dict[str, Callable[[Options], bool]] = {
+    "budget=": lambda o: o.asked.budget is not None,
+    "weight_offload_budget_mb=": lambda o: o.asked.weight_offload_budget_mb is not None,
+    "device_memory=": lambda o: o.asked.device_memory is not None,
+    'placement="in-place"': lambda o: o.asked.placement == "in-place",
+    'placement="split"': lambda o: o.asked.placement == "split",
+    'placement="stream"': lambda o: o.asked.placement == "stream",
+    'placement="lru"': lambda o: o.is_lru,
+    "calibration=": lambda o: o.asked.calibration is not None,
+    'calibration="first-runs"': lambda o: o.asked.calibration == "first-runs",
+    "cuda_graph=True": lambda o: o.asked.cuda_graph,
+    "split_limits=": lambda o: o.asked.split_limits is not None,
+    "calibrate()": lambda o: o.call == "calibrate()",
+    "calibrate(in_place=True)": lambda o: o.call == "calibrate(in_place=True)",
+    "a .pte": lambda o: o.is_delegate,
+    "a CPU": lambda o: o.device.type != "cuda",
+    "a cap on host memory": lambda o: o.is_capped,
+    "packed weights": lambda o: o.is_packed,
+    "a program compiled with split_linear=True": lambda o: o.linear.has_linears,
+    "a program without linears of ours": lambda o: not o.linear.has_linears,
+    "a GPU without the kernel for it": lambda o: o.linear.obstacle is not None,
+    "a module without the kernel that reads weights in two places": lambda o: not o.offers_kernel,
+}
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Two things that do not go together."""
@@ -77,134 +117,124 @@ class Refusal:
     option: str
     beside: str
     reason: str
-    error: type[PenstockError]
-    applies: Callable[[Options], bool]
+    error: type[PenstockError] = PenstockError
 
+    def applies(self, options: Options) -> bool:
+        return _HOLDS[self.option](options) and _HOLDS[self.beside](options)
+
+
+_ONE_BUDGET = "each of them says what weights may take; pass one"
+_NOT_IN_MEMORY = "kernels read weights where they lie in host memory, and under a cap no weight stays there"
+_AS_THEY_ARE = "it needs weights as they are; `penstock unpack` writes a file that has them so"
+_IN_PLACE = "it times reads in place to choose by them, and "
+_LINEARS = "compile it with split_linear=True; bfloat16 and float16 weights that only linears read then have them"
 
 REFUSALS = (
+    Refusal("weight_offload_budget_mb=", "budget=", _ONE_BUDGET, BudgetError),
+    Refusal("device_memory=", "budget=", _ONE_BUDGET, BudgetError),
+    Refusal("device_memory=", "weight_offload_budget_mb=", _ONE_BUDGET, BudgetError),
     Refusal(
-        "device_memory=",
-        "a .pte",
-        "ExecuTorch plans memory for state and activations; pass a budget for the weights",
-        PenstockError,
-        lambda o: o.asked.device_memory is not None and o.is_delegate,
+        "device_memory=", "a .pte", "ExecuTorch plans memory for state and activations; pass a budget for the weights"
     ),
     Refusal(
         "cuda_graph=True",
         "a .pte",
         "graphs are the delegates' own, and Module gives them other plans; a process in C++ has them by "
         "weight_offload_cuda_graph",
-        PenstockError,
-        lambda o: o.asked.cuda_graph and o.is_delegate,
     ),
     Refusal(
         'calibration="first-runs"',
         "a .pte",
         "it is ExecuTorch that runs the delegates, so nobody counts their first runs; use calibrate()",
-        PenstockError,
-        lambda o: o.is_delegate and o.asked.calibration == "first-runs",
     ),
-    Refusal(
-        'placement="in-place"',
-        "calibration=",
-        "a calibration is to plan copies by, and nothing is copied",
-        PenstockError,
-        lambda o: o.asked.placement == "in-place" and o.asked.calibration is not None,
-    ),
+    Refusal('placement="in-place"', "calibration=", "a calibration is to plan copies by, and nothing is copied"),
     Refusal(
         'placement="split"',
         'calibration="first-runs"',
         "steps are timed with their weights on the device, and the first runs read them on both sides; use calibrate()",
-        PenstockError,
-        lambda o: o.asked.placement == "split" and o.asked.calibration == "first-runs",
     ),
-    Refusal(
-        'placement="in-place"',
-        "a cap on host memory",
-        "kernels read weights where they lie in host memory, and under a cap no weight stays there",
-        PenstockError,
-        lambda o: o.asked.placement == "in-place" and o.is_capped,
-    ),
-    Refusal(
-        'placement="split"',
-        "a cap on host memory",
-        "kernels read weights where they lie in host memory, and under a cap no weight stays there",
-        PenstockError,
-        lambda o: o.asked.placement == "split" and o.is_capped,
-    ),
-    Refusal(
-        'placement="split"',
-        "a program without linears of ours",
-        "compile it with split_linear=True; bfloat16 and float16 weights that only linears read then have them",
-        PenstockError,
-        lambda o: o.asked.placement == "split" and not o.linear.has_linears,
-    ),
-    Refusal(
-        'placement="split"',
-        "a GPU without the kernel for it",
-        "{obstacle}",
-        DeviceError,
-        lambda o: o.asked.placement == "split" and o.linear.obstacle is not None,
-    ),
+    Refusal('placement="in-place"', "a cap on host memory", _NOT_IN_MEMORY),
+    Refusal('placement="split"', "a cap on host memory", _NOT_IN_MEMORY),
+    Refusal('placement="split"', "a program without linears of ours", _LINEARS),
+    Refusal('placement="split"', "a GPU without the kernel for it", "{obstacle}", DeviceError),
     Refusal(
         'placement="lru"',
         "a cap on host memory",
         "a capped host memory is filled in the order of a plan, and there is none",
         HostMemoryError,
-        lambda o: o.is_lru and o.is_capped,
     ),
     Refusal(
         'placement="lru"',
         "a program compiled with split_linear=True",
         "its kernel is prepared for the addresses of a plan, and there is none",
-        PenstockError,
-        lambda o: o.is_lru and o.linear.has_linears,
     ),
-    Refusal(
-        'placement="lru"',
-        "calibration=",
-        "a calibration is for a plan, and there is none",
-        PenstockError,
-        lambda o: o.is_lru and o.asked.calibration is not None,
-    ),
-    Refusal(
-        "cuda_graph=True",
-        "a CPU",
-        "only a CUDA device has graphs; leave it out",
-        CaptureError,
-        lambda o: o.asked.cuda_graph and o.device.type != "cuda",
-    ),
+    Refusal('placement="lru"', "calibration=", "a calibration is for a plan, and there is none"),
+    Refusal("cuda_graph=True", "a CPU", "only a CUDA device has graphs; leave it out", CaptureError),
     Refusal(
         "cuda_graph=True",
         'placement="lru"',
         "it is decided while running which weight goes where, and a graph would not decide again",
         CaptureError,
-        lambda o: o.asked.cuda_graph and o.is_lru,
     ),
     Refusal(
         "cuda_graph=True",
         "a cap on host memory",
         "the host fills buffers while it runs, and a graph runs without it",
         CaptureError,
-        lambda o: o.asked.cuda_graph and o.is_capped,
     ),
     Refusal(
         "split_limits=",
         "a module without the kernel that reads weights in two places",
         "it needs a GPU that has it, and a program compiled with split_linear=True",
-        PenstockError,
-        lambda o: o.asked.split_limits is not None and not o.offers_kernel,
     ),
+    Refusal('placement="in-place"', "packed weights", _AS_THEY_ARE),
+    Refusal('placement="split"', "packed weights", _AS_THEY_ARE),
+    Refusal('placement="lru"', "packed weights", _AS_THEY_ARE),
+    Refusal(
+        "calibrate()",
+        'placement="in-place"',
+        'it times copies to plan by, and nothing is copied; placement="auto" and "split" choose by both',
+    ),
+    Refusal("calibrate()", 'placement="lru"', "it times copies to plan by, and there is no plan"),
+    Refusal("calibrate(in_place=True)", 'placement="in-place"', _IN_PLACE + "everything is read in place already"),
+    Refusal("calibrate(in_place=True)", 'placement="stream"', _IN_PLACE + "everything is copied"),
+    Refusal("calibrate(in_place=True)", 'placement="lru"', _IN_PLACE + "there is no plan"),
+    Refusal(
+        "calibrate(in_place=True)",
+        "a cap on host memory",
+        _IN_PLACE + "under a cap no weight stays where it could be read",
+    ),
+    Refusal("calibrate(in_place=True)", "packed weights", _IN_PLACE + "no kernel reads packed ones"),
 )
 
 
-def judge(program: Program, device: torch.device, asked: Asked, *, is_delegate: bool = False) -> Options:
+def refuse_unknown(caller: str, given: Mapping[str, Any]) -> None:
+    """What is no option: by its new name where it was one."""
+    refuse_options(given)
+    for name in given.keys() - {field.name for field in fields(Asked)}:
+        raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
+
+
+def judge(
+    asked: Asked, device: torch.device, linear: LinearChoice, *, is_delegate: bool = False, is_packed: bool = False
+) -> Options:
     """Raises what a refusal says, before anything is loaded."""
     if asked.placement not in PLACEMENTS:
         known = ", ".join(map(repr, PLACEMENTS))
         hint = value_hint("placement", asked.placement)
         raise PenstockError(f"placement is {asked.placement!r}; it must be one of {known}{hint}")
-    options = Options(asked, device, is_delegate, _cap_bytes(asked.host_memory), choose_linear(program, device))
+    if not (
+        asked.calibration is None or asked.calibration == "first-runs" or isinstance(asked.calibration, Calibration)
+    ):
+        raise PenstockError(f'calibration is {asked.calibration!r:.80}; it must be a Calibration, "first-runs" or None')
+    asked_bytes(asked.budget, asked.weight_offload_budget_mb)
+    if asked.device_memory is not None:
+        parse_bytes(asked.device_memory)
+    return judged(Options(asked, device, is_delegate, _cap_bytes(asked.host_memory), linear, is_packed))
+
+
+def judged(options: Options) -> Options:
+    """For what is known later: the weights file, or what is called."""
     for refusal in REFUSALS:
         if refusal.applies(options):
             reason = refusal.reason.format(obstacle=options.linear.obstacle)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.errors import PenstockError, WeightsFileError
+from penstock.errors import WeightsFileError
 from penstock.plan.packed import Begins
 from penstock.printable import printable
 from penstock.program import Program
 from penstock.runtime.records import Numbers, packed_numbers
 from penstock.weights import Entry, WeightsIndex
 from penstock.weights.packing import read_blocks
-
-# Everything else reads weights in host memory, or takes them as they come: packed ones are decoded as a plan says.
-PLACEMENTS = ("auto", "stream")
 
 
 @dataclass(frozen=True)
@@ -25,14 +22,11 @@ class PackedWeights:
     numbers: Numbers | None
 
 
-def read_packed_weights(
-    program: Program, index: WeightsIndex, entries: Mapping[str, Entry], placement: str
-) -> PackedWeights:
-    """Refuses what packed weights cannot do."""
+def read_packed_weights(program: Program, index: WeightsIndex, entries: Mapping[str, Entry]) -> PackedWeights:
     packed = {weight.name: entries[weight.name] for weight in program.weights if entries[weight.name].packing}
     if not packed:
         return PackedWeights({}, None)
-    _check(program, index, packed, placement)
+    _check_gathers(program, index, packed)
     blocks = {name: read_blocks(index, entry) for name, entry in packed.items()}
     numbers = packed_numbers(
         (number, entries[weight.name].offset_bytes, blocks[weight.name])
@@ -42,12 +36,7 @@ def read_packed_weights(
     return PackedWeights({name: one.begins_bytes for name, one in blocks.items()}, numbers)
 
 
-def _check(program: Program, index: WeightsIndex, packed: Mapping[str, Entry], placement: str) -> None:
-    if placement not in PLACEMENTS:
-        raise PenstockError(
-            f"placement={placement!r} needs weights as they are, and {index.path} has {len(packed)} packed ones; use "
-            f'placement="auto" or "stream", or `penstock unpack`'
-        )
+def _check_gathers(program: Program, index: WeightsIndex, packed: Mapping[str, Entry]) -> None:
     for method in program.methods:
         for access in method.schedule.accesses:
             if access.gathered and access.weight in packed:

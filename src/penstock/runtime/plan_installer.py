@@ -17,7 +17,7 @@ from penstock.runtime.expert_rates import measured_hit_rates
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.policy import InstalledPlan, PlannedPolicy, Policy
 from penstock.runtime.recorder import Recorder, Recording
-from penstock.runtime.session import Session, Span
+from penstock.runtime.session import Session, TraceSpan
 from penstock.schedule import Schedule
 
 # With calibration="first-runs": after so many runs of one method, the first of them cold, the plan is made again if
@@ -77,15 +77,13 @@ class PlanInstaller:
         self.recorder.end(by)
         self._leave_timing()
 
-    def start_trace(self, name: str, keep: Callable[[list[Span]], None]) -> Recording:
+    def start_trace(self, name: str, keep: Callable[[list[TraceSpan]], None]) -> Recording:
         self._end_recording(name)
         return self.recorder.start(name, keep)
 
     # ---- by the times of copies and steps
 
     def start_calibration(self, budget_bytes: int) -> Recording:
-        if self.plan is None:
-            raise PenstockError('calibrate() is for a plan, and placement="lru" makes none')
         assert isinstance(self._policy, PlannedPolicy)
         to_time = self._policy.arrange_to_time_steps(self._planned(), budget_bytes)
         self._end_recording("another calibrate()")
@@ -133,7 +131,8 @@ class PlanInstaller:
 
     def start_direct_calibration(self, _budget_bytes: int) -> Recording:
         policy = self._policy
-        if self.calibration is None or not isinstance(policy, PlannedPolicy):
+        assert isinstance(policy, PlannedPolicy)
+        if self.calibration is None:
             raise PenstockError("calibrate(in_place=True) compares with what calibrate() measures: use that first")
         to_time = policy.arrange_in_place()
         self._end_recording("calibrate(in_place=True)")

@@ -38,8 +38,6 @@ class InstalledPlan:
 
 
 class Policy(ABC):
-    is_lru: bool
-
     def __init__(
         self, program: Program, driver: Driver, packed: PackedWeights, placement: str, *, can_split: bool
     ) -> None:
@@ -83,8 +81,6 @@ class Policy(ABC):
 
 
 class PlannedPolicy(Policy):
-    is_lru = False
-
     _hit_rates: Mapping[str, HitRates] = {}
 
     @cached_property
@@ -135,27 +131,12 @@ class PlannedPolicy(Policy):
 
     def arrange_in_place(self) -> InstalledPlan:
         """Everything is read where it lies, whatever the budget: to see how long that takes."""
-        if self._packed.begins:
-            raise PenstockError(
-                f"reads in place are timed to choose by them, and {min(self._packed.begins)!r} is packed in the "
-                "weights file: no kernel can read it there"
-            )
-        if self._placement not in ("auto", "split"):
-            raise PenstockError(
-                'reads in place are timed to choose by them, which placement="auto" and "split" with host_memory='
-                f'"registered" do; this module plans as placement={self._placement!r}'
-            )
         planner = self._planner_as("in-place")
         return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
 
     def arrange_to_time_steps(self, plan: Plan, budget_bytes: int) -> InstalledPlan | None:
         """Steps are timed with their weights on the device: what `plan` reads over the link is copied then. None where
         the plan as it is will do."""
-        if self._placement == "in-place":
-            raise PenstockError(
-                'calibrate() is to plan copies by, and placement="in-place" makes none; '
-                'load it with placement="auto" or "split", which choose by both'
-            )
         steps = [
             step
             for method, schedule in zip(plan.methods, self._schedules, strict=True)
@@ -184,8 +165,6 @@ class PlannedPolicy(Policy):
 
 
 class LruPolicy(Policy):
-    is_lru = True
-
     @cached_property
     def _floor_bytes(self) -> int:
         load = floor_bytes(self._schedules, self._weights, granularity_bytes=self._page_bytes)
@@ -208,16 +187,10 @@ class LruPolicy(Policy):
         return self._floor_bytes
 
     @cached_property
-    def _full_bytes(self) -> int:
+    def full_bytes(self) -> int:
         return self._whole_units(sum(self._footprint_bytes(name) for name in self._weights))
 
-    @property
-    def full_bytes(self) -> int:
-        return self._full_bytes
-
     def arrange(self, budget_bytes: int, calibration: Calibration | None) -> InstalledPlan:
-        if calibration is not None:
-            raise PenstockError('a calibration is for a plan, and placement="lru" makes none')
         numbers = lru_numbers(
             self._schedules,
             self._weights,

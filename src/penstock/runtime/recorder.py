@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from penstock.errors import PenstockError
-from penstock.runtime.session import Session, Span
+from penstock.runtime.session import Session, TraceSpan
 
 
 class Recording:
     """From its start until it is stopped, or until something newer ends it."""
 
-    def __init__(self, name: str, keep: Callable[[list[Span]], None] | None, *, first_runs: bool) -> None:
+    def __init__(self, name: str, keep: Callable[[list[TraceSpan]], None] | None, *, first_runs: bool) -> None:
         self.name = name
         self.first_runs = first_runs
         # By method: how many runs have ended since the start.
@@ -47,7 +47,7 @@ class Recorder:
         return self._current is not None and self._current.first_runs
 
     def start(
-        self, name: str, keep: Callable[[list[Span]], None] | None = None, *, first_runs: bool = False
+        self, name: str, keep: Callable[[list[TraceSpan]], None] | None = None, *, first_runs: bool = False
     ) -> Recording:
         """`name` says what records; `keep` is given the spans if something newer ends it."""
         self.end(name)
@@ -55,7 +55,7 @@ class Recorder:
         self._current = Recording(name, keep, first_runs=first_runs)
         return self._current
 
-    def stop(self, recording: Recording) -> list[Span]:
+    def stop(self, recording: Recording) -> list[TraceSpan]:
         if recording is not self._current:
             raise recording.refusal()
         self._current = None

@@ -48,7 +48,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """One copy or one step on the device's clock, from the start of the trace."""
 
     lane: str
@@ -355,10 +355,10 @@ class Session:
     def start_trace(self) -> None:
         self._check(self._core.penstock_session_start_trace(self.handle))
 
-    def stop_trace(self) -> list[Span]:
+    def stop_trace(self) -> list[TraceSpan]:
         self._check(self._core.penstock_session_stop_trace(self.handle))
         records = self._records(_SPAN_NUMBERS, self._core.penstock_session_spans)
-        return [Span(_LANES[lane], *numbers) for lane, *numbers in records]
+        return [TraceSpan(_LANES[lane], *numbers) for lane, *numbers in records]
 
     def close(self) -> None:
         """A run that was not ended is given up."""

@@ -25,7 +25,68 @@ from penstock.runtime.state_rows import check_rows, select_rows
 from penstock.weight import SEQUENCES_DIM, State
 
 
-class StateStore:
+class States:
+    """Tensors that stay from run to run, by name. What may be half written is unusable until it is reset."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], row_dims: dict[str, int] | None = None) -> None:
+        """`row_dims`: along which dimension each has its rows; by default the first."""
+        self._tensors = tensors
+        self._row_dims = row_dims or dict.fromkeys(tensors, 0)
+        self._invalid: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def mark_invalid(self, reason: str) -> None:
+        """While a run is under way, and after one that failed: after that only reset() makes it usable again."""
+        self._invalid = reason
+
+    def mark_valid(self) -> None:
+        """The run that made it unusable has ended well."""
+        self._invalid = None
+
+    def require_valid(self) -> None:
+        if self._invalid is not None:
+            raise StateInvalidError(
+                f"the state ({', '.join(self.names)}) may be half written: {self._invalid}; call reset_state() first"
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of the present value, in host memory if that is where the state lies. Runs must have ended."""
+        self.require_valid()
+        return self._tensors[name].clone()
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        self.require_valid()
+        _check_value(name, *self._shape_and_dtype(name), value)
+        self._invalid = f"write_state({name!r}) did not finish"
+        with torch.no_grad():
+            self._put(name, value)
+        self._invalid = None
+
+    def _shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
+        return tuple(self._tensors[name].shape), str(self._tensors[name].dtype).removeprefix("torch.")
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        self._tensors[name].copy_(value)
+
+    def check_rows(self, rows: torch.Tensor) -> None:
+        self.require_valid()
+        check_rows(self._tensors, rows, self._row_dims)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        self.check_rows(rows)
+        self._invalid = "select_state_rows() did not finish"
+        select_rows(self._tensors, rows, self._row_dims)
+        self._invalid = None
+
+
+class StateStore(States):
     """`stored` holds the names whose first values lie in the weights file (its index will do), and `read_stored` gives
     their bytes. The weights file has the last word: a state that would start as zeros starts as what is stored.
     """
@@ -46,18 +107,19 @@ class StateStore:
         self._device = device
         self._stored = stored
         self._read_stored = read_stored
-        self._invalid: str | None = "the first values were never put in place"
         # Outside inference mode whatever the caller is in: a tensor made inside it could not be written outside.
         with torch.inference_mode(False):
             self._buffers = {state.name: self._allocated(state) for state in states}
-            self._tensors = {state.name: _permuted(self._buffers[state.name], state) for state in states}
+            tensors = {state.name: _permuted(self._buffers[state.name], state) for state in states}
             # What compiled code takes: the same memory, by the device's address.
             self._inputs = {
                 state.name: _permuted(mapped_tensor(self._buffers[state.name], device), state)
                 if self._is_far(state)
-                else self._tensors[state.name]
+                else tensors[state.name]
                 for state in states
             }
+        # A cache has keys and values first, then its sequences.
+        super().__init__(tensors, {name: SEQUENCES_DIM if name in sides else 0 for name in tensors})
         # What can be read and written.
         self._shown = {name: state for name, state in self._states.items() if state.near not in self._split}
         self._shown.update((name, cache.whole) for name, cache in self._split.items())
@@ -68,26 +130,9 @@ class StateStore:
         return tuple(self._shown)
 
     @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    @property
     def device_bytes(self) -> int:
         """Of them, those of the device: all but host sides, which are host memory, or on the CPU stand for it."""
         return sum(self._buffers[name].nbytes for name, state in self._states.items() if not state.host)
-
-    @property
-    def valid(self) -> bool:
-        return self._invalid is None
-
-    def mark_invalid(self, reason: str) -> None:
-        """While a run is under way, and after one that failed: state may be half written. After that only reset() makes
-        it usable again."""
-        self._invalid = reason
-
-    def mark_valid(self) -> None:
-        """The run that made it unusable has ended well."""
-        self._invalid = None
 
     def tensors(self, method: Method) -> list[torch.Tensor]:
         """The states that are the method's leading inputs; the compiled code writes into them."""
@@ -101,32 +146,24 @@ class StateStore:
         return self._inputs[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of the present value, in host memory if that is where the state lies. Runs must have ended."""
-        tensor = self._tensor(name)
+        self._require_known(name)
+        if name not in self._split:
+            return super().read(name)
         self.require_valid()
-        return joined(*self._sides(name)) if name in self._split else tensor.clone()
+        return joined(*self._sides(name))
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        tensor = self._tensor(name)
-        self.require_valid()
-        _check_value(self._shown[name], value)
-        self._invalid = f"write_state({name!r}) did not finish"
-        with torch.no_grad():
-            if name in self._split:
-                spread(value, *self._sides(name))
-            else:
-                tensor.copy_(value)
-        self._invalid = None
+        self._require_known(name)
+        super().write(name, value)
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        self.require_valid()
-        # A cache has keys and values first, then its sequences.
-        split = {side.name for cache in self._split.values() for side in cache.sides}
-        dims = {name: SEQUENCES_DIM if name in split else 0 for name in self._tensors}
-        check_rows(self._tensors, rows, dims)
-        self._invalid = "select_state_rows() did not finish"
-        select_rows(self._tensors, rows, dims)
-        self._invalid = None
+    def _shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
+        return self._shown[name].shape, self._shown[name].dtype
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        if name in self._split:
+            spread(value, *self._sides(name))
+        else:
+            super()._put(name, value)
 
     def reset(self) -> None:
         """Puts the first values back."""
@@ -151,18 +188,11 @@ class StateStore:
         cache = self._split[name]
         return self._tensors[cache.near.name], self._tensors[cache.far.name]
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _require_known(self, name: str) -> None:
         if name not in self._shown:
             near = self._states[name].near if name in self._states else None
             hint = "" if near is None else f"; it is the host's part of {near!r}"
             raise InputError(f"there is no state {name!r}; the program has {', '.join(self._shown) or 'none'}{hint}")
-        return self._tensors[name]
-
-    def require_valid(self) -> None:
-        if self._invalid is not None:
-            raise StateInvalidError(
-                f"the state ({', '.join(self._shown)}) may be half written: {self._invalid}; call reset_state() first"
-            )
 
     def _is_far(self, state: State) -> bool:
         return state.host and self._device.type == "cuda"
@@ -209,14 +239,14 @@ def _viewed(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _check_value(state: State, value: Any) -> None:
+def _check_value(name: str, shape: tuple[int, ...], dtype: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
-        raise InputError(f"state {state.name!r} was given {value!r:.80} of type {type(value).__name__}, needs a tensor")
+        raise InputError(f"state {name!r} was given {value!r:.80} of type {type(value).__name__}, needs a tensor")
     if value.is_nested or value.layout is not torch.strided or value.device.type == "meta":
-        raise InputError(f"state {state.name!r} was given a {value.layout} tensor on {value.device}, needs a dense one")
-    dtype = str(value.dtype).removeprefix("torch.")
-    if tuple(value.shape) != state.shape or dtype != state.dtype:
+        raise InputError(f"state {name!r} was given a {value.layout} tensor on {value.device}, needs a dense one")
+    given = str(value.dtype).removeprefix("torch.")
+    if tuple(value.shape) != shape or given != dtype:
         raise InputError(
-            f"state {state.name!r} was given {dtype}{list(value.shape)} ({format_bytes(value.nbytes)}), needs "
-            f"{state.dtype}{list(state.shape)} ({format_bytes(math.prod(state.shape) * value.dtype.itemsize)})"
+            f"state {name!r} was given {given}{list(value.shape)} ({format_bytes(value.nbytes)}), needs "
+            f"{dtype}{list(shape)} ({format_bytes(math.prod(shape) * value.dtype.itemsize)})"
         )

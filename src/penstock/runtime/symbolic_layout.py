@@ -81,7 +81,7 @@ class SymbolicLayout:
                 if len(unknown) == 1 and size.is_linear_in(symbol):
                     found[symbol] = _Origin(symbol, index, dim, size)
                     progress = True
-        _require_none(used - found.keys(), "is told by no size")
+        _require_none(used - found.keys(), "is not determined by any size of an input")
         return tuple(found.values())
 
     def _check_fixed(self, shapes: Sequence[tuple[int, ...]]) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.recorder import Recording
-from penstock.runtime.session import Span
+from penstock.runtime.session import TraceSpan
 
 _PROCESS = 1
 _THREADS = {"compute": 1, "copy": 2, "link": 3}
@@ -21,9 +21,9 @@ _THREADS = {"compute": 1, "copy": 2, "link": 3}
 class Recorded(Protocol):
     """What a trace asks of its module."""
 
-    def _stop_trace(self, recording: Recording) -> list[Span]: ...
+    def _stop_trace(self, recording: Recording) -> list[TraceSpan]: ...
 
-    def _span_name(self, span: Span) -> tuple[str, str]:
+    def _span_name(self, span: TraceSpan) -> tuple[str, str]:
         """A span's method, and what it is called under the plan that it ran with."""
         ...
 
@@ -41,7 +41,7 @@ class Trace:
         self._document: dict[str, object] | None = None
         self.is_closed = False
 
-    def keep(self, spans: list[Span], module: Recorded | None = None) -> None:
+    def keep(self, spans: list[TraceSpan], module: Recorded | None = None) -> None:
         """No more will be recorded: the file is written from these."""
         module = module or self._module()
         assert module is not None
@@ -68,7 +68,7 @@ class Trace:
         self.close()
 
 
-def trace_document(spans: Sequence[Span], name: Callable[[Span], tuple[str, str]]) -> dict[str, object]:
+def trace_document(spans: Sequence[TraceSpan], name: Callable[[TraceSpan], tuple[str, str]]) -> dict[str, object]:
     """`name` gives a span's method and what it is called: a weight, or a kernel."""
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "penstock"}},

@@ -55,7 +55,7 @@ _lower_clone_call = fallback_handler(torch.ops.aten.clone.default, add_to_fallba
 
 
 @register_lowering(FORCE_CLONE, type_promotion_kind=None)
-def _lower_own(value: Any) -> Any:
+def _lower_force_clone(value: Any) -> Any:
     if value.get_dtype().is_complex:
         # Only torch's own clone knows whether the value is lazily conjugated; generated code would copy the bare bytes.
         return _lower_clone_call(value)
@@ -66,13 +66,13 @@ def _lower_own(value: Any) -> Any:
 
 
 @register_lowering(MATERIALIZE, type_promotion_kind=None)
-def _lower_settle(value: Any) -> Any:
+def _lower_materialize(value: Any) -> Any:
     value.realize()
     return value
 
 
 @register_lowering(FORBID_REINPLACE, type_promotion_kind=None)
-def _lower_keep(lent: Any) -> None:
+def _lower_forbid_reinplace(lent: Any) -> None:
     return None
 
 
@@ -432,9 +432,3 @@ def pack_archive(files: Mapping[str, Sequence[str]], extra: Mapping[str, str]) -
         extra_files=dict(extra),
     )
     return buffer.getvalue()
-
-
-def release_device_memory() -> None:
-    """Give back what tuning left on the GPU: the library's workspaces and the allocator's cache."""
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()

@@ -95,7 +95,3 @@ class CompiledMethod:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(self._loader.run(list(inputs)))
-
-    @property
-    def constant_names(self) -> list[str]:
-        return list(self._loader.get_constant_fqns())

@@ -30,10 +30,9 @@ struct Field {
 
 #define FIELD(name) {#name, offsetof(SplitParams, name)}
 static const Field fields[] = {
-    FIELD(x), FIELD(head), FIELD(tail), FIELD(head_16), FIELD(tail_16), FIELD(x_address), FIELD(head_address),
-    FIELD(tail_address), FIELD(y_address), FIELD(bias_address), FIELD(host_bytes_address), FIELD(fault_address),
-    FIELD(schedule), FIELD(tokens), FIELD(depth), FIELD(x_stride), FIELD(head_stride), FIELD(tail_stride),
-    FIELD(y_stride), FIELD(token_ctas), FIELD(row_ctas), FIELD(w_stages), FIELD(x_stages), FIELD(host_w_stages),
+    FIELD(x), FIELD(prefix), FIELD(rest), FIELD(prefix_16), FIELD(rest_16),
+    FIELD(y_address), FIELD(bias_address), FIELD(host_bytes_address), FIELD(fault_address),
+    FIELD(schedule), FIELD(tokens), FIELD(depth), FIELD(y_stride), FIELD(token_ctas), FIELD(row_ctas), FIELD(w_stages), FIELD(x_stages), FIELD(host_w_stages),
     FIELD(schedule.split_row), FIELD(schedule.rows), FIELD(schedule.cluster_rows), FIELD(schedule.token_blocks),
     FIELD(schedule.clusters), FIELD(schedule.host_clusters), FIELD(schedule.helped)};
 

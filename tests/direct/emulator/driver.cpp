@@ -9,7 +9,7 @@
 extern "C" {
 
 const char* emulate(const penstock::SplitParams* params, int clusters, int cluster_ctas, int shared_bytes,
-                    int copies_land, unsigned long long seed, int plain, unsigned long long* host_bytes_read);
+                    int copies_land, unsigned long long seed, unsigned long long* host_bytes_read);
 int emulated_threads();
 
 // What the tests set and read.
@@ -51,7 +51,6 @@ Result cuDeviceGetAttribute(int* value, int attribute, int device) {
   if (device != 40) return 101;
   *value = attribute == 75   ? emulation.capability_major
            : attribute == 97 ? emulation.shared_bytes
-           : attribute == 16 ? 132
                              : 0;
   return 0;
 }
@@ -65,8 +64,8 @@ Result cuModuleLoadData(void** module, const void* image) {
 Result cuModuleUnload(void* module) { return module == (void*)0x7f0000000002 ? 0 : 1; }
 Result cuModuleGetFunction(void** function, void* module, const char* name) {
   if (module != (void*)0x7f0000000002) return 1;
-  *function = (void*)(0x7f0000000010 + (std::strcmp(name, "split_linear_plain") == 0));
-  return 0;
+  *function = (void*)0x7f0000000010;
+  return std::strcmp(name, "split_linear") ? 500 : 0;
 }
 Result cuFuncSetAttribute(void* function, int attribute, int value) {
   if ((uint64_t)function >> 4 != 0x7f000000001) return 1;
@@ -96,16 +95,16 @@ Result cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address,
 }
 Result cuLaunchKernelEx(const LaunchConfig* config, void* function, void** params, void** extra) {
   if (!emulation.contexts || extra || config->count != 1 || config->attributes[0].id != 4) return 1;
-  const bool plain = function == (void*)0x7f0000000011;
   const unsigned cluster = config->attributes[0].cluster.x;
   if (cluster == 0 || config->grid_x % cluster || config->attributes[0].cluster.y != 1) return 1;
-  if (!plain && (config->shared_bytes > emulation.shared_limit || (int)config->block_x != emulated_threads())) return 1;
+  if (function != (void*)0x7f0000000010 || config->shared_bytes > emulation.shared_limit) return 1;
+  if ((int)config->block_x != emulated_threads()) return 1;
   if (cluster > 8 && emulation.portable_only) return 1;
   ++emulation.launches;
   emulation.stream = (uint64_t)config->stream;
   unsigned long long read = 0;
-  failure = emulate((const penstock::SplitParams*)params[0], plain ? 1 : (int)(config->grid_x / cluster),
-                    plain ? 1 : (int)cluster, (int)config->shared_bytes, 0, 1, plain, &read);
+  failure = emulate((const penstock::SplitParams*)params[0], (int)(config->grid_x / cluster), (int)cluster,
+                    (int)config->shared_bytes, 0, 1, &read);
   emulation.host_bytes_read += read;
   return failure.empty() ? 0 : 719;
 }

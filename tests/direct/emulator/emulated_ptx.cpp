@@ -29,9 +29,6 @@ u32 lane_index() { return self().thread % 32; }
 bool elected() { return lane_index() == 0; }
 u32 cluster_index() { return machine().cluster; }
 u32 cluster_rank() { return self().cta->rank; }
-u32 block_index() { return machine().cluster * (u32)machine().ctas.size() + self().cta->rank; }
-u32 block_count() { return machine().clusters * (u32)machine().ctas.size(); }
-u32 block_threads() { return machine().threads; }
 u32 shared_base() { return in_cta((kSharedStart + 1023) & ~1023u, self().cta->rank); }
 
 void sync_warp() { machine().meet(self().cta->warps[warp_index()], 32); }
@@ -222,6 +219,5 @@ unsigned short load_element(u64 address) {
 }
 void store_element(u64 address, unsigned short bits) { machine().store(address, bits); }
 void add_to(u64 address, u64 amount) { *(u64*)address += amount; }
-float multiply_add(float a, float b, float c) { return a * b + c; }
 
 }  // namespace penstock

@@ -19,9 +19,6 @@ u32 warp_index();
 u32 lane_index();
 u32 cluster_index();
 u32 cluster_rank();
-u32 block_index();
-u32 block_count();
-u32 block_threads();
 u32 shared_base();
 void sync_warp();
 bool elected();
@@ -48,7 +45,6 @@ void store_global(u64 address, const Words4& v);
 unsigned short load_element(u64 address);
 void store_element(u64 address, unsigned short bits);
 void add_to(u64 address, u64 amount);
-float multiply_add(float a, float b, float c);
 
 // Launches are acted out one after the other.
 inline void allow_next_launch() {}

@@ -101,7 +101,7 @@ struct Fiber {
 };
 
 struct Machine {
-  u32 cluster = 0, clusters = 1, threads = 0;
+  u32 cluster = 0, threads = 0;
   std::vector<Cta> ctas;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> copies;

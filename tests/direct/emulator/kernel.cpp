@@ -6,5 +6,4 @@ extern "C" {
 int emulated_params_bytes() { return (int)sizeof(penstock::SplitParams); }
 int emulated_threads() { return penstock::kThreads; }
 void emulated_kernel(const penstock::SplitParams* params) { penstock::run_split_linear(*params); }
-void emulated_plain_kernel(const penstock::SplitParams* params) { penstock::run_split_linear_plain(*params); }
 }

@@ -27,9 +27,6 @@ DEVICE u32 thread_index() { return threadIdx.x; }
 // The same in all lanes, and known to be by the compiler: roles are branches that whole warps take.
 DEVICE u32 warp_index() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 DEVICE u32 lane_index() { return threadIdx.x % 32; }
-DEVICE u32 block_index() { return blockIdx.x; }
-DEVICE u32 block_count() { return gridDim.x; }
-DEVICE u32 block_threads() { return blockDim.x; }
 
 DEVICE u32 cluster_index() {
   u32 index;
@@ -268,10 +265,8 @@ DEVICE void store_global(u64 address, const Words4& v) {
                : "memory");
 }
 
-// Generic addresses: the host's memory is read by the plain variant through the same function.
 DEVICE unsigned short load_element(u64 address) { return *reinterpret_cast<const unsigned short*>(address); }
 DEVICE void store_element(u64 address, unsigned short bits) { *reinterpret_cast<unsigned short*>(address) = bits; }
 DEVICE void add_to(u64 address, u64 amount) { atomicAdd(reinterpret_cast<u64*>(address), amount); }
-DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 }  // namespace penstock

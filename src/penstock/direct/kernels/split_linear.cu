@@ -23,9 +23,8 @@
 // Matrix products are Hopper's own (wgmma.h, sm_90a), or those that newer GPUs have too (mma_sync.h): one interface,
 // and the rest is plain sm_90. On GPUs newer than Hopper it was compiled for and has not run; see self_check.py.
 //
-// Compiled with: TILE_TOKENS, TILE_WARPGROUPS (1 or 2), ELEMENT_BF16 (0: fp16), BOUNDED_WAITS, SERIAL (1: each product
-// completes before the next slot is awaited, which is what rings of one slot need), MMA_SYNC (0: wgmma), CLUSTERS (0:
-// every CTA is alone).
+// Compiled with: TILE_TOKENS, TILE_WARPGROUPS (1 or 2), ELEMENT_BF16 (0: fp16), BOUNDED_WAITS, MMA_SYNC (0: wgmma),
+// CLUSTERS (0: every CTA is alone).
 #if defined(PENSTOCK_EMULATED)
 #include "emulated_ptx.h"
 #else
@@ -128,13 +127,13 @@ DEVICE void produce_w(const SplitParams& p, const Place& at) {
       wait(at.w_empty + 8 * cursor.slot, cursor.parity ^ 1, p.fault_address, kSiteWEmpty);
       arrive_expecting(full, kWSlotBytes);
       if (row + slice_rows <= split_row) {
-        copy_rows(peers, shared, to, &p.head, column, row, full, policy);
+        copy_rows(peers, shared, to, &p.prefix, column, row, full, policy);
       } else if (row >= split_row) {
-        copy_rows(peers, shared, to, &p.tail, column, row - split_row, full, policy);
+        copy_rows(peers, shared, to, &p.rest, column, row - split_row, full, policy);
       } else {
         for (int part = 0; part < slice_rows; part += kGrain) {
           const bool host = row + part >= split_row;
-          copy_rows(peers, shared, to + part * kRowBytes, host ? &p.tail_16 : &p.head_16, column,
+          copy_rows(peers, shared, to + part * kRowBytes, host ? &p.rest_16 : &p.prefix_16, column,
                     host ? row + part - split_row : row + part, full, policy);
         }
       }
@@ -247,25 +246,16 @@ DEVICE void consume(const SplitParams& p, const Place& at, int warpgroup) {
       for (int k = 0; k < kChunk / 16; ++k)
         multiply(d, a + k * kStepOf16Columns, b + k * kStepOf16Columns, column > 0 || k > 0);
       commit_products();
-#if SERIAL
-      await_products<0>();
-      release(p, at, w.slot, x.slot);
-#else
       // One chunk stays at work while the next slot is awaited; the slots of the chunk before it are free now.
       await_products<1>();
       if (column > 0) release(p, at, w_before, x_before);
       w_before = w.slot, x_before = x.slot;
-#endif
       w.advance(at.w_stages);
       x.advance(at.x_stages);
     }
     await_products<0>();
     settle_products(d);
-#if SERIAL
-    (void)w_before, (void)x_before;
-#else
     release(p, at, w_before, x_before);
-#endif
     const int row = item.band * p.schedule.cluster_rows + at.row_rank * kTileRows + warpgroup * 64;
     const int token = (item.token_block * p.token_ctas + at.token_rank) * TILE_TOKENS;
     write_out(p, at, warpgroup, row, token, d);
@@ -306,29 +296,6 @@ DEVICE void run_split_linear(const SplitParams& p) {
   sync_cluster();
 }
 
-// The same sums by the plainest means, for finding out which half of a fault is where: no copy engine, no barriers, no
-// tensor cores, each thread one result at a time, the columns in order. Any grid.
-DEVICE void run_split_linear_plain(const SplitParams& p) {
-  const u64 results = (u64)p.tokens * p.schedule.rows;
-  const u64 stride = (u64)block_count() * block_threads();
-  u64 host_bytes = 0;
-  for (u64 i = (u64)block_index() * block_threads() + thread_index(); i < results; i += stride) {
-    const int token = (int)(i / p.schedule.rows);
-    const int row = (int)(i % p.schedule.rows);
-    const bool host = row >= p.schedule.split_row;
-    const u64 w = host ? p.tail_address + 2ull * (row - p.schedule.split_row) * p.tail_stride
-                       : p.head_address + 2ull * row * p.head_stride;
-    const u64 x = p.x_address + 2ull * token * p.x_stride;
-    float sum = 0;
-    for (int k = 0; k < p.depth; ++k)
-      sum = multiply_add(unpack(load_element(w + 2 * k)), unpack(load_element(x + 2 * k)), sum);
-    if (host) host_bytes += 2ull * p.depth;
-    if (p.bias_address) sum += unpack(load_element(p.bias_address + 2ull * row));
-    store_element(p.y_address + 2 * ((u64)token * p.y_stride + row), (unsigned short)pack(sum, 0));
-  }
-  if (p.host_bytes_address && host_bytes) add_to(p.host_bytes_address, host_bytes);
-}
-
 }  // namespace penstock
 
 #if !defined(PENSTOCK_EMULATED)
@@ -336,10 +303,5 @@ DEVICE void run_split_linear_plain(const SplitParams& p) {
 extern "C" __global__ void __launch_bounds__(penstock::kThreads, 1)
     split_linear(const __grid_constant__ penstock::SplitParams params) {
   penstock::run_split_linear(params);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    split_linear_plain(const __grid_constant__ penstock::SplitParams params) {
-  penstock::run_split_linear_plain(params);
 }
 #endif

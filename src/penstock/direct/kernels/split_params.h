@@ -26,9 +26,8 @@ struct SplitSchedule {
 
 struct SplitParams {
   TensorMap x;              // boxes of 64 x (tile tokens / row_ctas)
-  TensorMap head, tail;     // boxes of 64 x (tile rows / token_ctas)
-  TensorMap head_16, tail_16;  // boxes of 64 x 16, for a tile that lies on both sides
-  u64 x_address, head_address, tail_address;  // read by the plain variant alone
+  TensorMap prefix, rest;     // boxes of 64 x (tile rows / token_ctas)
+  TensorMap prefix_16, rest_16;  // boxes of 64 x 16, for a tile that lies on both sides
   u64 y_address;
   u64 bias_address;         // 0: no bias
   u64 host_bytes_address;   // a 64-bit counter that is added to; 0: not counted
@@ -36,7 +35,7 @@ struct SplitParams {
   SplitSchedule schedule;
   int tokens;               // T
   int depth;                // K
-  int x_stride, head_stride, tail_stride, y_stride;  // in elements, from row to row
+  int y_stride;             // in elements, from row to row
   int token_ctas;           // CTAs of a cluster that share a tile of W
   int row_ctas;             // CTAs of a cluster that share a tile of x
   int w_stages, x_stages;   // slots in shared memory
