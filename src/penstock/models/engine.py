@@ -78,9 +78,12 @@ class Engine:
         self.require_room(cache, count)
         mask = cache.extended(attention_mask, rows, count)
         if mask is not None and not self.methods.takes_padding:
-            raise ModelError(
-                f"{self.name} has layers that run over padding (convolutions or recurrences): give rows of equal length"
+            why = (
+                "keeps its KV cache on both sides of the link (host_cache=True), where attention knows of no padding"
+                if self.methods.host_cache
+                else "has layers that run over padding (convolutions or recurrences)"
             )
+            raise ModelError(f"{self.name} {why}: give rows of equal length")
         if position_ids is not None:
             _check_positions(position_ids, mask, cache.length, count)
         spread = self._spread(ids.to(torch.int64))

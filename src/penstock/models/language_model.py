@@ -141,6 +141,11 @@ class OnPenstock:
         return self._engine.module.state_bytes
 
     @property
+    def device_state_bytes(self) -> int:
+        """What of it lies on the device: all of it, but for host_cache=True."""
+        return self._engine.module.device_state_bytes
+
+    @property
     def last_run(self) -> Stats:
         return self._engine.module.last_run
 

@@ -23,6 +23,8 @@ class Methods:
     prefill_tokens: int
     is_fixed: bool = False
     takes_padding: bool = True
+    # Whether the KV cache lies on both sides of the link.
+    host_cache: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,14 +8,14 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.budget import format_bytes
-from penstock.errors import BelowFloorError, ModelError
+from penstock.errors import BelowFloorError, ModelError, PenstockError
 from penstock.export.target import target_device
 from penstock.models.building import build_on_meta, derived_buffers, model_dtype
 from penstock.models.compile_time import CompileTime, countdown, past_times, predicted_s, write_time
@@ -59,6 +59,7 @@ def from_pretrained(
     prefill_tokens: int | None = None,
     inductor_configs: Mapping[str, Any] | None = None,
     pack: bool = False,
+    host_cache: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Any:
@@ -78,9 +79,16 @@ def from_pretrained(
     inductor_configs   options of torch._inductor.config for compiling
     pack               keep the weights packed, without loss: less of them goes over the link, and more of them stay on
                        the device. The file is written once more
+    host_cache         keep what device_memory has no room for of the KV cache in host memory. Attention is then ours,
+                       for models in which every token sees all before it, and for rows without padding
     quiet              print nothing to standard error, where a first start says for minutes what it compiles
     options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
+    if host_cache and options.get("device_memory") is None:
+        raise PenstockError(
+            "host_cache=True divides one total between weights and the KV cache; give it as device_memory= in the "
+            "place of a budget"
+        )
     say: Callable[[str], None] = (lambda line: None) if quiet else _to_standard_error
     target = target_device(device)
     # Before minutes of compiling and writing. Models are compiled without linears of ours.
@@ -90,6 +98,8 @@ def from_pretrained(
     kind = model_dtype(checkpoint.config, dtype)
     model = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)
     methods, is_recurrent = _methods(checkpoint, model, cache_length, batch, prefill_tokens)
+    if host_cache:
+        methods = replace(methods, takes_padding=False, host_cache=True)
     store = Store(None if cache_dir is None else Path(cache_dir))
 
     # Compilers take seconds to import, and most of the time there is nothing to compile or to write.

@@ -30,6 +30,7 @@ class Recipe:
         """Ready to be compiled: all methods, or one."""
         checkpoint = open_checkpoint(self.name, trust_remote_code=self.trust_remote_code)
         model = build_on_meta(checkpoint, self.dtype, trust_remote_code=self.trust_remote_code)
-        make_stateful(model, slots=self.methods.slots, batch=self.methods.batch)
+        methods = self.methods
+        make_stateful(model, slots=methods.slots, batch=methods.batch, host_cache=methods.host_cache)
         programs = export_methods(model, self.methods, only)
         return {name: apply_weight_offload(program) for name, program in programs.items()}

@@ -26,6 +26,8 @@ from transformers.cache_utils import (
 )
 
 from penstock.errors import ModelError
+from penstock.kv.ops import APPEND
+from penstock.kv.split import BLOCK_POSITIONS
 
 # Layers without attention that keep no recurrent state: a convolution's few last inputs, or nothing.
 _WITHOUT_LOOP = ("conv", "moe", "mlp")
@@ -60,15 +62,51 @@ class AttentionLayer(_Rows, StaticLayer):
         self.is_sliding = is_sliding
 
 
+class HostLayer(_Rows, StaticLayer):
+    """Keys and values on both sides of the link. Where they meet is chosen when the program is loaded; any block of
+    positions is as good for tracing."""
+
+    device_kv: Tensor
+    host_kv: Tensor
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(max_cache_len=slots)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads, _count, size = key_states.shape
+        if value_states.shape != key_states.shape:
+            raise ModelError(
+                f"its keys are {list(key_states.shape)} and its values {list(value_states.shape)}; host_cache=True is "
+                "for models in which both are alike"
+            )
+        near = BLOCK_POSITIONS if self.max_cache_len > BLOCK_POSITIONS else 0
+        self.device_kv = key_states.new_zeros((2, batch, heads, near, size))
+        self.host_kv = key_states.new_zeros((2, batch, heads, self.max_cache_len - near, size))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """The sides: host_attention attends to them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, _heads, count, _size = key_states.shape
+        counts = torch.full((batch,), count, dtype=torch.int64, device=key_states.device)
+        APPEND(self.device_kv, self.host_kv, key_states, value_states, self.start, counts)
+        return self.device_kv, self.host_kv
+
+
 class HybridLayer(_Rows, LinearAttentionAndStaticFullAttentionLayer):
     def __init__(self, slots: int, *, number_of_states: int, is_sliding: bool = False) -> None:
         super().__init__(max_cache_len=slots, number_of_states=number_of_states)
         self.is_sliding = is_sliding
 
 
-def _own(layer: Any, slots: int) -> Any:
+def _own(layer: Any, slots: int, *, host: bool) -> Any:
     """Our layer for one of transformers'."""
     kind = type(layer)
+    if host:
+        if kind is not StaticLayer:
+            raise ModelError(f"its cache has layers of the kind {kind.__name__}; host_cache=True is for full attention")
+        return HostLayer(slots)
     if kind is StaticLayer or kind is StaticSlidingWindowLayer:
         return AttentionLayer(slots, is_sliding=kind is StaticSlidingWindowLayer)
     hybrid = (LinearAttentionAndStaticFullAttentionLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer)
@@ -168,10 +206,10 @@ class _RowCache(Cache):
         return self._start
 
 
-def empty_cache(config: Any, slots: int, batch: int, device: torch.device) -> Cache:
+def empty_cache(config: Any, slots: int, batch: int, device: torch.device, *, host: bool = False) -> Cache:
     """For the first forward, in which layers learn their shapes."""
     made = StaticCache(config=config, max_cache_len=slots)
-    layers = [_own(layer, slots) for layer in made.layers]
+    layers = [_own(layer, slots, host=host) for layer in made.layers]
     start = torch.zeros(batch, dtype=torch.int64, device=device)
     for layer in layers:
         if isinstance(layer, _Rows):
@@ -182,8 +220,8 @@ def empty_cache(config: Any, slots: int, batch: int, device: torch.device) -> Ca
 def _parts(layers: Sequence[Any]) -> Iterator[CacheTensor]:
     for number, layer in enumerate(layers):
         if isinstance(layer, _Rows) and layer.is_initialized:
-            yield CacheTensor(number, "keys")
-            yield CacheTensor(number, "values")
+            for field in ("device_kv", "host_kv") if isinstance(layer, HostLayer) else ("keys", "values"):
+                yield CacheTensor(number, field)
         if isinstance(layer, LinearAttentionLayer):
             for field in ("conv_states", "recurrent_states"):
                 for state, tensor in getattr(layer, field).items():

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.exporters.utils import apply_patches
 
 from penstock.errors import ModelError, PenstockError
+from penstock.models.host_attention import NAME as HOST_ATTENTION
 from penstock.models.row_masks import row_masks
 from penstock.models.source_line import first_line, place
 from penstock.models.state_cache import StateCache, empty_cache, layer_kinds
@@ -28,11 +29,12 @@ def traceable() -> Iterator[None]:
         yield
 
 
-def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
+def make_stateful(model: Any, *, slots: int, batch: int, host_cache: bool = False) -> StateCache:
     """Turns `model` into one whose forward takes (ids, start, mask), and whose cache is buffers of its own.
 
     ids [batch, count], start [batch]: the slot of each row's first token, mask [batch, slots]: 0 where a slot holds
-    padding; no mask where padding would move a recurrent state. The class becomes a subclass of its own: the names of
+    padding; no mask where padding would move a recurrent state, or with `host_cache`: then keys and values lie on both
+    sides of the link, and attention is ours. The class becomes a subclass of its own: the names of
     parameters stay those of the checkpoint.
     """
     base = type(model)
@@ -56,14 +58,16 @@ def make_stateful(model: Any, *, slots: int, batch: int) -> StateCache:
             more["logits_to_keep"] = keep
         return base.forward(model, input_ids=ids, use_cache=True, **more)
 
-    cache = empty_cache(model.config, slots, batch, device)
+    cache = empty_cache(model.config, slots, batch, device, host=host_cache)
     state = StateCache(cache)
     with traceable():
+        if host_cache:
+            model.set_attn_implementation(HOST_ATTENTION)
         ids = torch.ones(batch, _FEW, dtype=torch.int64, device=device)
         start = torch.zeros(batch, dtype=torch.int64, device=device)
         mask = (
             torch.ones(batch, slots, dtype=torch.int64, device=device)
-            if not layer_kinds(model.config).is_recurrent
+            if not (layer_kinds(model.config).is_recurrent or host_cache)
             else None
         )
         try:
