@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.errors import BelowFloorError
 from tests.models.checkpoints import FAST, save_checkpoint
 from tests.models.comparison import compare_generation, prompt
 from tests.models.conftest import quiet_transformers
@@ -60,6 +62,39 @@ def test_bfloat16_is_identical_at_every_budget(tmp_path: Path) -> None:
             streamed.append(model.last_run.bytes_streamed)
         model.close()
     assert streamed[0] > streamed[1] > streamed[2] == 0
+    for one in made[1:]:
+        assert torch.equal(one.sequences, made[0].sequences)
+        assert all(torch.equal(a, b) for a, b in zip(made[0].scores, one.scores, strict=True))
+
+
+def test_a_cache_on_both_sides_is_identical_at_every_total(tmp_path: Path) -> None:
+    folder = save_checkpoint(
+        "llama", tmp_path / "checkpoint", dtype=torch.bfloat16, max_position_embeddings=256, **FAMILIES["llama"]
+    )
+    ids = prompt(1, 150).cuda()
+    options: dict[str, Any] = dict(
+        host_cache=True, cache_length=256, prefill_tokens=100, cache_dir=tmp_path / "cache", inductor_configs=FAST,
+        quiet=True,
+    )  # fmt: skip
+    made, on_device = [], []
+    for cuda_graph in (False, True):
+        options["cuda_graph"] = cuda_graph
+        with pytest.raises(BelowFloorError) as caught:
+            penstock.from_pretrained(folder, device_memory=0, **options)
+        # With graphs it is more: activations count twice.
+        least = int(re.findall(r"smallest for this program is (\d+) bytes", str(caught.value))[0])
+        for total in (least, least + (1 << 20), 8 << 30):
+            model = penstock.from_pretrained(folder, device_memory=total, **options)
+            made.append(
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, output_scores=True,
+                    return_dict_in_generate=True,
+                )
+            )  # fmt: skip
+            on_device.append(model.device_state_bytes)
+            everything = model.state_bytes
+            model.close()
+    assert on_device[0] == on_device[3] < on_device[1] <= on_device[2] == everything
     for one in made[1:]:
         assert torch.equal(one.sequences, made[0].sequences)
         assert all(torch.equal(a, b) for a, b in zip(made[0].scores, one.scores, strict=True))
