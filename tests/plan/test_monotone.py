@@ -96,15 +96,15 @@ def test_programs_of_the_record(name: str) -> None:
 def test_more_accesses_with_reuse() -> None:
     """Small pages, weights of odd sizes, and a third of them read twice: there it is luck, and now and then some."""
     found: list[tuple[float, float]] = []
-    for accesses in (24, 48, 80):
+    for accesses in (24, 60):
         draw = random.Random(accesses)
         sizes = {f"w{index}": draw.randint(1, 30) * PAGE - draw.randint(0, PAGE - 1) for index in range(accesses)}
         order = [*sizes, *(draw.choice([*sizes]) for _ in range(accesses // 3))]
 
         def budgets(planner: Planner) -> list[int]:
-            apart = (planner.full_bytes - planner.floor_bytes) // 16 // PAGE * PAGE
+            apart = (planner.full_bytes - planner.floor_bytes) // 12 // PAGE * PAGE
             return [*range(planner.floor_bytes, planner.full_bytes, apart), planner.full_bytes]
 
         found += steps_up(([chain(*order)], weights_of(**sizes)), PAGE, budgets, None)
-    assert len(found) > 45 and len(slower(found)) <= 1
+    assert len(found) > 22 and len(slower(found)) <= 1
     assert all(after <= before * 1.05 for before, after in found)
