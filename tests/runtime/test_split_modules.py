@@ -141,7 +141,9 @@ def test_below_copyings_floor_the_summary_says_what_copying_needs(program: Path,
             module.set_budget(budget)
             assert (reads in module.summary) == below, (budget, module.summary)
             assert same(results(module), resident)
-            assert (module.last_run.copies == 0) == below and module.device_memory()[0] <= budget
+            assert module.device_memory()[0] <= budget
+            # From there on it is the faster way that is taken, whichever it is.
+            assert not below or module.last_run.copies == 0
 
 
 def test_the_hundredth_run(program: Path, resident: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
