@@ -76,7 +76,7 @@ def export(
     leave                  ops to leave to ExecuTorch's own kernels, as in "aten::softmax"
     partitioners           of other backends, which choose after ours
     weights, split_linear  as penstock.compile takes them; the model may be on meta where there is a checkpoint
-    pack                   write the weights packed without loss, and plans for them: as penstock.pack does with the .pte
+    pack                   write the weights packed without loss, and plans for them, as penstock.pack does
     """
     from executorch.exir import to_edge_transform_and_lower
 
