@@ -168,6 +168,25 @@ def test_a_process_whose_answer_cannot_be_read_is_ended(cores: Callable[[int], N
         assert [worker.process.returncode for worker in by.workers] == [None, -9]
 
 
+def unreadable() -> None:
+    raise ValueError("nobody can read this task")
+
+
+@dataclass(frozen=True)
+class Unreadable(planning.Task):
+    def __reduce__(self) -> tuple[object, ...]:
+        return unreadable, ()
+
+
+def test_a_process_is_ended_only_after_its_last_words(cores: Callable[[int], None]) -> None:
+    """They come after it has let go of its connection."""
+    cores(2)
+    usual = task()
+    with pytest.raises(PenstockError, match="(?s)ended with 1, and said Traceback.*nobody can read this task$"):
+        with planning.planning(Unreadable(usual.schedules, usual.weights, PAGE_BYTES, {}), nobody) as by:
+            by.plans((0,), "auto", [asks(1 << 20)])
+
+
 SHADOWED = """
 import os, sys
 os.sched_getaffinity = lambda _: {0, 1}

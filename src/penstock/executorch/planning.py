@@ -222,7 +222,8 @@ class _Failure:
 
 def answer_requests(descriptor: int) -> None:
     """In a process: until nobody asks any more."""
-    with Connection(descriptor) as connection:
+    # The descriptor itself stays open: whoever asked learns of the end when the last words are written.
+    with Connection(os.dup(descriptor)) as connection:
         try:
             task: Task = connection.recv()
             while True:
