@@ -1,6 +1,6 @@
 """How fast a whole weights file is packed and unpacked, and what that costs the CPU.
 
-    python -m bench.packing FOLDER [--mib 1024] [--times 3]
+    python -m bench.packing FOLDER [--mib 1024] [--times 3] [--json OUT]
 
 FOLDER on a tmpfs leaves the disk out. On a machine that does other work beside it, CPU seconds say more than the clock:
 two CPUs that do nothing else take at least half of them.
@@ -9,12 +9,15 @@ two CPUs that do nothing else take at least half of them.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import os
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +42,17 @@ def gaussian_file(path: Path, mib: int) -> None:
     write_ptd(path, weights, chunks_of, identity=layout_identity(weights, ()))
 
 
-def measured(what: str, raw_bytes: int, work: Callable[[], object]) -> None:
+@dataclass(frozen=True)
+class Pass:
+    """Once over a whole file."""
+
+    what: str
+    seconds: float
+    user_cpu_s: float
+    system_cpu_s: float
+
+
+def measured(what: str, raw_bytes: int, work: Callable[[], object]) -> Pass:
     before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()
     seconds, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
@@ -50,6 +63,7 @@ def measured(what: str, raw_bytes: int, work: Callable[[], object]) -> None:
         f" {(user + system) / seconds:.2f} of {len(os.sched_getaffinity(0))} CPUs",
         flush=True,
     )
+    return Pass(what, seconds, user, system)
 
 
 def main() -> int:
@@ -57,16 +71,27 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where to store the figures")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         raw, packed, again = (Path(folder) / name for name in ("raw.ptd", "packed.ptd", "again.ptd"))
         gaussian_file(raw, given.mib)
         raw_bytes = raw.stat().st_size
-        for _ in range(given.times):
-            measured("pack", raw_bytes, lambda: pack(raw, packed))
-            measured("unpack", raw_bytes, lambda: unpack(packed, again))
+        passes: list[Pass] = []
+        for _ in range(max(1, given.times)):
+            passes.append(measured("pack", raw_bytes, lambda: pack(raw, packed)))
+            packed_bytes = packed.stat().st_size
+            passes.append(measured("unpack", raw_bytes, lambda: unpack(packed, again)))
             packed.unlink()
             again.unlink()
+    if given.json is not None:
+        stored = {
+            "raw_bytes": raw_bytes,
+            "packed_bytes": packed_bytes,
+            "cpus": len(os.sched_getaffinity(0)),
+            "passes": [dataclasses.asdict(each) for each in passes],
+        }
+        given.json.write_text(json.dumps(stored, indent=1) + "\n")
     return 0
 
 

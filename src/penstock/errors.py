@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose."""
@@ -114,6 +116,10 @@ class BelowFloorError(BudgetError):
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # On its way between processes.
+        return partial(type(self), budget_bytes=self.budget_bytes, floor_bytes=self.floor_bytes), self.args
 
 
 class PlanError(PenstockError):

@@ -22,10 +22,6 @@ from penstock.weight import State, Weight
 __all__ = ["FORMAT_VERSION", "METADATA_FILE"]
 
 FORMAT_VERSION = 6
-# Its accesses do not say which are of experts.
-_WITHOUT_EXPERTS = 5
-# Nor do its states say whether their split can be chosen: it is the one of the export.
-_WITHOUT_NEAR = 4
 
 
 @dataclass(frozen=True)
@@ -226,14 +222,9 @@ def program_from_json(text: str | bytes) -> Program:
 
 
 def _described(raw: bytes) -> tuple[Program, tuple[CodeFile, ...]]:
-    version = _check_version(raw)
+    _check_version(raw)
     try:
-        table = parse_json(unsealed(raw))
-        if version == _WITHOUT_NEAR:
-            table = _with_near(table)
-        if version <= _WITHOUT_EXPERTS:
-            table = _with_experts(table)
-        found = decode(_Description, table, rows=(Access, Step))
+        found = decode(_Description, parse_json(unsealed(raw)), rows=(Access, Step))
     except SchemaError as error:
         raise PackageError(f"the offload metadata is damaged: {error}") from error
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(Program)}
@@ -247,31 +238,7 @@ def _method(row: _MethodRow) -> Method:
     return Method(**{**fields, "schedule": Schedule(row.name, row.schedule.accesses, row.schedule.steps)})
 
 
-def _with_near(table: Any) -> Any:
-    rows = table.get("states")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        return table  # which the schema refuses
-    if any("near" in row for row in rows):
-        raise SchemaError(f"a state has the key 'near', which format version {_WITHOUT_NEAR} has not")
-    return {**table, "states": [{**row, "near": None} for row in rows]}
-
-
-def _with_experts(table: Any) -> Any:
-    def row(method: Any) -> Any:
-        if not isinstance(method, dict) or not isinstance(method.get("schedule"), dict):
-            return method  # which the schema refuses
-        if "whole_experts" in method:
-            raise SchemaError(f"a method has the key 'whole_experts', which format version {_WITHOUT_EXPERTS} has not")
-        accesses = method["schedule"].get("accesses")
-        if isinstance(accesses, list):
-            accesses = [[*access, None] if isinstance(access, list) else access for access in accesses]
-        return {**method, "schedule": {**method["schedule"], "accesses": accesses}, "whole_experts": {}}
-
-    methods = table.get("methods")
-    return {**table, "methods": [row(method) for method in methods]} if isinstance(methods, list) else table
-
-
-def _check_version(raw: bytes) -> int:
+def _check_version(raw: bytes) -> None:
     """Before anything else: a file of another release is not a damaged one."""
     try:
         table = parse_json(raw.decode())
@@ -280,12 +247,12 @@ def _check_version(raw: bytes) -> int:
     if type(table) is not dict or "format_version" not in table:
         raise PackageError("the offload metadata is damaged: it has no 'format_version'")
     version = table["format_version"]
-    if type(version) is not int or not _WITHOUT_NEAR <= version <= FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         shown = printable(f"{version!r:.40}") if not isinstance(version, list | dict) else type(version).__name__
         raise PackageError(
-            f"the program has format version {shown}; this release reads versions {_WITHOUT_NEAR} to {FORMAT_VERSION}"
+            f"the program has format version {shown}, and this release reads version {FORMAT_VERSION}: make it again, "
+            "with penstock.compile or `penstock export` (a .pte with penstock.executorch.export)"
         )
-    return version
 
 
 def read_program(path: str | Path) -> Program:

@@ -158,7 +158,7 @@ def test_an_8b(cli: Cli, folder: Path) -> None:
     assert told["link_bytes_per_s"] == 25e9 and "assumed" in told["link_source"]
     # It needs the two largest neighbours at least: here the last layer's down_proj and the head.
     assert told["floor_bytes"] >= (4096 * 14336 + 4096 * 128256) * 2
-    assert told["gpu"]["fits"] and told["gpu"]["left_bytes"] < 12 << 30
+    assert told["gpu"]["enough"] and told["gpu"]["left_bytes"] < 12 << 30
     read = told["read_bytes_per_token"]
     assert read == 16060522496 - 4096 * 128256 * 2
     rows = budgets(told)
@@ -166,10 +166,10 @@ def test_an_8b(cli: Cli, folder: Path) -> None:
     assert half["tokens_per_s"] == pytest.approx(25e9 / (read - half["budget_bytes"]))
     assert rows["all that is read"]["tokens_per_s"] == pytest.approx(1e12 / read)
     assert told["smallest_gpu_bytes"] > told["floor_bytes"]
-    assert not cli("estimate", folder, "--gpu-memory", "1GiB", "--json").document["gpu"]["fits"]
+    assert not cli("estimate", folder, "--gpu-memory", "1GiB", "--json").document["gpu"]["enough"]
     exact = cli("estimate", folder, "--gpu-memory", told["smallest_gpu_bytes"], "--json").document["gpu"]
     short = cli("estimate", folder, "--gpu-memory", told["smallest_gpu_bytes"] - 1, "--json").document["gpu"]
-    assert exact["fits"] and not short["fits"]
+    assert exact["enough"] and not short["enough"]
 
 
 @pytest.mark.usefixtures("no_gpu")

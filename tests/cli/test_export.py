@@ -144,16 +144,6 @@ def test_a_checkpoint_is_looked_at_before_anything_runs(cli: Cli, tmp_path: Path
     assert told.code == 6 and kind in told.stderr and "ZeroDivisionError" not in told.stderr
 
 
-def test_a_pte_takes_no_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pte", "--weights", "ckpt")
-    assert told.code == 2 and "--weights" in told.stderr
-
-
-def test_a_pte_takes_no_split_linear(cli: Cli, tmp_path: Path) -> None:
-    told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pte", "--split-linear")
-    assert told.code == 2 and "--split-linear" in told.stderr
-
-
 def test_split_linear_where_nothing_can_be_split(cli: Cli, tmp_path: Path) -> None:
     told = cli("export", f"{HERE}:pair", "-o", tmp_path / "m.pt2", "--device", "cpu", "--split-linear", "--json")
     assert told.code == 4 and "no weight of forward can be split" in told.document["error"]["message"]

@@ -58,14 +58,14 @@ def test_placements_and_bytes_are_the_planners(cli: Cli, program: Path, part: in
     held: dict[str, int] = {}
     for piece in plan.fills:
         held[piece.weight] = held.get(piece.weight, 0) + piece.nbytes
-    rows: list[dict[str, Any]] = [row for row in told["placements"] if row["placing"] != "in place"]
-    assert {row["weight"] for row in told["placements"]} - {row["weight"] for row in rows} == set(plan.direct_weights)
-    assert {row["weight"]: row["resident_bytes"] for row in rows if row["resident_bytes"]} == held
+    rows: list[dict[str, Any]] = [row for row in told["placements"] if row["kind"] != "in place"]
+    assert {row["name"] for row in told["placements"]} - {row["name"] for row in rows} == set(plan.direct_weights)
+    assert {row["name"]: row["resident_bytes"] for row in rows if row["resident_bytes"]} == held
     for row in rows:
         assert row["resident_bytes"] + row["streamed_bytes"] == row["nbytes"]
         placing = {(True, False): "resident", (True, True): "prefix+suffix", (False, True): "streamed"}
-        assert row["placing"] == placing[row["resident_bytes"] > 0, row["streamed_bytes"] > 0]
-    assert plan.direct_weights == ("table.weight",) and {row["placing"] for row in rows} >= placings
+        assert row["kind"] == placing[row["resident_bytes"] > 0, row["streamed_bytes"] > 0]
+    assert plan.direct_weights == ("table.weight",) and {row["kind"] for row in rows} >= placings
 
 
 def test_time_and_bound(cli: Cli, program: Path, budget: int, times: Path) -> None:
@@ -144,7 +144,7 @@ def test_the_curve(cli: Cli, program: Path, times: Path, tmp_path: Path) -> None
     assert len(rows) == 5 and sorted(row["budget_bytes"] for row in rows) == [row["budget_bytes"] for row in rows]
     assert rows[-1]["streamed_bytes"] == 0 and rows[0]["streamed_bytes"] > 0
     for row in rows:
-        assert row["predicted_s"] >= row["bound_s"] and row["runs_per_s"] == 1 / row["predicted_s"]
+        assert row["predicted_s"] >= row["bound_s"]
     alone = cli("plan", program, "--step-times", times, "--budget", rows[2]["budget_bytes"], "--json").document
     assert alone["methods"][0]["predicted_s"] == rows[2]["predicted_s"]
     page = out.read_text()
@@ -201,13 +201,13 @@ def test_split_weights(cli: Cli, program: Path, tmp_path: Path) -> None:
     told = cli("plan", path, "--placement", "split", "--budget", budget, "--link", "1GB/s", "--json").document
     plan = planner(path, "split").plan(budget)
     assert told["device_bytes"] == plan.device_bytes <= budget and told["floor_bytes"] == 0
-    rows = {row["weight"]: row for row in told["placements"]}
-    assert {name for name, row in rows.items() if row["placing"] == "split"} == set(plan.split_weights) != set()
+    rows = {row["name"]: row for row in told["placements"]}
+    assert {name for name, row in rows.items() if row["kind"] == "split"} == set(plan.split_weights) != set()
     heads = {one.weight: one.prefix_bytes for one in plan.methods[0].placements if one.prefix_bytes is not None}
     for name, row in rows.items():
         assert row["resident_bytes"] + row["in_place_bytes"] == row["nbytes"] and row["streamed_bytes"] == 0
         assert row["resident_bytes"] == heads.get(name, 0)
-    assert rows[table.name]["placing"] == "in place"
+    assert rows[table.name]["kind"] == "in place"
     (method,) = told["methods"]
     # The table is gathered from; all else that is in host memory crosses the link, and takes as long as that.
     assert (method["in_place_bytes"], method["bytes_streamed"]) == (table.nbytes, 0)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
-from penstock.errors import PenstockError
-from penstock.executorch import planning
-from penstock.executorch.plan_spacing import ROUND_PERCENTS, Spacing, cost_bytes, spaced_plans
-from penstock.executorch.plan_table import PACKED, RARE, USUAL, MadeTable, make_plan_tables
+from penstock.executorch.plan_spacing import ROUND_PERCENTS, Spacing, cost_bytes, one_by_one, spaced_plans
+from penstock.executorch.plan_table import PACKED, RARE, USUAL
 from penstock.plan.menu import Menu
 from penstock.plan.nominal import nominal
 from penstock.plan.packed import BLOCK_BYTES, Begins
@@ -82,7 +79,7 @@ class Table:
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self.made: list[int] = []
         found = spaced_plans(
-            self._plan_at,
+            one_by_one(self._plan_at),
             self.planner.floor_bytes,
             self.planner.full_bytes,
             self.weight_bytes,
@@ -117,35 +114,6 @@ def test_every_budget_streams_little_more_than_its_own_plan(spacing: Spacing, me
         table.check(budget_bytes, spacing)
         # One byte less than the next page is the same budget.
         assert table.taken(budget_bytes + page_bytes - 1) is table.taken(budget_bytes)
-
-
-def test_on_several_cores_the_same_plans_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a process of its own, also where several methods and placements have tables."""
-    schedules, weights = decoder(3, 256, 1_000)
-    schedules.append(chain("short", list(weights)[2:12]))
-
-    def tables(cores: int) -> list[MadeTable]:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-        return make_plan_tables(schedules, list(weights.values()), page_bytes=4096)
-
-    monkeypatch.setattr(planning, "FEWEST_ACCESSES", 1)
-    alone = tables(1)
-    assert [table.row.methods for table in alone] == [(0, 1), (0,), (1,), (0, 1), (0,)]
-    assert tables(3) == alone
-
-
-def test_a_process_that_ends_is_an_error_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedules, weights = decoder(1, 256, 1_000)
-    task = planning.Task(schedules, list(weights.values()), 4096, {})
-    with planning._Workers(task, 2) as workers:
-        assert workers.planned((0,), "auto", 1 << 20).device_bytes <= 1 << 20
-        with pytest.raises(PenstockError, match="no plan for 1 bytes was made: BelowFloorError: "):
-            workers.planned((0,), "auto", 1)
-        for process in workers._processes:
-            process.kill()
-        with pytest.raises(PenstockError, match="a process that made plans ended with -9"):
-            workers.planned((0,), "auto", 1 << 20)
-    assert all(process.returncode == -9 for process in workers._processes)
 
 
 @pytest.fixture(scope="module")

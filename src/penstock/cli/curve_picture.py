@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.plan_report import CurveRow
 from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
 from penstock.errors import PenstockError
+from penstock.report.data import CurvePoint
 
 SUFFIXES = (".png", ".html")
 
@@ -26,15 +26,14 @@ def check_curve_path(path: Path) -> None:
         _pyplot()
 
 
-def write_curve(path: Path, rows: Sequence[CurveRow], title: str) -> None:
+def write_curve(path: Path, rows: Sequence[CurvePoint], title: str) -> None:
     if path.suffix == ".png":
         write_whole(path, _png(rows, title))
         return
-    from penstock.report.curve import CurvePoint, write_curve_html
+    from penstock.report.curve import write_curve_html
 
-    points = [CurvePoint(row.budget_bytes, row.predicted_s, row.bound_s, row.streamed_bytes) for row in rows]
     with whole_file(path) as partial:
-        write_curve_html(partial, points, title=title)
+        write_curve_html(partial, rows, title=title)
 
 
 def _pyplot() -> Any:
@@ -48,7 +47,7 @@ def _pyplot() -> Any:
         ) from error
 
 
-def _png(rows: Sequence[CurveRow], title: str) -> bytes:
+def _png(rows: Sequence[CurvePoint], title: str) -> bytes:
     figure, (above, below) = _pyplot().subplots(2, 1, sharex=True, figsize=(8, 7), layout="constrained")
     unit, unit_bytes = ("GiB", 2**30) if rows[-1].budget_bytes >= 2**30 else ("MiB", 2**20)
     budgets = [row.budget_bytes / unit_bytes for row in rows]

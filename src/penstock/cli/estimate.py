@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.empty_gpu import GpuRow, empty_gpu
 from penstock.cli.output import emit, facts, json_option, line, only_json_on_stdout, table
 from penstock.cli.pretrained import DTYPES, check_folder, import_transformers
 from penstock.cli.units import FiniteRange, bytes_option, short_bytes, short_rate
@@ -56,17 +57,6 @@ class ExpertsRow:
     nbytes: int
     # Of all weights that one token is computed with.
     read_bytes_per_token: int
-
-
-@dataclass(frozen=True)
-class GpuRow:
-    memory_bytes: int
-    cache_bytes: int
-    activation_bytes: int
-    reserve_bytes: int
-    # For weights.
-    left_bytes: int
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,11 @@ def estimate_report(
         raise InputError(f"--cache-length is {length}; {size.class_name} goes up to {size.max_length} tokens")
     floor = size.floor(CUDA_PAGE_BYTES)
     cache_bytes, activation_bytes = size.cache_bytes(length), _activation_bytes(size, length)
-    gpu = None if gpu_memory is None else _gpu(gpu_memory, cache_bytes, activation_bytes, floor.floor_bytes)
+    gpu = None
+    if gpu_memory is not None:
+        gpu, _ = empty_gpu(
+            gpu_memory, activation_bytes=activation_bytes, state_bytes=cache_bytes, needed_bytes=floor.floor_bytes
+        )
     experts = size.experts
     notes = [*notes, "the floor is an estimate: it depends on what the compiler makes of the model"]
     if experts is not None:
@@ -245,31 +239,6 @@ def _activation_bytes(size: CheckpointSize, length: int) -> int:
     )
 
 
-def _gpu(memory_bytes: int, cache_bytes: int, activation_bytes: int, floor_bytes: int) -> GpuRow:
-    """As an automatic budget is worked out at load, on a GPU with nothing else on it."""
-    import torch
-
-    from penstock.errors import BelowFloorError
-    from penstock.runtime.automatic_budget import AutomaticTerms, reserve_bytes
-    from penstock.runtime.budget_choice import automatic_budget
-
-    reserve = reserve_bytes(torch.device("cuda"), memory_bytes)
-    terms = AutomaticTerms(memory_bytes, 0, activation_bytes, cache_bytes, reserve)
-    fits = True
-    try:
-        left_bytes = automatic_budget(terms, floor_bytes)
-    except BelowFloorError as error:
-        left_bytes, fits = error.budget_bytes, False
-    return GpuRow(
-        memory_bytes=memory_bytes,
-        cache_bytes=cache_bytes,
-        activation_bytes=activation_bytes,
-        reserve_bytes=reserve,
-        left_bytes=left_bytes,
-        fits=fits,
-    )
-
-
 def _smallest_gpu_bytes(needed_bytes: int) -> int:
     """The reserve is a part of the whole, which is what is looked for."""
     import torch
@@ -288,7 +257,7 @@ def _budgets(
     read = size.read_bytes
     points = {"the floor": floor_bytes}
     points |= {f"{part}% of what is read": read * part // 100 for part in (25, 50, 75)}
-    if gpu is not None and gpu.fits:
+    if gpu is not None and gpu.enough:
         points["what the GPU leaves"] = gpu.left_bytes
     points["all that is read"] = read
     rows = [(what, nbytes) for what, nbytes in points.items() if nbytes >= floor_bytes]
@@ -374,11 +343,11 @@ def _show_gpu(to: Console, report: EstimateReport) -> None:
     gpu = report.gpu
     if gpu is not None:
         left = (
-            f"{short_bytes(gpu.left_bytes)} for weights: less KV cache {short_bytes(gpu.cache_bytes)}, activations "
+            f"{short_bytes(gpu.left_bytes)} for weights: less KV cache {short_bytes(gpu.state_bytes)}, activations "
             f"{short_bytes(gpu.activation_bytes)} (an estimate), reserve {short_bytes(gpu.reserve_bytes)}"
         )
-        fits = "it fits" if gpu.fits else "it does not fit: the floor is larger than what is left"
-        if gpu.fits and gpu.left_bytes >= report.read_bytes_per_token:
+        fits = "it fits" if gpu.enough else "it does not fit: the floor is larger than what is left"
+        if gpu.enough and gpu.left_bytes >= report.read_bytes_per_token:
             fits = "it fits, with every weight in place"
         rows += [(f"{short_bytes(gpu.memory_bytes)} GPU", fits), ("leaves", left)]
     facts(to, "\nGPU", rows)

@@ -81,25 +81,28 @@ def export(
     penstock export mymodel:small -o model.pt2
     penstock export mymodel:on_meta -o model.pt2 --weights checkpoint/ --device cuda
     penstock export --method prefill=mymodel:prefill --method decode=mymodel:decode -o model.pt2
+    penstock export mymodel:on_meta -o model.pte --weights checkpoint/ --pack
     """
     from penstock.export.compile import output_paths
     from penstock.export.target import target_device
 
     if output.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{output} must end in .pt2 or .pte", param_hint="--output")
-    if output.suffix == ".pte" and weights is not None:
-        raise click.UsageError("--weights is for a .pt2: ExecuTorch lowers a model that has its values")
-    if output.suffix == ".pte" and split_linear:
-        raise click.UsageError("--split-linear is for a .pt2: a program for ExecuTorch multiplies by the library alone")
-    if output.suffix == ".pte" and pack:
-        raise click.UsageError("--pack is for a .pt2: ExecuTorch reads weights as they are")
     named = _named(target, methods)
     output_paths(output, output.suffix, overwrite)
     if weights is not None and not weights.is_dir():
         open_regular(weights, CheckpointError).close()
     target_device(device)
+    options = {
+        "device": device,
+        "weights": weights,
+        "weight_offload_budget": budget,
+        "overwrite": overwrite,
+        "split_linear": split_linear,
+        "pack": pack,
+    }
     with only_json_on_stdout(as_json), private_temporary_files():
-        report = _export(named, output, weights, device, budget, overwrite, split_linear, pack)
+        report = _export(named, output, options)
     emit(report, as_json, _show)
 
 
@@ -117,16 +120,7 @@ def _named(target: str | None, methods: tuple[str, ...]) -> dict[str, str]:
     return named
 
 
-def _export(
-    named: dict[str, str],
-    output: Path,
-    weights: Path | None,
-    device: str | None,
-    budget: int | None,
-    overwrite: bool,
-    split_linear: bool,
-    pack: bool,
-) -> ExportReport:
+def _export(named: dict[str, str], output: Path, options: dict[str, Any]) -> ExportReport:
     import penstock
 
     screen = console(stderr=True)
@@ -140,14 +134,13 @@ def _export(
         programs[name] = penstock.apply_weight_offload(_exported(returned, text))
     traced_s = time.perf_counter()
     line(screen, f"compiling {', '.join(programs)}; {short_time(traced_s - began_s)} so far")
-    options: dict[str, Any] = {"device": device, "weight_offload_budget": budget, "overwrite": overwrite}
     if output.suffix == ".pte":
         import penstock.executorch
 
         lowered = penstock.executorch.export(programs, output, **options)
         weights_path, floor_bytes = lowered.weights_path, lowered.floor_bytes
     else:
-        compiled = penstock.compile(programs, output, weights=weights, split_linear=split_linear, pack=pack, **options)
+        compiled = penstock.compile(programs, output, **options)
         weights_path, floor_bytes = compiled.weights_path, compiled.program.floor_bytes
     return ExportReport(
         program_path=output,

@@ -14,7 +14,8 @@ from penstock.cli.units import FiniteRange, budget_option, bytes_option, rate_op
 from penstock.printable import printable
 
 if TYPE_CHECKING:
-    from penstock.cli.plan_report import GpuRow, PlanReport, StepTimes
+    from penstock.cli.empty_gpu import GpuRow
+    from penstock.cli.plan_report import PlanReport, StepTimes
     from penstock.cli.subject import Subject
     from penstock.plan.calibration import Link
     from penstock.program import Program
@@ -81,11 +82,11 @@ def plan(
     penstock plan model.pt2 --budget 8GiB --step-times times.json --curve curve.html
     """
     from penstock.cli.curve_picture import SUFFIXES, check_curve_path, write_curve
-    from penstock.cli.plan_placements import placements
     from penstock.cli.plan_report import PlanReport, Predictor
     from penstock.cli.plan_view import show_plan
     from penstock.cli.subject import read_subject
     from penstock.plan.pages import CUDA_PAGE_BYTES
+    from penstock.report.places import places
 
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
@@ -103,6 +104,7 @@ def plan(
             f"{program} has no weight that can be split; it needs to be exported with --split-linear",
             param_hint="--placement",
         )
+    chosen = names if method is None else [method]
     link, times, source = _times(subject, link_rate, copy_latency_us, step_times, compute_bandwidth)
     if curve is not None:
         if link is None:
@@ -115,10 +117,11 @@ def plan(
         link=link,
         step_s=times,
         step_times=source,
-        methods=names if method is None else [method],
+        methods=chosen,
     )
     floor_bytes = predictor.planner.floor_bytes
-    gpu, left_bytes = (None, None) if gpu_memory is None else _gpu(read, gpu_memory, floor_bytes, budget)
+    gpu = None if gpu_memory is None else _gpu(read, gpu_memory, floor_bytes, budget)
+    left_bytes = None if gpu is None else gpu.left_bytes
     budget_bytes, budget_source = _budget(budget, read.budget_bytes, left_bytes, curve is not None, floor_bytes)
     # A module takes no more than all weights need, and says so.
     asked_bytes, budget_bytes = budget_bytes, min(budget_bytes, predictor.top_bytes)
@@ -142,7 +145,7 @@ def plan(
         step_times=source,
         gpu=gpu,
         methods=predictor.predictions(made, budget_bytes),
-        placements=placements(made, subject),
+        placements=places(made, read.weights, chosen),
         curve=() if curve is None else predictor.curve(points),
         notes=(
             *_notes(read, link, source, [name for name in names if name not in times], gpu),
@@ -190,42 +193,24 @@ def _times(
     return link, {}, "unknown"
 
 
-def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | None) -> tuple[GpuRow, int]:
-    """As an automatic budget is worked out at load, on a GPU with nothing else on it."""
-    import torch
-
-    from penstock.cli.plan_report import GpuRow
-    from penstock.errors import BelowFloorError
-    from penstock.runtime.automatic_budget import AutomaticTerms, activation_bound_bytes, reserve_bytes
-    from penstock.runtime.budget_choice import automatic_budget
+def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | None) -> GpuRow:
+    from penstock.cli.empty_gpu import empty_gpu
+    from penstock.runtime.automatic_budget import activation_bound_bytes
 
     bounded = all(method.activation_bound_bytes is not None for method in program.methods)
     if budget is not None and not bounded:
         activation_bytes = max(method.activation_example_bytes for method in program.methods)
     else:
         activation_bytes = activation_bound_bytes(program)
-    terms = AutomaticTerms(
-        free_bytes=memory_bytes,
-        held_bytes=0,
+    row, refusal = empty_gpu(
+        memory_bytes,
         activation_bytes=activation_bytes,
         state_bytes=program.state_bytes - program.host_state_bytes,
-        reserve_bytes=reserve_bytes(torch.device("cuda"), memory_bytes),
+        needed_bytes=floor_bytes if budget is None else budget,
     )
-    try:
-        left_bytes = automatic_budget(terms, floor_bytes)
-    except BelowFloorError as error:
-        if budget is None:
-            raise
-        left_bytes = error.budget_bytes
-    row = GpuRow(
-        memory_bytes=memory_bytes,
-        activation_bytes=activation_bytes,
-        state_bytes=program.state_bytes - program.host_state_bytes,
-        reserve_bytes=terms.reserve_bytes,
-        left_bytes=left_bytes,
-        enough=left_bytes >= (floor_bytes if budget is None else budget),
-    )
-    return row, left_bytes
+    if refusal is not None and budget is None:
+        raise refusal
+    return row
 
 
 def _budget(

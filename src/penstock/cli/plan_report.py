@@ -12,11 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from penstock.cli.plan_placements import PlacementRow
+from penstock.cli.empty_gpu import GpuRow
 from penstock.cli.subject import Subject
 from penstock.plan.calibration import Calibration, Link, lower_bound_s
 from penstock.plan.plan import MethodPlan, Plan, Slots
 from penstock.plan.simulator import in_place_by_step, simulate
+from penstock.report.data import CurvePoint, WeightResidency
 from penstock.schedule import Schedule, Step
 
 StepTimes = Literal["measured", "estimated", "unknown"]
@@ -44,30 +45,6 @@ class MethodPrediction:
 
 
 @dataclass(frozen=True)
-class GpuRow:
-    """A GPU of so much memory: what is left for weights beside the rest that a run needs."""
-
-    memory_bytes: int
-    activation_bytes: int
-    state_bytes: int
-    reserve_bytes: int
-    left_bytes: int
-    enough: bool
-
-
-@dataclass(frozen=True)
-class CurveRow:
-    """One run of every method that is asked for, at one budget."""
-
-    budget_bytes: int
-    predicted_s: float
-    bound_s: float
-    streamed_bytes: int
-    # None: no time at all is predicted, because everything is resident and the times of steps are not known.
-    runs_per_s: float | None
-
-
-@dataclass(frozen=True)
 class PlanReport:
     path: Path
     device: str
@@ -89,8 +66,8 @@ class PlanReport:
     step_times: StepTimes
     gpu: GpuRow | None
     methods: tuple[MethodPrediction, ...]
-    placements: tuple[PlacementRow, ...]
-    curve: tuple[CurveRow, ...]
+    placements: tuple[WeightResidency, ...]
+    curve: tuple[CurvePoint, ...]
     notes: tuple[str, ...]
 
 
@@ -181,22 +158,20 @@ class Predictor:
             bound_s=bound_s,
         )
 
-    def curve(self, points: int) -> tuple[CurveRow, ...]:
+    def curve(self, points: int) -> tuple[CurvePoint, ...]:
         """From the floor to everything resident, in equal steps of whole pages; both ends included."""
         floor_bytes = self.planner.floor_bytes
         pages = (self.top_bytes - floor_bytes) // self._page_bytes
         budgets = {floor_bytes + pages * step // (points - 1) * self._page_bytes for step in range(points)}
-        return tuple(self._curve_row(budget) for budget in sorted({*budgets, self.top_bytes}))
+        return tuple(self._curve_point(budget) for budget in sorted({*budgets, self.top_bytes}))
 
-    def _curve_row(self, budget_bytes: int) -> CurveRow:
+    def _curve_point(self, budget_bytes: int) -> CurvePoint:
         found = self.predictions(self.plan(budget_bytes), budget_bytes)
-        predicted_s = sum(one.predicted_s or 0.0 for one in found)
-        return CurveRow(
+        return CurvePoint(
             budget_bytes=budget_bytes,
-            predicted_s=predicted_s,
+            predicted_s=sum(one.predicted_s or 0.0 for one in found),
             bound_s=sum(one.bound_s or 0.0 for one in found),
             streamed_bytes=sum(one.bytes_streamed for one in found),
-            runs_per_s=1 / predicted_s if predicted_s else None,
         )
 
 

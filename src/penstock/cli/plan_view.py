@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.cli.empty_gpu import GpuRow
 from penstock.cli.output import facts, line, table
-from penstock.cli.plan_report import GpuRow, PlanReport
+from penstock.cli.plan_report import PlanReport
 from penstock.cli.units import short_bytes, short_rate, short_time
 from penstock.printable import printable
 
@@ -61,8 +62,8 @@ def show_plan(to: Console, report: PlanReport) -> None:
         ("weight", "where", ">resident", ">streamed", ">in place"),
         [
             (
-                row.weight,
-                row.placing,
+                row.name,
+                row.kind,
                 short_bytes(row.resident_bytes),
                 short_bytes(row.streamed_bytes),
                 short_bytes(row.in_place_bytes),

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from penstock.errors import NoWeightsError, PackageError, UnsupportedProgramError
 from penstock.executorch.backend import DATA_FILE
+from penstock.executorch.data_files import merge_weights
 from penstock.executorch.dialect import erase_fetches
 from penstock.executorch.file_seal import append_seal
 from penstock.executorch.lowering_request import ConstantMethods
@@ -34,6 +35,8 @@ from penstock.export.target import target_device
 from penstock.export.values import has_value, is_zero
 from penstock.export.weightless import make_weightless
 from penstock.program import Signature
+from penstock.temporary import TemporaryFolder
+from penstock.weights.packing import pack as pack_weights
 
 # For copies and registrations of whole pages.
 SEGMENT_ALIGNMENT_BYTES = 4096
@@ -43,6 +46,7 @@ SEGMENT_ALIGNMENT_BYTES = 4096
 class Exported:
     program_path: Path
     weights_path: Path
+    # Of weights as they are: packed ones need room to pass through besides.
     floor_bytes: int
     # Delegate -> names of the weights in the order in which its code fetches them.
     access_order: dict[str, list[str]]
@@ -60,6 +64,7 @@ def export(
     partitioners: Sequence[Any] = (),
     weights: Any = None,
     split_linear: bool = False,
+    pack: bool = False,
 ) -> Exported:
     """Lower offloaded programs into `path` (.pte) and the .ptd beside it.
 
@@ -71,6 +76,7 @@ def export(
     leave                  ops to leave to ExecuTorch's own kernels, as in "aten::softmax"
     partitioners           of other backends, which choose after ours
     weights, split_linear  as penstock.compile takes them; the model may be on meta where there is a checkpoint
+    pack                   write the weights packed without loss, and plans for them, as penstock.pack does
     """
     from executorch.exir import to_edge_transform_and_lower
 
@@ -111,7 +117,7 @@ def export(
         for name in methods:
             erase_fetches(edge.exported_program(name).graph_module)
         program = edge.to_executorch(_configuration(methods))
-    _write(program, program_path, weights_path)
+    _write(program, program_path, weights_path, pack)
     return Exported(program_path, weights_path, constants[FLOOR_METHOD], json.loads(constants[ORDER_METHOD]))
 
 
@@ -204,21 +210,22 @@ def _initialized(methods: Mapping[str, ExportedProgram], states: frozenset[str])
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def _write(program: Any, program_path: Path, weights_path: Path) -> None:
+def _write(program: Any, program_path: Path, weights_path: Path, pack: bool) -> None:
     """Both files or none: the program appears only after the weights are whole."""
     others = [name for name in program._tensor_data if name != DATA_FILE]
     if others:
         raise UnsupportedProgramError(f"other backends keep data outside of the .pte: {', '.join(sorted(others))}")
-    partial_program = program_path.with_name(f".{program_path.name}.{os.getpid()}")
-    partial_weights = weights_path.with_name(f".{weights_path.name}.{os.getpid()}")
-    try:
+    with TemporaryFolder("export", program_path.parent) as folder:
+        partial_program, partial_weights = folder / program_path.name, folder / weights_path.name
         with partial_weights.open("wb") as file:
             program._tensor_data[DATA_FILE].write_to_file(file)
         with partial_program.open("w+b") as file:
             program.write_to_file(file)
             append_seal(file)
+        if pack:
+            # ExecuTorch's writer knows no checksums, which packing goes by.
+            raw = merge_weights([partial_weights], folder / "raw.ptd")
+            partial_weights.unlink()
+            pack_weights(raw, partial_weights, program=partial_program)
         partial_weights.replace(weights_path)
         partial_program.replace(program_path)
-    finally:
-        partial_program.unlink(missing_ok=True)
-        partial_weights.unlink(missing_ok=True)

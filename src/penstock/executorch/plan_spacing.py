@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -20,6 +19,8 @@ from penstock.schedule import Schedule
 
 # Of what all weights take. Budgets that people give are planned exactly.
 ROUND_PERCENTS = (5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95)
+# What lies between them, the floor and everything. In a part each plan depends on the one before it.
+MOST_PARTS = len(ROUND_PERCENTS) + 1
 # Guessed distances differ from those found by about so much; one that turns out too long costs a plan more.
 SURPLUS = 1.1
 
@@ -84,8 +85,8 @@ class Planned(Protocol):
 
 
 P = TypeVar("P", bound=Planned)
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+# Asks for plans, one after the other, by their budgets; is sent each; and ends with those that are kept.
+Part = Generator[int, P | None, list[P]]
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,21 @@ class _At(Generic[P]):
     plan: P
 
 
+def one_by_one(plan_at: Callable[[int], P]) -> Callable[[Sequence[Part[P]]], list[list[P]]]:
+    def plans(part: Part[P]) -> list[P]:
+        plan: P | None = None
+        while True:
+            try:
+                budget_bytes = part.send(plan)
+            except StopIteration as ended:
+                return list(ended.value)
+            plan = plan_at(budget_bytes)
+
+    return lambda parts: list(map(plans, parts))
+
+
 def spaced_plans(
-    plan_at: Callable[[int], P],
+    plans_of: Callable[[Sequence[Part[P]]], list[list[P]]],
     floor_bytes: int,
     full_bytes: int,
     weight_bytes: int,
@@ -106,11 +120,14 @@ def spaced_plans(
 ) -> list[P]:
     """From the floor to everything resident, both included; in the order of the budgets they were made for.
 
-    `at_once`: how many calls of `plan_at` there may be at a time. What comes out is the same.
+    `plans_of` serves the parts it is given, in whatever order; `at_once`: how many of them at a time. What comes out is
+    the same.
     """
 
-    def planned(budget_bytes: int) -> _At[P]:
-        return _At(budget_bytes, plan_at(budget_bytes))
+    def asked(budget_bytes: int) -> Generator[int, P | None, list[P]]:
+        plan = yield budget_bytes
+        assert plan is not None
+        return [plan]
 
     def between(low: _At[P], high: _At[P]) -> int | None:
         """The budget to plan for next; None where nobody in between would gain by a plan."""
@@ -127,36 +144,27 @@ def spaced_plans(
         pages = min(max(1, round(room_bytes * part / page_bytes)), math.ceil(room_bytes / page_bytes) - 1)
         return low.budget_bytes + pages * page_bytes
 
-    def stretch(ends: tuple[_At[P], _At[P]]) -> list[P]:
+    def stretch(low: _At[P], high: _At[P]) -> Part[P]:
         """What follows the lower end, up to the upper one."""
-        done, ahead = [ends[0]], [ends[1]]
+        done, ahead = [low], [high]
         while ahead:
             wanted = between(done[-1], ahead[-1])
             if wanted is None:
                 done.append(ahead.pop())
             else:
-                ahead.append(planned(wanted))
+                (plan,) = yield from asked(wanted)
+                ahead.append(_At(wanted, plan))
         return [each.plan for each in done[1:]]
 
     exact = (weight_bytes * percent // 100 // page_bytes * page_bytes for percent in ROUND_PERCENTS)
     budgets = sorted({floor_bytes, *(nbytes for nbytes in exact if floor_bytes < nbytes < full_bytes), full_bytes})
-    ahead = dict(zip(budgets, _side_by_side(planned, budgets, at_once), strict=True)) if at_once > 1 else {}
+    ahead = dict(zip(budgets, plans_of([asked(each) for each in budgets]), strict=True)) if at_once > 1 else {}
     # From the largest down, so that those of which one already known serves all are left out.
     ends: list[_At[P]] = []
     for budget_bytes in reversed(budgets):
         if not ends or budget_bytes < ends[-1].plan.device_bytes or budget_bytes == floor_bytes:
-            ends.append(ahead.get(budget_bytes) or planned(budget_bytes))
+            (plan,) = ahead.get(budget_bytes) or plans_of([asked(budget_bytes)])[0]
+            ends.append(_At(budget_bytes, plan))
     ends.reverse()
-    parts = _side_by_side(stretch, list(itertools.pairwise(ends)), at_once)
+    parts = plans_of([stretch(low, high) for low, high in itertools.pairwise(ends)])
     return [ends[0].plan, *itertools.chain.from_iterable(parts)]
-
-
-def _side_by_side(action: Callable[[Item], Result], items: Sequence[Item], at_once: int) -> list[Result]:
-    if at_once == 1:
-        return [action(item) for item in items]
-    threads = ThreadPoolExecutor(at_once)
-    try:
-        return list(threads.map(action, items))
-    finally:
-        # Where one of them failed nobody waits for the others.
-        threads.shutdown(wait=False, cancel_futures=True)

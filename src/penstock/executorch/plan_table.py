@@ -3,15 +3,16 @@ the largest that its budget allows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tqdm import tqdm
 
 from penstock.executorch.description import PlanTable
 from penstock.executorch.payload import StoredPlan
 from penstock.executorch.plan_spacing import Spacing, spaced_plans
-from penstock.executorch.planning import PlannedBudget, Task, planning
+from penstock.executorch.planning import Planning, Task, planning
 from penstock.plan.packed import Begins
 from penstock.schedule import Schedule
 from penstock.weight import Weight
@@ -45,23 +46,13 @@ def make_plan_tables(
     everything = tuple(range(len(schedules)))
     groups = [everything, *((number,) for number in everything if len(everything) > 1)]
     # disable=None: silent unless standard error is a terminal.
-    with planning(task) as (plan, at_once), tqdm(desc="planning", unit=" plans", disable=None) as bar:
-
-        def table(methods: tuple[int, ...], placement: str) -> MadeTable:
-            def planned(budget_bytes: int) -> PlannedBudget:
-                found = plan(methods, placement, budget_bytes)
-                bar.update()
-                return found
-
-            return _table(task, methods, placement, planned, at_once)
-
-        tables = [table(methods, "auto") for methods in groups]
-        return tables + [table(found.row.methods, "stream") for found in tables if found.row.in_place]
+    with tqdm(desc="planning", unit=" plans", disable=None) as bar, planning(task, bar.update) as by:
+        tables = [_table(by, methods, "auto") for methods in groups]
+        return tables + [_table(by, found.row.methods, "stream") for found in tables if found.row.in_place]
 
 
-def _table(
-    task: Task, methods: tuple[int, ...], placement: str, planned: Callable[[int], PlannedBudget], at_once: int
-) -> MadeTable:
+def _table(by: Planning, methods: tuple[int, ...], placement: str) -> MadeTable:
+    task = by.task
     planner = task.planner(methods, placement)
     # Pages are whole: the floor of a small program may exceed what its weights take.
     top_bytes = max(planner.floor_bytes, planner.full_bytes)
@@ -69,7 +60,13 @@ def _table(
     spacing = usual if len(methods) == len(task.schedules) and placement == "auto" else RARE
     weight_bytes = sum(weight.nbytes for weight in task.read_by(methods).values())
     plans = spaced_plans(
-        planned, planner.floor_bytes, top_bytes, weight_bytes, spacing, page_bytes=task.page_bytes, at_once=at_once
+        partial(by.plans, methods, placement),
+        planner.floor_bytes,
+        top_bytes,
+        weight_bytes,
+        spacing,
+        page_bytes=task.page_bytes,
+        at_once=by.at_once,
     )
     stored: dict[int, StoredPlan] = {}
     for plan in plans:

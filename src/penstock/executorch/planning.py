@@ -1,24 +1,26 @@
 """Plans for budgets, proved and as they are stored; on as many cores as there are. No torch.
 
-Planning is Python, and a process does it on one core. So each further core has a process of its own, which answers one
-budget after the other: `python -m penstock.executorch.planning`.
+Planning is Python, and a process does it on one core. So each core has a process of its own, which answers one budget
+after the other.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import queue
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import IO, Any
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO
 
 from penstock.errors import PenstockError
 from penstock.executorch.payload import StoredPlan
-from penstock.executorch.plan_spacing import cost_bytes
+from penstock.executorch.plan_spacing import MOST_PARTS, Part, cost_bytes, one_by_one
 from penstock.plan.check import check_plan
 from penstock.plan.packed import Begins
 from penstock.plan.planner import Planner
@@ -26,8 +28,15 @@ from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# A process takes a quarter of a second to start. With fewer accesses all plans together take about as long.
-FEWEST_ACCESSES = 100
+# A process takes half a second to start. Of weights of fewer pages all plans together take about as long.
+FEWEST_PAGES = 32
+
+# The path of whoever asks, before anything is imported: `-m` and PYTHONPATH would put the working directory in front.
+_CHILD = """import sys
+sys.path[:] = sys.argv[2:]
+from penstock.executorch.planning import answer_requests
+answer_requests(int(sys.argv[1]))"""
+_MOST_SAID_BYTES = 4000
 
 
 @dataclass(frozen=True)
@@ -87,84 +96,153 @@ class Task:
         return PlannedBudget(stored, cost_bytes(plan, chosen), plan.direct_weights)
 
 
-PlanBudget = Callable[[tuple[int, ...], str, int], PlannedBudget]
+@dataclass(frozen=True)
+class Planning:
+    """Plans by processes, or in this one where there is none."""
+
+    task: Task
+    workers: Sequence[_Worker]
+    # Called after each plan.
+    made: Callable[[], object]
+
+    @property
+    def at_once(self) -> int:
+        return max(1, len(self.workers))
+
+    def plans(
+        self, methods: tuple[int, ...], placement: str, parts: Sequence[Part[PlannedBudget]]
+    ) -> list[list[PlannedBudget]]:
+        def planned(budget_bytes: int) -> PlannedBudget:
+            found = self.task.planned(methods, placement, budget_bytes)
+            self.made()
+            return found
+
+        if not self.workers:
+            return one_by_one(planned)(parts)
+        kept: dict[int, list[PlannedBudget]] = {}
+        # Parts that may go on, each with the plan that it asked for.
+        ready: list[tuple[int, PlannedBudget | None]] = [(number, None) for number in reversed(range(len(parts)))]
+        idle = list(self.workers)
+        busy: dict[Connection, tuple[_Worker, int]] = {}
+        while ready or busy:
+            if ready and idle:
+                number, plan = ready.pop()
+                try:
+                    budget_bytes = parts[number].send(plan)
+                except StopIteration as ended:
+                    kept[number] = ended.value
+                    continue
+                worker = idle.pop()
+                worker.send((methods, placement, budget_bytes))
+                busy[worker.connection] = worker, number
+                continue
+            for connection in wait(busy):
+                assert isinstance(connection, Connection)
+                worker, number = busy.pop(connection)
+                ready.append((number, worker.received()))
+                idle.append(worker)
+                self.made()
+        return [kept[number] for number in range(len(parts))]
 
 
 @contextmanager
-def planning(task: Task) -> Iterator[tuple[PlanBudget, int]]:
-    """A function that plans for a budget, and how many calls of it there may be at a time."""
-    cores = len(os.sched_getaffinity(0))
-    if cores == 1 or sum(len(schedule.accesses) for schedule in task.schedules) < FEWEST_ACCESSES:
-        yield task.planned, 1
-        return
-    with _Workers(task, cores) as workers:
-        yield workers.planned, cores
-
-
-class _Workers:
+def planning(task: Task, made: Callable[[], object]) -> Iterator[Planning]:
     """Whatever ends this, none of its processes outlives it."""
+    cores = len(os.sched_getaffinity(0))
+    if cores == 1 or sum(weight.nbytes for weight in task.weights) < FEWEST_PAGES * task.page_bytes:
+        yield Planning(task, (), made)
+        return
+    with ExitStack() as held:
+        workers = [held.enter_context(_worker()) for _ in range(min(cores, MOST_PARTS))]
+        # Sending waits until the process has come up: by then the others have, too.
+        for worker in workers:
+            worker.send(task)
+        yield Planning(task, workers, made)
 
-    def __init__(self, task: Task, count: int) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        self._task, self._count = pickle.dumps(task), count
 
-    def __enter__(self) -> _Workers:
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    # What it prints, and whatever it imports. Answers have a way of their own.
+    said: IO[bytes]
+
+    def send(self, what: object) -> None:
         try:
-            for _ in range(self._count):
-                command = [sys.executable, "-m", "penstock.executorch.planning"]
-                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-                pipe = subprocess.PIPE
-                # A session of its own: Ctrl-C is for whoever asked, who then ends this.
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
-                self._processes.append(process)
-                _pipe(process.stdin).write(self._task)
-                self._idle.put(process)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+            self.connection.send(what)
+        except OSError as error:
+            raise self._ended() from error
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
-
-    def planned(self, methods: tuple[int, ...], placement: str, budget_bytes: int) -> PlannedBudget:
-        process = self._idle.get()
+    def received(self) -> PlannedBudget:
         try:
-            pickle.dump((methods, placement, budget_bytes), _pipe(process.stdin))
-            _pipe(process.stdin).flush()
-            found = pickle.load(_pipe(process.stdout))
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
-            raise PenstockError(f"a process that made plans ended with {process.wait()}") from error
-        finally:
-            self._idle.put(process)
-        if not isinstance(found, PlannedBudget):
-            raise PenstockError(f"no plan for {budget_bytes} bytes was made: {found}")
+            found = self.connection.recv()
+        except Exception as error:  # it is gone, or what came is no answer
+            raise self._ended() from error
+        if isinstance(found, _Failure):
+            raise found.error from PenstockError(f"in a process that made plans:\n{found.traceback}")
+        assert isinstance(found, PlannedBudget)
         return found
 
+    def _ended(self) -> PenstockError:
+        # One that is ending keeps its own exit status.
+        self.process.kill()
+        status = self.process.wait()
+        length_bytes = self.said.seek(0, os.SEEK_END)
+        self.said.seek(max(0, length_bytes - _MOST_SAID_BYTES))
+        text = self.said.read().decode(errors="replace").strip()
+        return PenstockError(f"a process that made plans ended with {status}, and said {text or 'nothing'}")
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
+
+@contextmanager
+def _worker() -> Iterator[_Worker]:
+    ours, theirs = Pipe()
+    with ours, tempfile.TemporaryFile() as said:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, str(theirs.fileno()), *map(str, sys.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                # A session of its own: Ctrl-C is for whoever asked, who then ends this.
+                start_new_session=True,
+            )
+        try:
+            yield _Worker(process, ours, said)
+        finally:
+            process.kill()
+            process.wait()
 
 
-def main(requests: IO[bytes], answers: IO[bytes]) -> None:
+@dataclass(frozen=True)
+class _Failure:
+    error: Exception
+    traceback: str
+
+
+def answer_requests(descriptor: int) -> None:
     """In a process: until nobody asks any more."""
-    task: Task = pickle.load(requests)
-    while True:
+    # The descriptor itself stays open: whoever asked learns of the end when the last words are written.
+    with Connection(os.dup(descriptor)) as connection:
         try:
-            request = pickle.load(requests)
-        except EOFError:
-            return
-        try:
-            answer: Any = task.planned(*request)
-        except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
+            task: Task = connection.recv()
+            while True:
+                connection.send(_answer(task, *connection.recv()))
+        except (EOFError, ConnectionError):
+            return  # whoever asked is gone
 
 
-if __name__ == "__main__":
-    main(sys.stdin.buffer, sys.stdout.buffer)
+def _answer(task: Task, methods: tuple[int, ...], placement: str, budget_bytes: int) -> PlannedBudget | _Failure:
+    try:
+        return task.planned(methods, placement, budget_bytes)
+    except Exception as error:
+        return _Failure(_sendable(error), traceback.format_exc())
+
+
+def _sendable(error: Exception) -> Exception:
+    """Itself, if it can be made anew in another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PenstockError(f"{type(error).__name__}: {error}")
+    return error

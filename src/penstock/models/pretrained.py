@@ -26,7 +26,7 @@ from penstock.models.language_model import attach
 from penstock.models.methods import Methods
 from penstock.models.state_cache import layer_kinds
 from penstock.models.transformers_private import has_experts
-from penstock.program import read_program
+from penstock.program import FORMAT_VERSION, read_program
 from penstock.runtime.linear_choice import LinearChoice
 from penstock.runtime.module import Module
 from penstock.runtime.options import Asked, judge, refuse_unknown
@@ -216,6 +216,7 @@ def _program_key(
         "torch": str(torch.__version__),
         "transformers": transformers_version,
         "penstock": VERSION,
+        "format": FORMAT_VERSION,
         "inductor_configs": {name: repr(value) for name, value in sorted((inductor_configs or {}).items())},
     }
     if device.type == "cuda":

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration, lower_bound_s
-from penstock.plan.plan import Plan
-from penstock.plan.simulator import decoded_per_s, in_place_by_step, simulate
+from penstock.plan.simulator import in_place_by_step, predicted_s
 from penstock.report.data import (
     CurvePoint,
     ExpertSlots,
     MeasuredPoint,
-    PlacementKind,
     ReportData,
     Summary,
     WeightResidency,
 )
+from penstock.report.places import places
 from penstock.report.stalls import TraceEvent, find_stalls, read_events, traced_runs
 from penstock.runtime.calibration import calibration_of
 from penstock.runtime.module import Module
 from penstock.runtime.session import TraceSpan
-from penstock.weight import Weight
 
 CURVE_POINTS = 25
 
@@ -153,38 +150,9 @@ def _summary(module: Module, method: str, here: MeasuredPoint, yardstick: _Yards
 
 def _weights(module: Module, method: str) -> tuple[WeightResidency, ...]:
     """In the order of first access."""
-    plan = module.plan
-    if plan is None:
-        return tuple(_residency(weight, 0, 0, "on demand") for weight in module.program.weights)
-    resident: Counter[str] = Counter()
-    for piece in plan.fills:
-        resident[piece.weight] += piece.nbytes
-    copied: Counter[str] = Counter()
-    for copy in plan.method(method).copies:
-        copied[copy.piece.weight] += copy.piece.nbytes
-    staying = {stay.weight for each in plan.methods for stay in each.stays}
-    split = frozenset(plan.split_weights)
-    in_slots = {member.weight: bank.slots * member.row_bytes for bank in plan.banks for member in bank.members}
-    resident.update(in_slots)
-
-    def kind(weight: Weight) -> PlacementKind:
-        if weight.name in staying:
-            return "prefix+suffix" if resident[weight.name] else "streamed"
-        if weight.name in in_slots:
-            return "slots"
-        if weight.name in split:
-            return "split"
-        # Neither filled nor copied, and yet it has bytes: kernels read them in host memory.
-        return "resident" if resident[weight.name] or not weight.nbytes else "in place"
-
-    return tuple(
-        _residency(weight, resident[weight.name], copied[weight.name], kind(weight))
-        for weight in module.program.weights
-    )
-
-
-def _residency(weight: Weight, resident_bytes: int, streamed_bytes: int, kind: PlacementKind) -> WeightResidency:
-    return WeightResidency(weight.name, weight.dtype, weight.shape, weight.nbytes, resident_bytes, streamed_bytes, kind)
+    if module.plan is None:
+        return tuple(WeightResidency.of(weight, "on demand") for weight in module.program.weights)
+    return places(module.plan, module.program.weights, [method])
 
 
 def _calibration(module: Module, events: Sequence[TraceEvent]) -> Calibration | None:
@@ -203,36 +171,28 @@ def _curve(
     module: Module, method: str, calibration: Calibration, yardstick: _Yardstick, count: int
 ) -> tuple[CurvePoint, ...]:
     """From the floor to the budget in which everything is resident. Nothing where reads in place were not timed."""
-    schedule, step_s = module.program.method(method).schedule, calibration.step_s[method]
     # A trace of copies does not say how long reads in place take; a module that plans with them was told.
     known = module.calibration
-    direct_step_s = () if known is None else known.direct_step_s.get(method, ())
+    timed = replace(
+        calibration,
+        step_s={method: calibration.step_s[method]},
+        direct_step_s={} if known is None else known.direct_step_s,
+    )
     floor_bytes, full_bytes = module.floor_bytes, module.full_bytes
+    schedules = [each.schedule for each in module.program.methods]
     points: list[CurvePoint] = []
     for k in range(count):
         budget_bytes = floor_bytes + (full_bytes - floor_bytes) * k // max(1, count - 1)
-        plan = _plan_at(module, budget_bytes)
+        # What the module itself would plan: its own mode and calibration decide, and nothing is installed.
+        plan = module.plan_at(budget_bytes)
+        assert plan is not None, "a calibration was made, so there are plans"
         planned = plan.method(method)
-        if not direct_step_s and any(step.nbytes for step in in_place_by_step(planned, schedule)):
+        schedule = module.program.method(method).schedule
+        if method not in timed.direct_step_s and any(step.nbytes for step in in_place_by_step(planned, schedule)):
             return ()
-        timing = simulate(
-            planned,
-            schedule,
-            step_s=step_s,
-            direct_step_s=direct_step_s,
-            link=calibration.link,
-            slots=plan.slots,
-            decoded_bytes_per_s=decoded_per_s(calibration),
-        )
-        points.append(CurvePoint(budget_bytes, timing.run_s, yardstick.bound_s(budget_bytes), timing.bytes_streamed))
+        run_s, streamed_bytes = predicted_s(plan, schedules, timed), planned.warm.bytes_streamed
+        points.append(CurvePoint(budget_bytes, run_s, yardstick.bound_s(budget_bytes), streamed_bytes))
     return tuple(points)
-
-
-def _plan_at(module: Module, budget_bytes: int) -> Plan:
-    """What the module itself would plan: its own mode and calibration decide, and nothing is installed."""
-    plan = module.plan_at(budget_bytes)
-    assert plan is not None, "a calibration was made, so there are plans"
-    return plan
 
 
 def _parsed(text: str, path: str | os.PathLike[str]) -> dict[str, object]:

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.weight import Weight
+
 # "prefix+suffix": a resident prefix and a streamed suffix. "in place": kernels read it where it lies in host memory.
 # "split": they read a resident prefix and, in host memory, what follows it. "on demand": under placement="lru" nothing
 # is decided before a run. "slots": experts, of which the device keeps some.
@@ -53,9 +55,19 @@ class WeightResidency:
     shape: tuple[int, ...]
     nbytes: int
     resident_bytes: int
-    # Copied in one run of the summary's method.
+    # Copied in one run of the summary's method; for `penstock plan`, of each method that is asked for.
     streamed_bytes: int
     kind: PlacementKind
+    # What lies in host memory alone and is read there; of experts, those that have no slot at a time.
+    in_place_bytes: int = 0
+
+    @staticmethod
+    def of(
+        weight: Weight, kind: PlacementKind, resident_bytes: int = 0, streamed_bytes: int = 0, in_place_bytes: int = 0
+    ) -> WeightResidency:
+        return WeightResidency(
+            weight.name, weight.dtype, weight.shape, weight.nbytes, resident_bytes, streamed_bytes, kind, in_place_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -118,12 +130,17 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """What one run is predicted to take in a budget, and what no plan gets below."""
+    """What one run (of one method, or of each of several) is predicted to take, and what no plan gets below."""
 
     budget_bytes: int
     predicted_s: float
     bound_s: float
     streamed_bytes: int
+
+    @property
+    def runs_per_s(self) -> float | None:
+        """None: no time at all is predicted, because everything is resident and the times of steps are not known."""
+        return 1 / self.predicted_s if self.predicted_s else None
 
 
 @dataclass(frozen=True)
