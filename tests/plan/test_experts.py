@@ -234,7 +234,7 @@ def test_experts_that_lie_there_whole_are_in_no_bank() -> None:
 
 def test_default_rates_rise_with_the_part_that_has_slots() -> None:
     for experts in (1, 2, 8, 128, 4096):
-        rates = ExpertBank(("a",), experts, 16).default_hit_rates()
+        rates = HitRates.usual(experts)
         assert rates.at(experts) == 1.0 and rates.at(0) == 0.0
         assert all(rates.at(n) <= rates.at(n + 1) for n in range(0, experts, max(1, experts // 50)))
     assert ExpertBank(("a",), 4096, 16).fewest_slots == -(-4096 * Fraction(1, 20) // 1)

@@ -21,18 +21,28 @@ from penstock.weight import Weight, are_experts
 # What device allocators give and kernels expect.
 _ALIGNMENT_BYTES = 256
 # As csrc/experts/expert_table.h has them.
-_COUNTS_BYTES, _NUMBERS_BYTES, _LOG_BYTES = 64, 16, 256 * 16 * 2
+_COUNTS_BYTES, _NUMBERS_BYTES, _LOG_CALLS = 64, 16, 256
 
 
 def table_bytes(experts: int, slots: int) -> int:
-    return _COUNTS_BYTES + _NUMBERS_BYTES + 4 * (5 * experts + slots) + _LOG_BYTES
+    log_words = -(-experts // 32)
+    return _COUNTS_BYTES + _NUMBERS_BYTES + 4 * (5 * experts + slots + _LOG_CALLS * log_words)
 
 
 @dataclass(frozen=True)
 class HitRates:
-    """Of one bank: how many of a call's experts are in slots, by the number of slots; from none on, rising."""
+    """Of one bank: which part of what is asked for is in slots, by the number of slots; from none on, rising."""
 
     points: tuple[tuple[int, float], ...]
+    # How many experts it is asked for, beside the mean of all banks.
+    share: float = 1.0
+
+    @classmethod
+    def usual(cls, experts: int) -> HitRates:
+        """Of a bank of so many, where nothing was measured."""
+        points = {round(part * experts): rate for part, rate in DEFAULT_HIT_RATES}
+        points[0] = 0.0  # where a part of few experts is none
+        return cls(tuple(points.items()))
 
     @cached_property
     def hull(self) -> tuple[tuple[int, float], ...]:
@@ -45,8 +55,9 @@ class HitRates:
         return tuple(found)
 
     def gain(self, slots: int) -> float:
-        """Of one slot more."""
-        return next((_slope(low, high) for low, high in pairwise(self.hull) if low[0] <= slots < high[0]), 0.0)
+        """Of one slot more: hits, of as many uses as banks have in the mean."""
+        slopes = (_slope(low, high) for low, high in pairwise(self.hull) if low[0] <= slots < high[0])
+        return self.share * next(slopes, 0.0)
 
     def at(self, slots: int) -> float:
         for low, high in pairwise(self.hull):
@@ -66,12 +77,6 @@ class ExpertBank:
     names: tuple[str, ...]
     experts: int
     row_bytes: int
-
-    def default_hit_rates(self) -> HitRates:
-        """Of one expert a call: what counts is how the banks compare."""
-        points = {round(part * self.experts): rate for part, rate in DEFAULT_HIT_RATES}
-        points[0] = 0.0  # where a part of few experts is none
-        return HitRates(tuple(points.items()))
 
     @property
     def fewest_slots(self) -> int:
@@ -140,7 +145,7 @@ def allocate_slots(
     """Slot by slot to the bank where the next one saves the most of what crosses the link, and of equals to the one
     that has fewest. A bank with a slot for every expert lies there whole."""
     by_name = {bank.names[0]: bank for bank in banks}
-    rates = {name: hit_rates.get(name) or bank.default_hit_rates() for name, bank in by_name.items()}
+    rates = {name: hit_rates.get(name) or HitRates.usual(bank.experts) for name, bank in by_name.items()}
     given = dict.fromkeys(by_name, 0)
     # Slots are in one block, and what lies there whole in another: each is rounded up to pages by itself.
     slots_bytes = whole_bytes = 0
