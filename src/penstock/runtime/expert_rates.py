@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.plan.experts import HitRates
-from penstock.plan.plan import Plan
+from penstock.plan.experts import HitRates, why_no_slots
+from penstock.plan.plan import NO_SLOTS, Plan
+from penstock.program import Program
 from penstock.runtime.session import Session
 
 # Of the experts of a bank: with so many slots each, what was logged is played again.
@@ -42,6 +43,16 @@ def expert_uses(session: Session, plan: Plan | None) -> tuple[ExpertUse, ...]:
         ExpertUse(tuple(member.weight for member in bank.members), bank.experts, bank.slots, *counts)
         for bank, counts in zip(plan.banks, session.expert_counts(), strict=True)
     )
+
+
+def slots_summary(program: Program, plan: Plan | None) -> list[str]:
+    """Of weights that are read in host memory without slots, because the program takes their experts otherwise."""
+    if plan is None:
+        return []
+    why = why_no_slots([method.schedule for method in program.methods], {one.name: one for one in program.weights})
+    names = {one.weight for method in plan.methods for one in method.placements if one.bank == NO_SLOTS} & why.keys()
+    weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+    return [f"no slots for {weights} of experts (penstock inspect says why)"] if names else []
 
 
 def measured_hit_rates(session: Session, plan: Plan | None, known: Mapping[str, HitRates]) -> dict[str, HitRates]:
