@@ -1,16 +1,18 @@
 """Rules for which expert leaves a slot, on made routings, beside a clairvoyant one: hit rates with 13, 26 and 48 slots
 for 128 experts.
 
-    python -m bench.expert_rules [--tokens 900] [--rules lru,16,64,256,clairvoyant]
+    python -m bench.expert_rules [--tokens 900] [--rules lru,16,64,256,clairvoyant] [--out FILE.json]
 
-A number is after how many tokens a use counts half. The first hundred tokens do not count.
+A number is after how many tokens a use counts half. The first hundred tokens do not count. --out stores the rates.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from tests.experts.routed import Shape, routing
 
@@ -84,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=900)
     parser.add_argument("--rules", default="lru,16,64,256,clairvoyant")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     shape = Shape(layers=1, experts=128, top=8)
     traces = {
@@ -92,9 +95,10 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for stay, drift in ROUTINGS
     }
+    rows = []
     for name in given.rules.split(","):
         cells = []
-        for some in traces.values():
+        for (stay, drift), some in traces.items():
             rates = []
             for slots in SLOTS:
                 if name == "clairvoyant":
@@ -103,8 +107,12 @@ def main(arguments: list[str] | None = None) -> int:
                     rule = last_use if name == "lru" else halving(int(name))
                     each = [hits(trace, slots, rule) for trace in some]
                 rates.append(sum(each) / len(each))
+            rows.append({"rule": name, "stay": stay, "drift": drift, "hit_rates": dict(zip(SLOTS, rates, strict=True))})
             cells.append(", ".join(f"{rate:.2f}" for rate in rates))
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    if given.out is not None:
+        made = {"experts": shape.experts, "top": shape.top, "tokens": given.tokens, "warm_tokens": WARM_TOKENS}
+        given.out.write_text(json.dumps(made | {"seeds": SEEDS, "rows": rows}, indent=1) + "\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import re
 import subprocess
 import sys
@@ -37,11 +38,29 @@ def compiled(source: Path) -> str:
     return text
 
 
+def fingerprint(source: Path) -> str:
+    """Of the source and what it includes of ours, without comments: where there is no nvcc, it tells whether the PTX is
+    that of the sources."""
+    waiting = [source]
+    texts: dict[Path, str] = {}
+    while waiting:
+        path = waiting.pop()
+        if path not in texts:
+            texts[path] = re.sub(r"\s*//.*|^\s+", "", path.read_text(), flags=re.MULTILINE)
+            waiting += [CSRC / name for name in re.findall(r'#include "(.*)"', texts[path])]
+    whole = "".join(texts[path] for path in sorted(texts))
+    return hashlib.sha256(f"{ARCHITECTURE} {PTX_VERSION}\n{whole}".encode()).hexdigest()
+
+
+def head_of(source: Path) -> str:
+    return f"// Made from {source.name} by bench/kernel_ptx.py. SHA-256 of the sources: {fingerprint(source)}\n"
+
+
 def text_of(source: Path) -> str:
     ptx = compiled(source)
     # In parts: compilers need not take one string literal of more than 64 KiB.
     lines = [f'R"ptx({part})ptx"' for part in re.findall(r"(?s).{1,8000}(?:\n|\Z)", ptx)]
-    return f"// Made from {source.name} by bench/kernel_ptx.py.\n" + "\n".join(lines) + "\n"
+    return head_of(source) + "\n".join(lines) + "\n"
 
 
 def main() -> int:

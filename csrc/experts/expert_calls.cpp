@@ -1,4 +1,4 @@
-// The same decisions as the kernels': tests compare both, slot by slot.
+// The same decisions as the kernels': tests compare both, word for word.
 #include "experts/expert_calls.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 unsigned char* bytes(unsigned long long address) { return reinterpret_cast<unsigned char*>(address); }
 
 struct Table {
-  Table(unsigned char* at, int experts, int slots) : layout(table_layout(experts, slots)), at(at) {}
+  Table(unsigned char* at, int experts, int slots) : layout(table_layout(experts, slots)), experts(experts), at(at) {}
 
   unsigned* words(unsigned offset) const { return reinterpret_cast<unsigned*>(at + offset); }
   ExpertCounts& counts() const { return *reinterpret_cast<ExpertCounts*>(at); }
@@ -28,11 +28,10 @@ struct Table {
   unsigned* source() const { return words(layout.source); }
   unsigned* found() const { return words(layout.found); }
   unsigned* owner() const { return words(layout.owner); }
-  uint16_t* log(unsigned call) const {
-    return reinterpret_cast<uint16_t*>(at + layout.log) + (size_t)(call % kLogCalls) * kLogExperts;
-  }
+  unsigned* log(unsigned call) const { return words(layout.log) + (size_t)(call % kLogCalls) * log_words(experts); }
 
   const TableLayout layout;
+  const int experts;
   unsigned char* const at;
 };
 
@@ -120,9 +119,10 @@ void choose_experts(const ChooseCall& call) {
     admit_most(table, call, now);
   } else {
     admit_all(table, call.slots, now);
-    uint16_t* log = table.log(table.logged()++);
-    for (unsigned i = 0; i < kLogExperts; ++i)
-      log[i] = i < table.found_count() ? (uint16_t)(table.found()[i] + 1) : (uint16_t)0;
+    unsigned* log = table.log(table.logged()++);
+    std::fill_n(log, log_words(call.experts), 0u);
+    for (int expert = 0; expert < call.experts; ++expert)
+      log[expert / 32] |= (unsigned)wanted[(size_t)expert] << (expert % 32);
   }
   ExpertCounts& counts = table.counts();
   if (call.begins_run) counts.run_hits = counts.run_misses = 0;
@@ -171,18 +171,17 @@ HitRate logged_hits(const unsigned char* at, int experts, int slots, int wanted_
   const unsigned count = std::min(logged.logged(), kLogCalls), first = logged.logged() - count;
   std::vector<unsigned char> memory(table_layout(experts, wanted_slots).bytes);
   Table table(memory.data(), experts, wanted_slots);
-  std::vector<int64_t> index(kLogExperts);
-  HitRate found{0, 0};
+  HitRate found{0, 0, count - count / 4};
   for (unsigned call = first; call < first + count; ++call) {
-    const uint16_t* log = logged.log(call);
-    int rows = 0;
-    for (; rows < (int)kLogExperts && log[rows]; ++rows) index[(size_t)rows] = log[rows] - 1;
+    std::vector<int64_t> index;
+    for (int expert = 0; expert < experts; ++expert)
+      if (logged.log(call)[expert / 32] >> (expert % 32) & 1) index.push_back(expert);
     const ExpertCounts before = table.counts();
     choose_experts({reinterpret_cast<unsigned long long>(memory.data()),
-                    reinterpret_cast<unsigned long long>(index.data()), experts, wanted_slots, rows, 0, 0});
+                    reinterpret_cast<unsigned long long>(index.data()), experts, wanted_slots, (int)index.size(), 0, 0});
     if (call - first < count / 4) continue;
     found.hits += (int64_t)(table.counts().hits - before.hits);
-    found.uses += rows;
+    found.uses += (int64_t)index.size();
   }
   return found;
 }

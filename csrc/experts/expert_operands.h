@@ -36,6 +36,7 @@ class GroupedOperands {
  public:
   explicit GroupedOperands(const GroupedRequest& request);
 
+  int64_t rows() const { return rows_; }
   int64_t experts() const { return experts_; }
   int64_t row_bytes() const { return depth_ * columns_ * element_bytes_; }
   Address whole() const { return data_address(request_.weight); }

@@ -1,5 +1,5 @@
 // The table of a bank: which experts are in its slots, how often each was asked for, and what the last call found. It lies
-// in device memory beside the slots and is read and written by kernels alone (experts.cu); expert_table.cpp does the same
+// in device memory beside the slots and is read and written by kernels alone (experts.cu); expert_calls.cpp does the same
 // on the CPU. All zeros is an empty table.
 //
 // Experts are rows of stacked weights that are taken by index. A bank is the weights whose rows are taken by one index:
@@ -12,10 +12,10 @@ namespace penstock {
 constexpr int kMostExperts = 4096;
 // Kernels copy sixteen bytes at a time.
 constexpr int kExpertUnitBytes = 16;
-// Rows that one call takes; a session makes several calls of more.
-constexpr int kMostRowsACall = 4096;
+// Rows that one move takes; a session makes several of more.
+constexpr int kMostRowsAMove = 4096;
 
-// After so many calls a use counts half. Measured against other rules: docs/direct.md.
+// After so many calls a use counts half. Measured against other rules: docs/experts.md.
 constexpr unsigned kHalvingCalls = 64;
 constexpr unsigned kUseWeight = 1u << 12;
 // What an expert counts that many rows of one call ask for, in uses at the most.
@@ -23,7 +23,6 @@ constexpr unsigned kMostUsesACall = 15;
 
 // What the last calls asked for: the hit rate with any number of slots follows from it.
 constexpr unsigned kLogCalls = 256;
-constexpr unsigned kLogExperts = 16;
 
 // How a call finds an expert: not asked for, where the weight lies as a whole, in a slot, or there and to be put into a slot.
 constexpr unsigned kNotWanted = 0;
@@ -44,14 +43,14 @@ struct ExpertCounts {
 struct TableLayout {
   unsigned calls;   // one number: since the table was empty
   unsigned found_count;
-  unsigned logged;
+  unsigned logged;   // another: calls by index since then
   unsigned slot_of;  // by expert: its slot and 1, or 0
   unsigned uses;     // by expert: decayed, as of its last use
   unsigned last;     // by expert: the call that used it last
   unsigned source;   // by expert, of the last call
   unsigned found;    // the experts that the last call asked for, in rising order
   unsigned owner;    // by slot: its expert and 1, or 0
-  unsigned log;      // by call, kLogExperts of 16 bits: experts and 1, or 0
+  unsigned log;      // by call by index, log_words of 32 bits: a bit for each expert that it asked for
   unsigned bytes;
 };
 
@@ -60,6 +59,8 @@ struct TableLayout {
 #else
 #define PENSTOCK_BOTH
 #endif
+
+PENSTOCK_BOTH inline unsigned log_words(int experts) { return ((unsigned)experts + 31) / 32; }
 
 PENSTOCK_BOTH inline TableLayout table_layout(int experts, int slots) {
   TableLayout at{};
@@ -74,7 +75,7 @@ PENSTOCK_BOTH inline TableLayout table_layout(int experts, int slots) {
   at.found = at.source + words;
   at.owner = at.found + words;
   at.log = at.owner + 4u * (unsigned)slots;
-  at.bytes = at.log + kLogCalls * kLogExperts * 2;
+  at.bytes = at.log + kLogCalls * log_words(experts) * 4;
   return at;
 }
 

@@ -1,7 +1,7 @@
 // Experts on a GPU: one warp decides which are in slots and which leave them, many blocks carry rows. Nothing of it waits
 // for the host, and all of it may be captured. Compiled beforehand to PTX (bench/kernel_ptx.py), for compute capability 7.5.
 //
-// Decisions are those of expert_calls.cpp, word for word: a test compares both.
+// Decisions are those of expert_calls.cpp, word for word: tests/experts/test_kernels.py compares both with a third.
 #include "experts/expert_table.h"
 
 namespace penstock {
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(32) penstock_choose_experts(const _
   const int lane = threadIdx.x;
   const Table table(call.table, call.experts, call.slots);
   unsigned* source = table.words(table.at.source);
-  for (int word = lane; word < (call.experts + 31) / 32; word += 32) wanted[word] = 0;
+  for (unsigned word = lane; word < log_words(call.experts); word += 32) wanted[word] = 0;
   __syncwarp();
   if (!call.by_ends)
     for (int row = lane; row < call.rows; row += 32) {
@@ -151,13 +151,10 @@ extern "C" __global__ void __launch_bounds__(32) penstock_choose_experts(const _
   if (call.by_ends) admit_most(table, call, now, lane);
   else admit_all(table, call.slots, found, now, lane);
   if (!call.by_ends) {
-    const unsigned logged = *table.words(table.at.logged);
+    const unsigned logged = *table.words(table.at.logged), words = log_words(call.experts);
+    unsigned* log = table.words(table.at.log) + logged % kLogCalls * words;
+    for (unsigned word = lane; word < words; word += 32) log[word] = wanted[word];
     __syncwarp();
-    if (lane < kLogExperts) {
-      const unsigned expert = lane < found ? table.words(table.at.found)[lane] + 1 : 0;
-      reinterpret_cast<unsigned short*>(table.base + table.at.log)[logged % kLogCalls * kLogExperts + lane] =
-          (unsigned short)expert;
-    }
     if (lane == 0) *table.words(table.at.logged) = logged + 1;
   }
   if (lane == 0) {
@@ -224,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) penstock_move_groups(cons
 extern "C" __global__ void __launch_bounds__(kThreads) penstock_move_rows(const __grid_constant__ MoveCall call) {
   // Rows by their expert: the first, and after each the next.
   __shared__ unsigned short first_of[kMostExperts];
-  __shared__ unsigned short next_of[kMostRowsACall];
-  __shared__ unsigned short expert_of[kMostRowsACall];
+  __shared__ unsigned short next_of[kMostRowsAMove];
+  __shared__ unsigned short expert_of[kMostRowsAMove];
   for (int expert = threadIdx.x; expert < call.experts; expert += kThreads) first_of[expert] = kNoRow;
   for (int row = threadIdx.x; row < call.rows; row += kThreads)
     expert_of[row] = (unsigned short)expert_at(call.index, row, call.experts);
@@ -267,9 +264,13 @@ extern "C" __global__ void __launch_bounds__(kThreads) penstock_shift_rows(const
   const int* ends = reinterpret_cast<const int*>(call.ends);
   const long long begin = call.first ? ends[call.first - 1] : 0, count = ends[call.end - 1] - begin;
   const bool is_back = !call.ends_out;
-  if (!is_back && blockIdx.x == 0)
-    for (int expert = call.first + threadIdx.x; expert < call.end; expert += kThreads)
-      reinterpret_cast<int*>(call.ends_out)[expert - call.first] = ends[expert] - (int)begin;
+  for (int expert = call.first + threadIdx.x; expert < call.end; expert += kThreads) {
+    const int before = expert ? ends[expert - 1] : 0;
+    // As for indexes: no address beyond the rows is made, neither here nor by the product.
+    if (ends[expert] > before && (before < 0 || ends[expert] > call.rows)) __trap();
+    if (!is_back && blockIdx.x == 0) reinterpret_cast<int*>(call.ends_out)[expert - call.first] = ends[expert] - (int)begin;
+  }
+  __syncthreads();
   const long long units = call.row_bytes / kExpertUnitBytes, shift = begin * units;
   const uint4* from = reinterpret_cast<const uint4*>(call.from) + (is_back ? 0 : shift);
   uint4* to = reinterpret_cast<uint4*>(call.to) + (is_back ? shift : 0);

@@ -91,13 +91,11 @@ void PlannedSession::take_rows(int64_t position, int64_t experts, int64_t row_by
                                Address out) {
   const AccessRecord& access = plan_.methods[(size_t)method_].accesses[(size_t)position];
   MoveCall call = move_of(position, experts, row_bytes, index, rows);
-  if (rows > kMostRowsACall && access.bank >= 0)
-    throw CoreError(Failure::usage, "access " + std::to_string(access.number) + " takes " + std::to_string(rows) +
-                                        " rows at once; with slots at most " + std::to_string(kMostRowsACall));
   if (access.chooses) choose(access, index, rows, false);
-  for (int64_t done = 0; done < rows; done += kMostRowsACall) {
+  // A slot that one move fills may be filled by the next once more, with the same bytes.
+  for (int64_t done = 0; done < rows; done += kMostRowsAMove) {
     call.index = index + (Address)(done * (int64_t)sizeof(int64_t));
-    call.rows = (int)std::min<int64_t>(rows - done, kMostRowsACall);
+    call.rows = (int)std::min<int64_t>(rows - done, kMostRowsAMove);
     call.out = out + (Address)(done * row_bytes);
     driver_.move_experts(call, compute_);
   }
@@ -117,8 +115,7 @@ void PlannedSession::take_rows(const RowsRequest& request, TensorHandle* out) {
   const int64_t position = fetched_position(request.access);
   if (plan_.methods[(size_t)method_].accesses[(size_t)position].range != kDirect) return Session::take_rows(request, out);
   RowsOperands operands(request);
-  if (operands.rows())
-    take_rows(position, operands.experts(), operands.row_bytes(), operands.index(), operands.rows(), operands.out());
+  take_rows(position, operands.experts(), operands.row_bytes(), operands.index(), operands.rows(), operands.out());
   *out = operands.release_result();
 }
 
@@ -136,7 +133,8 @@ void PlannedSession::multiply_groups(const GroupedRequest& request, TensorHandle
   call.by_ends = 1;
   if (access.chooses) choose(access, ends, experts, true);
   const int64_t at_once = std::clamp<int64_t>(kRoomBytes / row_bytes, 1, experts);
-  for (int64_t first = 0; first < experts; first += at_once) {
+  // Of no rows there is nothing to multiply; but what was counted of the run before is no longer the last run's.
+  for (int64_t first = 0; operands.rows() && first < experts; first += at_once) {
     const int64_t end = std::min(first + at_once, experts);
     call.first = (int)first;
     call.end = (int)end;
@@ -149,6 +147,7 @@ void PlannedSession::multiply_groups(const GroupedRequest& request, TensorHandle
       shift.ends = ends;
       shift.ends_out = ends_out;
       shift.row_bytes = shifted_bytes;
+      shift.rows = (int)operands.rows();
       shift.first = (int)first;
       shift.end = (int)end;
       driver_.shift_rows(shift, compute_);

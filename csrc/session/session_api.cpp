@@ -401,7 +401,8 @@ int64_t penstock_session_expert_counts(void* handle, int64_t* out, int64_t capac
   return count;
 }
 
-// By each number of slots: how many of the uses that a bank has logged would have been hits, and how many there were.
+// By each number of slots: how many of the uses that a bank has logged would have been hits, how many there were, and in how
+// many calls.
 int32_t penstock_session_expert_hits(void* handle, int64_t bank, const int64_t* slots, int64_t count, int64_t* out) {
   return guarded([&] {
     Engine& over = *engine(handle);

@@ -20,7 +20,7 @@ from penstock.schema import SchemaError, Signed
 T = TypeVar("T")
 
 # The first number of every record. The same in include/penstock_records.h.
-VERSION = 9
+VERSION = 10
 
 _WORD_BYTES = 8
 

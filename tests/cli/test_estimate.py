@@ -21,6 +21,7 @@ from transformers import (
 
 from penstock.cli.checkpoint_size import CheckpointSize
 from penstock.cli.children import ChildFailure
+from penstock.cli.estimate import _budget
 from penstock.models.pretrained import decode_tokens_of
 from penstock.models.stateful import make_stateful
 from penstock.plan.pages import soft_page_bytes
@@ -189,6 +190,17 @@ def test_a_mixture_says_what_a_token_reads(cli: Cli, tmp_path: Path) -> None:
     assert experts["read_bytes_per_token"] == told["read_bytes_per_token"] - experts["nbytes"] // 2
     assert all(row["routed_tokens_per_s"] >= row["tokens_per_s"] for row in told["budgets"] if row["tokens_per_s"])
     assert "upper bound" in cli("estimate", tmp_path).stdout
+
+
+def test_experts_in_slots_are_asked_for_more_often_than_others() -> None:
+    """As often as plans take it: of four the first slot has 74% of what is asked for, and the second 15%."""
+    size = size_of(FAMILIES["qwen3 moe"])
+    assert size.experts is not None
+    experts, link = size.experts.nbytes, 25e9
+    for part, misses in ((0.0, 1.0), (1 / 8, 1 - 0.37), (1 / 4, 1 - 0.74), (1 / 2, 1 - 0.89)):
+        row = _budget(size, "", size.read_bytes - experts + int(part * experts), link, None)
+        assert row.routed_tokens_per_s == pytest.approx(link / (experts / 2 * misses), rel=1e-3)
+    assert _budget(size, "", size.read_bytes, link, None).routed_tokens_per_s is None
 
 
 def test_the_link(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

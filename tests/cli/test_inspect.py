@@ -69,6 +69,24 @@ def test_a_program_as_json(cli: Cli, by_hand: Path) -> None:
     assert floor["streamed_bytes"] == floor["placed_bytes"], "nothing is gathered from"
 
 
+def test_experts_without_slots_are_named(cli: Cli, tmp_path: Path) -> None:
+    """At no budget they have any: one method takes them by index, and the other reads all of some."""
+    names = ("up", "down", "more")
+    weights = [Weight(name, "float32", (8, 1024), (0, 1)) for name in names]
+    methods = []
+    for method, routing in (("prefill", None), ("decode", 0)):
+        reads = ((0, "up", routing), (1, "down", 0), (2, "more", 2))
+        accesses = tuple(Access(n, name, gathered=by is not None, routing=by) for n, name, by in reads if method or n)
+        steps = tuple(Step("one", (access.number,)) for access in accesses)
+        methods.append(dataclasses.replace(a_method(name=method), schedule=Schedule(method, accesses, steps)))
+    made = a_program(methods, weights, ())
+    path = write_metadata(tmp_path / "experts.pt2", made)
+    reason = "method 'prefill' reads all of 'up'"
+    assert cli("inspect", path, "--json").document["without_slots"] == {"up": reason, "down": reason}
+    shown = " ".join(cli("inspect", path).stdout.split())
+    assert f"up has no slots: {reason}" in shown and "more has no slots" not in shown
+
+
 def test_what_sets_the_floor(cli: Cli, by_hand: Path) -> None:
     floor = cli("inspect", by_hand, "--json").document["floor"]
     assert (floor["method"], floor["step_kernel"], floor["next_kernel"]) == ("prefill", "mix", "end")

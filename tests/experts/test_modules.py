@@ -3,7 +3,6 @@ cache agrees with."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +20,9 @@ from penstock.report.page import report_html
 from penstock.runtime.driver import Driver
 from tests.experts.reference import ReferenceTable
 from tests.experts.routed import Routed, Shape, compiled, routed, routing
+from tests.experts.tokens import ALL_BYTES, PROMPT, SHAPE, TOKENS, decoded, inputs
 from tests.native.driver import WrappedDriver, wrap
 from tests.runtime.module_lives import Played, fail_in_turn
-
-SHAPE = Shape()
-TOKENS = 200
-PROMPT = 24
-ALL_BYTES = SHAPE.layers * (SHAPE.experts * SHAPE.expert_bytes + 4 * SHAPE.hidden**2)
-
-
-@pytest.fixture(scope="module")
-def model() -> Routed:
-    return routed(SHAPE)
-
-
-@pytest.fixture(scope="module")
-def path(model: Routed, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(model, tmp_path_factory.mktemp("experts") / "model.pt2", prompt=PROMPT)
-
-
-def inputs(tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, SHAPE.hidden, generator=generator)
-    return x, routing(SHAPE, tokens, stay=0.5, seed=seed)
-
-
-def decoded(module: penstock.Module, tokens: int = TOKENS) -> torch.Tensor:
-    x, ids = inputs(TOKENS)
-    return torch.cat([module.run_method("decode", x[t : t + 1], ids[t].unsqueeze(1)) for t in range(tokens)])
-
-
-@pytest.fixture(scope="module")
-def wanted(path: Path, model: Routed) -> torch.Tensor:
-    with penstock.Module(path, "1TiB") as module:
-        assert module.plan is not None and not module.plan.banks and not module.plan.direct_weights
-        got = decoded(module)
-    x, ids = inputs(TOKENS)
-    model.form = "batched"
-    with torch.no_grad():
-        torch.testing.assert_close(got, model(x, ids.transpose(0, 1)))
-    return got
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.6, 0.95])
@@ -192,30 +154,6 @@ def test_placements_that_read_experts_whole_give_the_same_bits(path: Path, wante
         with penstock.Module(path, int(ALL_BYTES * 0.6), **options) as module:  # type: ignore[arg-type]
             assert torch.equal(decoded(module, 30), wanted[:30]), options
             assert module.stats().expert_misses == 0
-
-
-def test_slots_go_where_what_was_asked_for_says(path: Path, wanted: torch.Tensor) -> None:
-    """One layer's experts are drawn from three, the others' from all: after a change of budget it has fewer slots."""
-    x, _ = inputs(TOKENS)
-    draw = random.Random(5)
-    with penstock.Module(path, int(ALL_BYTES * 0.5)) as module:
-        evenly = {bank.members[0].weight: bank.slots for bank in module.plan.banks} if module.plan else {}
-        assert max(evenly.values()) - min(evenly.values()) <= 1
-        for token in range(TOKENS):
-            rows = [draw.sample(range(3 if layer == 1 else SHAPE.experts), 2) for layer in range(SHAPE.layers)]
-            module.run_method("decode", x[token : token + 1], torch.tensor(rows).unsqueeze(1))
-        uses = {use.weights[0]: use for use in module.expert_uses()}
-        few, many = uses["layers.1.gate_up"].hit_rate, uses["layers.0.gate_up"].hit_rate
-        assert few is not None and many is not None and few > 0.95 > many
-        assert sum(use.hits for use in uses.values()) == module.stats().expert_hits
-        assert all(use.calls == TOKENS for use in uses.values())
-        module.set_budget(int(ALL_BYTES * 0.5))
-        assert module.plan is not None
-        slots = {bank.members[0].weight: bank.slots for bank in module.plan.banks}
-        assert slots["layers.1.gate_up"] < min(slots["layers.0.gate_up"], slots["layers.2.gate_up"])
-        assert slots["layers.1.gate_up"] >= 3
-        assert torch.equal(decoded(module, 20), wanted[:20])
-        assert all(use.calls == 20 for use in module.expert_uses())
 
 
 def test_a_bank_that_fits_lies_on_the_device_whole(

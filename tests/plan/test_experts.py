@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -16,6 +17,7 @@ from penstock.plan.experts import (
     allocate_slots,
     find_banks,
     table_bytes,
+    why_no_slots,
     with_slots,
 )
 from penstock.plan.plan import DIRECT, NO_SLOTS, MethodPlan, Placement, Plan
@@ -70,6 +72,7 @@ def test_banks_are_what_every_method_reads_by_one_index(program: ExpertProgram, 
     left_out = data.draw(st.sets(st.sampled_from(sorted(program.names)), max_size=1))
     found = find_banks(program.schedules, program.weights, program.names - left_out)
     banks = {frozenset(bank.names) for bank in found}
+    why = why_no_slots(program.schedules, program.weights)
     assert len(banks) == len(found) and sum(map(len, banks)) == len(frozenset().union(*banks))
     for bank in found:
         assert is_bank(program, frozenset(bank.names)) and not left_out & set(bank.names)
@@ -80,6 +83,68 @@ def test_banks_are_what_every_method_reads_by_one_index(program: ExpertProgram, 
         for routing in {access.routing for access in schedule.accesses} - {None}:
             names = frozenset(access.weight for access in schedule.accesses if access.routing == routing)
             assert (names in banks) == (is_bank(program, names) and not left_out & names)
+            # Of the others it is said why.
+            assert not names & why.keys() if is_bank(program, names) else names <= why.keys()
+
+
+Reads = list[tuple[str, int | None]]
+# As a routing: of rows that are taken by more than one index at once, which is none.
+ROWS = -1
+
+
+def with_rows(schedule: Schedule) -> Schedule:
+    accesses = (replace(one, routing=None) if one.routing == ROWS else one for one in schedule.accesses)
+    return replace(schedule, accesses=tuple(accesses))
+
+
+REASONS: dict[str, tuple[list[Reads], set[str], str]] = {
+    "a method reads one whole": (
+        [[("a", 0), ("b", 0), ("c", 1)], [("a", None), ("c", 4)]],
+        {"a", "b"},
+        "method 'method1' reads all of 'a'",
+    ),
+    "a method takes other rows of one": (
+        [[("a", 0), ("b", 0), ("c", 1)], [("a", ROWS), ("c", 4)]],
+        {"a", "b"},
+        "method 'method1' takes rows of 'a', and not all by one index",
+    ),
+    "one is taken twice": (
+        [[("a", 0), ("b", 0), ("a", 0), ("c", 1)]],
+        {"a", "b"},
+        "method 'method0' takes 'a' twice by one index",
+    ),
+    "one is left out": (
+        [[("a", 0), ("b", 0), ("c", 1)], [("a", 0)]],
+        {"a", "b"},
+        "'b' is taken by its index in one place, and in another it is not",
+    ),
+    "one is taken with others, too": (
+        [[("a", 0), ("b", 0)], [("a", 0), ("b", 0), ("c", 0)]],
+        {"a", "b", "c"},
+        "'c' is taken by its index in one place, and in another it is not",
+    ),
+    "two indexes at once": (
+        [[("a", 0), ("a", 1), ("b", 1), ("b", 0), ("c", 2)]],
+        {"a", "b"},
+        "method 'method0' takes 'a' by one index before it has taken all by another",
+    ),
+    "other experts": (
+        [[("a", 0), ("odd", 0), ("c", 1)]],
+        {"a", "odd"},
+        "'odd' and 'a' are taken by the same index, and have shapes [7, 4096] and [8, 4096]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_why_experts_have_no_slots(name: str) -> None:
+    """All that would lie in the bank have none; others keep theirs."""
+    reads, without, reason = REASONS[name]
+    weights = {one: stacked(one, 8, 4096) for one in "abc"} | {"odd": stacked("odd", 7, 4096)}
+    schedules = [with_rows(schedule_of(f"method{number}", one)) for number, one in enumerate(reads)]
+    assert why_no_slots(schedules, weights) == dict.fromkeys(sorted(without), reason)
+    banks = find_banks(schedules, weights, weights.keys())
+    assert {one for bank in banks for one in bank.names} == {one for read in reads for one, _ in read} - without
 
 
 @st.composite
@@ -234,7 +299,7 @@ def test_experts_that_lie_there_whole_are_in_no_bank() -> None:
 
 def test_default_rates_rise_with_the_part_that_has_slots() -> None:
     for experts in (1, 2, 8, 128, 4096):
-        rates = ExpertBank(("a",), experts, 16).default_hit_rates()
+        rates = HitRates.usual(experts)
         assert rates.at(experts) == 1.0 and rates.at(0) == 0.0
         assert all(rates.at(n) <= rates.at(n + 1) for n in range(0, experts, max(1, experts // 50)))
     assert ExpertBank(("a",), 4096, 16).fewest_slots == -(-4096 * Fraction(1, 20) // 1)

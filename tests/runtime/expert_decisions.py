@@ -19,7 +19,7 @@ from tests.runtime.scenario_tools import scenario
 
 POISON = 0xFF
 NOT_WANTED, READ_WHOLE, FIRST_SLOT = 0, 1, 2
-LOG_CALLS, LOG_EXPERTS = 256, 16
+LOG_CALLS = 256
 
 
 class ChooseCall(ctypes.Structure):
@@ -46,17 +46,18 @@ def address_of(data: bytes) -> int | None:
 class Bank:
     """A table, slots of two weights, and the cache that says what should stand in them."""
 
-    def __init__(self, experts: int, slots: int, seed: int) -> None:
+    def __init__(self, experts: int, slots: int, seed: int, row_bytes: tuple[int, int] = (48, 16)) -> None:
         self.reference = ReferenceTable(experts, slots)
         self.experts, self.slots = experts, slots
         draw = random.Random(seed)
         nbytes = testing().penstock_test_table_bytes(experts, slots)
         assert nbytes == table_bytes(experts, slots)
         self.table = (ctypes.c_uint64 * -(-nbytes // 8))()
-        self.row_bytes = (48, 16)
+        self.row_bytes = row_bytes
         self.whole = [draw.randbytes(experts * size) for size in self.row_bytes]
         self.in_slots = [(ctypes.c_ubyte * (slots * size))(*[POISON] * (slots * size)) for size in self.row_bytes]
-        self.log: list[list[int]] = []
+        # By call: a bit for each expert that it asked for.
+        self.log: list[int] = []
         self.run_counts = (0, 0)
 
     def words(self, at: int, count: int) -> list[int]:
@@ -64,20 +65,32 @@ class Bank:
         found.frombytes(bytes(self.table)[at : at + 4 * count])
         return found.tolist()
 
-    def _choose(self, index: Any, rows: int, *, by_ends: bool, begins_run: bool) -> None:
-        call = ChooseCall(
-            ctypes.addressof(self.table), ctypes.addressof(index), self.experts, self.slots, rows, by_ends, begins_run
-        )
+    def choose(self, call: ChooseCall) -> None:
         assert testing().penstock_test_choose_experts(ctypes.byref(call)) == 0
+
+    def move(self, call: MoveCall) -> None:
+        assert testing().penstock_test_move_experts(ctypes.byref(call)) == 0
+
+    def _choose(self, index: Any, rows: int, *, by_ends: bool, begins_run: bool) -> None:
+        self.choose(
+            ChooseCall(
+                ctypes.addressof(self.table),
+                ctypes.addressof(index),
+                self.experts,
+                self.slots,
+                rows,
+                by_ends,
+                begins_run,
+            )
+        )
 
     def _move(self, weight: int, index: Any, rows: int, out: Any, ends: tuple[int, int] | None = None) -> None:
         first, end = ends or (0, 0)
-        call = MoveCall(
+        self.move(MoveCall(
             ctypes.addressof(self.table), ctypes.addressof(index), address_of(self.whole[weight]),
             ctypes.addressof(self.in_slots[weight]), ctypes.addressof(out), self.row_bytes[weight],
             self.experts, self.slots, rows, ends is not None, first, end,
-        )  # fmt: skip
-        assert testing().penstock_test_move_experts(ctypes.byref(call)) == 0
+        ))  # fmt: skip
 
     def row(self, weight: int, expert: int) -> bytes:
         return self.whole[weight][expert * self.row_bytes[weight] :][: self.row_bytes[weight]]
@@ -88,7 +101,7 @@ class Bank:
         index = (ctypes.c_int64 * len(ids))(*ids)
         self._choose(index, len(ids), by_ends=False, begins_run=begins_run)
         wanted = sorted({one % self.experts for one in ids})
-        self.log.append([expert + 1 for expert in wanted[:LOG_EXPERTS]])
+        self.log.append(sum(1 << expert for expert in wanted))
         self.check(wanted, before, counts, begins_run)
         for weight in (0, 1):
             out = (ctypes.c_ubyte * (len(ids) * self.row_bytes[weight]))()
@@ -145,11 +158,10 @@ class Bank:
             else:
                 is_new = before.get(held[expert]) != expert
                 assert source[expert] == FIRST_SLOT + 2 * held[expert] + is_new
-        log = array("H")
-        log.frombytes(bytes(self.table)[80 + 20 * experts + 4 * self.slots :][: LOG_CALLS * LOG_EXPERTS * 2])
+        log = bytes(self.table)[80 + 20 * experts + 4 * self.slots :]
+        call_bytes = -(-experts // 32) * 4
         for number, call in list(enumerate(self.log))[-LOG_CALLS:]:
-            at = number % LOG_CALLS * LOG_EXPERTS
-            assert list(log[at : at + LOG_EXPERTS]) == call + [0] * (LOG_EXPERTS - len(call))
+            assert int.from_bytes(log[number % LOG_CALLS * call_bytes :][:call_bytes], "little") == call
 
     def check_slots(self) -> None:
         """Each holds its expert of both weights, or nothing yet."""

@@ -142,7 +142,7 @@ def swapped_members(plan: Plan) -> Plan:
     return moved
 
 
-TABLE_BYTES = 64 + 16 + 4 * (5 * EXPERTS + 5) + 256 * 16 * 2
+TABLE_BYTES = 64 + 16 + 4 * (5 * EXPERTS + 5) + 256 * 4
 # What is done, what the check says, and what the core says; None: which does not see it.
 CASES: dict[str, tuple[Change, str, str | None]] = {
     "slots that overlap slots": (

@@ -137,14 +137,10 @@ EQUIVALENT = {
     "planned_experts.cpp move_of: access.bank >= 0 left out of access.bank >= 0 && "
     "plan_.banks[(size_t)access.bank].experts != experts": ASKED_BY_TORCH,
     "planned_experts.cpp move_of: if (access.bank < 0) taken for false": ASKED_BY_TORCH,
-    "planned_experts.cpp take_rows: access.bank >= 0 left out of rows > kMostRowsACall && "
-    "access.bank >= 0": ASKED_BY_TORCH,
     "planned_experts.cpp take_rows: if (plan_.methods[(size_t)method_].accesses[(size_t)position].range != "
     "kDirect) taken for true": ASKED_BY_TORCH,
     "planned_experts.cpp take_rows: if (plan_.methods[(size_t)method_].accesses[(size_t)position].range != "
     "kDirect) taken for false": ASKED_BY_TORCH,
-    "planned_experts.cpp take_rows: if (operands.rows()) taken for true": ASKED_BY_TORCH,
-    "planned_experts.cpp take_rows: if (operands.rows()) taken for false": ASKED_BY_TORCH,
     "planned_experts.cpp retire_expert_counts: if (plan_.banks.empty() || !has_tables_) taken for "
     "false": NOTHING_COUNTED,
     "planned_experts.cpp retire_expert_counts: plan_.banks.empty() left out of plan_.banks.empty() || "

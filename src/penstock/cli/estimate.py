@@ -266,6 +266,7 @@ def _budgets(
 
 def _budget(size: CheckpointSize, what: str, budget_bytes: int, link: float, memory: float | None) -> BudgetRow:
     from penstock.plan.calibration import lower_bound_s
+    from penstock.plan.experts import HitRates
 
     read, experts = size.read_bytes, size.experts
     resident_s = 0.0 if memory is None else read / memory
@@ -273,9 +274,11 @@ def _budget(size: CheckpointSize, what: str, budget_bytes: int, link: float, mem
     routed_s: float | None = None
     if experts is not None:
         dense = read - experts.nbytes
-        # What every token reads is best kept first; of the experts the rest of the budget holds a part.
+        # What every token reads is kept first. Of the experts the rest of the budget holds a part, in slots, and those
+        # are asked for more often than others: as often as plans take it, where nothing was measured.
         missing_dense = max(0, dense - budget_bytes)
-        missing_part = 1 - min(1.0, max(0, budget_bytes - dense) / experts.nbytes)
+        slots = experts.experts * max(0, budget_bytes - dense) / experts.nbytes
+        missing_part = 1 - HitRates.usual(experts.experts).at(slots)
         routed_resident_s = 0.0 if memory is None else (dense + experts.routed_bytes) / memory
         routed_s = max(routed_resident_s, (missing_dense + experts.routed_bytes * missing_part) / link)
     return BudgetRow(

@@ -81,6 +81,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
             ("set by", floor.reason),
             *([("plans", f"{len(report.plan_bytes)}, made at export")] if report.plan_bytes else []),
             *([("not read", ", ".join(report.unused))] if report.unused else []),
+            *[("experts", f"{printable(name)} has no slots: {why}") for name, why in report.without_slots.items()],
         ],
     )
     if floor.pair:

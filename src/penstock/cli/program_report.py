@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.subject import Subject
+from penstock.plan.experts import why_no_slots
 from penstock.program import ConstantSpec, Method, TensorSpec
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class ProgramReport:
     states: tuple[StateRow, ...]
     # Parameters and buffers that no method reads.
     unused: tuple[str, ...]
+    # Weights of experts that have no slots at any budget: why.
+    without_slots: dict[str, str]
     # Of a .pte: device bytes of the plans that are in it.
     plan_bytes: tuple[int, ...]
 
@@ -203,6 +206,7 @@ def program_report(subject: Subject) -> ProgramReport:
         ),
         states=tuple(StateRow(s.name, s.dtype, s.shape, s.nbytes, s.init) for s in program.states),
         unused=program.unused,
+        without_slots=why_no_slots(subject.schedules, subject.weights),
         plan_bytes=subject.plan_bytes,
     )
 

@@ -30,8 +30,8 @@ _ROOM_BYTES = 64 << 20
 _GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 # How far back two indexes are compared.
 _KEY_DEPTH = 6
-# As modules and their parameters are called.
-_NAME = re.compile(r"(^|[._])experts?([._]|$)")
+# As modules and their parameters are called. Shared ones are none to choose from: every token reads them.
+_NAME = re.compile(r"(?<!shared)(^|[._])experts?([._]|$)")
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ def why_whole(weight: Node, target: str, *, row_by_row: bool) -> str | None:
         return reason
     others = [user for user in _users(weight) if _reader(user, weight) is None]
     if others:
+        in_groups = op_name(others[0].target) in _GROUPED_OPS
+        if in_groups and (reason := _obstacle_in_groups(weight)) is not None:
+            return reason
         return f"{op_name(others[0].target) or others[0].target} at {others[0].name!r} reads all of it"
     return "its readers take experts by more than one index"
 
@@ -141,6 +144,19 @@ def obstacle(weight: Node) -> str | None:
     if row_bytes < _LEAST_ROW_BYTES or row_bytes % EXPERT_UNIT_BYTES:
         return (
             f"an expert has {row_bytes} bytes; needs a multiple of {EXPERT_UNIT_BYTES}, and {_LEAST_ROW_BYTES} at least"
+        )
+    return None
+
+
+def _obstacle_in_groups(weight: Node) -> str | None:
+    """Why no session multiplies with groups of them: kernels shift rows of x and of the result
+    (csrc/experts/expert_operands.cpp)."""
+    value = weight.meta["val"]
+    columns, rows = (size * value.element_size() for size in value.shape[1:])
+    if rows % EXPERT_UNIT_BYTES or columns % EXPERT_UNIT_BYTES:
+        return (
+            f"its matrices have rows of {rows} bytes and columns of {columns}; to be multiplied in groups both need a "
+            f"multiple of {EXPERT_UNIT_BYTES}"
         )
     return None
 
@@ -167,7 +183,7 @@ def _reader(node: Node, weight: Node) -> _Reader | None:
     index = row_index(node, weight)
     if index is not None:
         return _Reader(node, index)
-    if op_name(node.target) not in _GROUPED_OPS:
+    if op_name(node.target) not in _GROUPED_OPS or _obstacle_in_groups(weight) is not None:
         return None
     given = arguments(node)
     names = ("self", "mat2") if "mat2" in given else ("input", "weight")

@@ -13,7 +13,7 @@
 namespace penstock {
 
 // The first number of every record. The same in src/penstock/record.py.
-constexpr int64_t kRecordVersion = 9;
+constexpr int64_t kRecordVersion = 10;
 
 // A record that is refused; nothing was made of it.
 struct RecordError : std::runtime_error {

@@ -40,8 +40,8 @@ def _rooms(plan: Plan, bank: Bank, weights: Mapping[str, Weight], what: str) -> 
     whole(bank.slots, 1, bank.experts + 1, f"{what}: the number of slots")
     if not bank.members or len({member.weight for member in bank.members}) != len(bank.members):
         raise PlanError(f"{what} has no weight, or one twice")
-    # Five numbers of an expert and one of a slot, the counts, and what the last 256 calls asked for: 16 each.
-    table_bytes = 64 + 16 + 4 * (5 * bank.experts + bank.slots) + 256 * 16 * 2
+    # Five numbers of an expert and one of a slot, the counts, and a bit of each expert for each of 256 calls.
+    table_bytes = 64 + 16 + 4 * (5 * bank.experts + bank.slots) + 256 * 4 * ((bank.experts + 31) // 32)
     found = [_room(plan, bank.range_index, bank.range_offset_bytes, table_bytes, f"{what}: its table")]
     for member in bank.members:
         weight = weights.get(member.weight)

@@ -21,18 +21,28 @@ from penstock.weight import Weight, are_experts
 # What device allocators give and kernels expect.
 _ALIGNMENT_BYTES = 256
 # As csrc/experts/expert_table.h has them.
-_COUNTS_BYTES, _NUMBERS_BYTES, _LOG_BYTES = 64, 16, 256 * 16 * 2
+_COUNTS_BYTES, _NUMBERS_BYTES, _LOG_CALLS = 64, 16, 256
 
 
 def table_bytes(experts: int, slots: int) -> int:
-    return _COUNTS_BYTES + _NUMBERS_BYTES + 4 * (5 * experts + slots) + _LOG_BYTES
+    log_words = -(-experts // 32)
+    return _COUNTS_BYTES + _NUMBERS_BYTES + 4 * (5 * experts + slots + _LOG_CALLS * log_words)
 
 
 @dataclass(frozen=True)
 class HitRates:
-    """Of one bank: how many of a call's experts are in slots, by the number of slots; from none on, rising."""
+    """Of one bank: which part of what is asked for is in slots, by the number of slots; from none on, rising."""
 
     points: tuple[tuple[int, float], ...]
+    # How many experts it is asked for, beside the mean of all banks.
+    share: float = 1.0
+
+    @classmethod
+    def usual(cls, experts: int) -> HitRates:
+        """Of a bank of so many, where nothing was measured."""
+        points = {round(part * experts): rate for part, rate in DEFAULT_HIT_RATES}
+        points[0] = 0.0  # where a part of few experts is none
+        return cls(tuple(points.items()))
 
     @cached_property
     def hull(self) -> tuple[tuple[int, float], ...]:
@@ -45,10 +55,11 @@ class HitRates:
         return tuple(found)
 
     def gain(self, slots: int) -> float:
-        """Of one slot more."""
-        return next((_slope(low, high) for low, high in pairwise(self.hull) if low[0] <= slots < high[0]), 0.0)
+        """Of one slot more: hits, of as many uses as banks have in the mean."""
+        slopes = (_slope(low, high) for low, high in pairwise(self.hull) if low[0] <= slots < high[0])
+        return self.share * next(slopes, 0.0)
 
-    def at(self, slots: int) -> float:
+    def at(self, slots: float) -> float:
         for low, high in pairwise(self.hull):
             if slots < high[0]:
                 return low[1] + _slope(low, high) * (slots - low[0])
@@ -66,12 +77,6 @@ class ExpertBank:
     names: tuple[str, ...]
     experts: int
     row_bytes: int
-
-    def default_hit_rates(self) -> HitRates:
-        """Of one expert a call: what counts is how the banks compare."""
-        points = {round(part * self.experts): rate for part, rate in DEFAULT_HIT_RATES}
-        points[0] = 0.0  # where a part of few experts is none
-        return HitRates(tuple(points.items()))
 
     @property
     def fewest_slots(self) -> int:
@@ -103,13 +108,45 @@ def find_banks(
     Weights make a bank where every method that reads one of them reads all of them, by one index, before it takes rows
     of any by the next. Others are read in host memory without slots.
     """
+    sets, refused = _taken_together(schedules, weights)
+    banks: list[ExpertBank] = []
+    for name, names in sets.items():
+        if name == names[0] and not refused.keys() & set(names) and set(names) <= set(host_read):
+            experts = weights[name].shape[0]
+            banks.append(ExpertBank(names, experts, sum(weights[one].nbytes for one in names) // experts))
+    return banks
+
+
+def why_no_slots(schedules: Sequence[Schedule], weights: Mapping[str, Weight]) -> dict[str, str]:
+    """Weights of which some method takes experts, and that make no bank: by name the reason."""
+    sets, refused = _taken_together(schedules, weights)
+    return {name: refused[name] for name in sets if name in refused}
+
+
+def _taken_together(
+    schedules: Sequence[Schedule], weights: Mapping[str, Weight]
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """By weight, what is taken by the same index; and what makes no bank."""
     sets: dict[str, tuple[str, ...]] = {}
-    refused: set[str] = set()
+    refused: dict[str, str] = {}
+
+    def refuse(names: Collection[str], reason: str) -> None:
+        for name in names:
+            refused.setdefault(name, reason)
+
+    otherwise: dict[str, str] = {}
     for schedule in schedules:
+        for access in schedule.accesses:
+            if access.routing is None:
+                reason = f"method {schedule.method!r} reads all of {access.weight!r}"
+                if access.gathered:
+                    reason = f"method {schedule.method!r} takes rows of {access.weight!r}, and not all by one index"
+                otherwise.setdefault(access.weight, reason)
+    for schedule in schedules:
+        method = f"method {schedule.method!r}"
         groups: dict[int, _Groups] = {}
         for position, access in enumerate(schedule.accesses):
             if access.routing is None:
-                refused.add(access.weight)
                 continue
             group = groups.setdefault(access.routing, _Groups(begin=position))
             group.names.append(access.weight)
@@ -118,20 +155,27 @@ def find_banks(
         for group in sorted(groups.values(), key=lambda group: group.begin):
             names = tuple(dict.fromkeys(group.names))
             for name in names:
+                if name in otherwise:
+                    refuse(names, otherwise[name])
+            for name in names:
                 known = sets.setdefault(name, names)
-                interleaved = last_of.get(name, -1) > group.begin
-                if len(names) != len(group.names) or set(known) != set(names) or interleaved:
-                    refused.update({*known, *names})
+                together = {*known, *names}
+                if len(names) != len(group.names):
+                    twice = next(one for one in names if group.names.count(one) > 1)
+                    refuse(together, f"{method} takes {twice!r} twice by one index")
+                if set(known) != set(names):
+                    other = min(set(known) ^ set(names))
+                    refuse(together, f"{other!r} is taken by its index in one place, and in another it is not")
+                if last_of.get(name, -1) > group.begin:
+                    refuse(together, f"{method} takes {name!r} by one index before it has taken all by another")
                 last_of[name] = group.end
-    banks: list[ExpertBank] = []
-    for name, names in sets.items():
-        if name != names[0] or refused & set(names) or not set(names) <= set(host_read):
-            continue
-        counts = {weights[one].shape[0] for one in names if are_experts(weights[one])}
-        if len(counts) == 1 and all(are_experts(weights[one]) for one in names):
-            (experts,) = counts
-            banks.append(ExpertBank(names, experts, sum(weights[one].nbytes for one in names) // experts))
-    return banks
+    for names in sets.values():
+        other = names[0]
+        for one in names:
+            if not are_experts(weights[one]) or weights[one].shape[0] != weights[other].shape[0]:
+                shapes = f"{list(weights[one].shape)} and {list(weights[other].shape)}"
+                refuse(names, f"{one!r} and {other!r} are taken by the same index, and have shapes {shapes}")
+    return sets, refused
 
 
 def allocate_slots(
@@ -140,7 +184,7 @@ def allocate_slots(
     """Slot by slot to the bank where the next one saves the most of what crosses the link, and of equals to the one
     that has fewest. A bank with a slot for every expert lies there whole."""
     by_name = {bank.names[0]: bank for bank in banks}
-    rates = {name: hit_rates.get(name) or bank.default_hit_rates() for name, bank in by_name.items()}
+    rates = {name: hit_rates.get(name) or HitRates.usual(bank.experts) for name, bank in by_name.items()}
     given = dict.fromkeys(by_name, 0)
     # Slots are in one block, and what lies there whole in another: each is rounded up to pages by itself.
     slots_bytes = whole_bytes = 0

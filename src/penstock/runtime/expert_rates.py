@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from penstock.plan.experts import HitRates
-from penstock.plan.plan import Plan
+from penstock.plan.experts import HitRates, why_no_slots
+from penstock.plan.plan import NO_SLOTS, Plan
+from penstock.program import Program
 from penstock.runtime.session import Session
 
 # Of the experts of a bank: with so many slots each, what was logged is played again.
 _PARTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0)
-# Calls of a bank before its log says more than the default does.
-_ENOUGH_CALLS = 64
+# Calls in a bank's log, behind those that warm up, before it says more than the default does: some 60 in all.
+_ENOUGH_CALLS = 48
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,35 @@ def expert_uses(session: Session, plan: Plan | None) -> tuple[ExpertUse, ...]:
     )
 
 
-def measured_hit_rates(session: Session, plan: Plan | None) -> dict[str, HitRates]:
-    """By the first weight of each bank that was used enough. Waits for the device."""
-    found: dict[str, HitRates] = {}
-    for number, use in enumerate(expert_uses(session, plan)):
-        if use.calls < _ENOUGH_CALLS:
-            continue
+def slots_summary(program: Program, plan: Plan | None) -> list[str]:
+    """Of weights that are read in host memory without slots, because the program takes their experts otherwise."""
+    if plan is None:
+        return []
+    why = why_no_slots([method.schedule for method in program.methods], {one.name: one for one in program.weights})
+    names = {one.weight for method in plan.methods for one in method.placements if one.bank == NO_SLOTS} & why.keys()
+    weights = "1 weight" if len(names) == 1 else f"{len(names)} weights"
+    return [f"no slots for {weights} of experts (penstock inspect says why)"] if names else []
+
+
+def measured_hit_rates(session: Session, plan: Plan | None, known: Mapping[str, HitRates]) -> dict[str, HitRates]:
+    """`known`, by the first weight of each bank, with what the banks of this plan have logged since it was installed;
+    empty where none of them was used enough. Waits for the device."""
+    uses = expert_uses(session, plan)
+    rates: dict[str, HitRates] = {}
+    for number, use in enumerate(uses):
         slots = sorted({max(1, round(part * use.experts)) for part in _PARTS})
         played = session.expert_hits(number, slots)
-        if all(uses for _, uses in played):
-            # How many of one call's are hits: banks are asked for other numbers of experts.
-            calls = _logged_calls(use.calls)
-            points = ((count, hits / calls) for count, (hits, _) in zip(slots, played, strict=True))
-            found[use.weights[0]] = HitRates(((0, 0.0), *points))
+        _, asked, calls = played[0]
+        if asked and calls >= _ENOUGH_CALLS:
+            points = ((count, hits / asked) for count, (hits, _, _) in zip(slots, played, strict=True))
+            rates[use.weights[0]] = HitRates(((0, 0.0), *points))
+    if not rates:
+        return {}
+    mean = sum(use.hits + use.misses for use in uses) / len(uses)
+    # How often banks without slots are asked nobody counts.
+    found = {name: replace(one, share=1.0) for name, one in known.items()}
+    for use in uses:
+        name = use.weights[0]
+        one = rates.get(name) or known.get(name) or HitRates.usual(use.experts)
+        found[name] = replace(one, share=(use.hits + use.misses) / mean)
     return found
-
-
-def _logged_calls(calls: int) -> int:
-    """That count: a log has the last 256, of which the first quarter warms up."""
-    logged = min(calls, 256)
-    return logged - logged // 4

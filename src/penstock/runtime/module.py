@@ -27,7 +27,7 @@ from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
 from penstock.runtime.device_memory import grant, weights_range
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
-from penstock.runtime.expert_rates import ExpertUse, expert_uses
+from penstock.runtime.expert_rates import ExpertUse, expert_uses, slots_summary
 from penstock.runtime.failures import last_exception
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
@@ -497,6 +497,7 @@ class Module(LoadedProgram):
             *summary_of(self._split),
             *self._options.linear.summary(),
             *self._split_limits.summary,
+            *slots_summary(self.program, self.plan),
             *([f"planned for {self.calibration}"] if self.calibration is not None else []),
             *(["replayed as CUDA graphs"] if self._options.asked.cuda_graph else []),
         ]

@@ -101,7 +101,7 @@ class PlanInstaller:
     def _learn(self) -> None:
         """From what experts were asked for under the plan that goes."""
         if isinstance(self._policy, PlannedPolicy):
-            self._policy.learn(measured_hit_rates(self._session, self.plan))
+            self._policy.learn(measured_hit_rates(self._session, self.plan, self._policy.hit_rates))
 
     def record_first_runs(self) -> None:
         if self._planned().takes_link:  # else there is nothing to plan by
@@ -159,6 +159,7 @@ class PlanInstaller:
     def _start_timing(self, name: str, installed: InstalledPlan | None) -> Recording:
         """With another plan until it ends, where one is given."""
         if installed is not None:
+            self._learn()
             before = self.installed
             self._install(installed)
             self._before_timing = before

@@ -81,7 +81,8 @@ class Policy(ABC):
 
 
 class PlannedPolicy(Policy):
-    _hit_rates: Mapping[str, HitRates] = {}
+    # What was seen of experts, by the first weight of their bank.
+    hit_rates: Mapping[str, HitRates] = {}
 
     @cached_property
     def _planner(self) -> Planner:
@@ -92,13 +93,13 @@ class PlannedPolicy(Policy):
             placement=self._placement,
             can_split=self._can_split,
             begins=self._packed.begins,
-            hit_rates=self._hit_rates,
+            hit_rates=self.hit_rates,
         )
 
     def learn(self, hit_rates: Mapping[str, HitRates]) -> None:
-        """What was seen of experts, by the first weight of their bank: plans from now on are made by it."""
+        """Plans from now on are made by it."""
         if hit_rates:
-            self._hit_rates = {**self._hit_rates, **hit_rates}
+            self.hit_rates = hit_rates
             vars(self).pop("_planner", None)
 
     def floor_for(self, calibration: Calibration | None) -> int:
@@ -160,7 +161,7 @@ class PlannedPolicy(Policy):
             page_bytes=self._page_bytes,
             placement=placement,
             can_split=False,
-            hit_rates=self._hit_rates,
+            hit_rates=self.hit_rates,
         )
 
 

@@ -142,6 +142,7 @@ _LANES = {0: "compute", 1: "copy", 2: "link"}
 _LINK_NUMBERS = 3
 _SPAN_NUMBERS = 7
 _EXPERT_NUMBERS = 3
+_LOGGED_NUMBERS = 3
 
 
 class _Preparation:
@@ -324,11 +325,11 @@ class Session:
 
         return self._records(_EXPERT_NUMBERS, read)
 
-    def expert_hits(self, bank: int, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """By each number of slots: hits of what the bank has logged, and how many uses that was."""
-        wanted, found = (ctypes.c_int64 * len(slots))(*slots), (ctypes.c_int64 * (2 * len(slots)))()
+    def expert_hits(self, bank: int, slots: Sequence[int]) -> list[tuple[int, int, int]]:
+        """By each number of slots: hits of what the bank has logged, how many uses that was, and in how many calls."""
+        wanted, found = (ctypes.c_int64 * len(slots))(*slots), (ctypes.c_int64 * (_LOGGED_NUMBERS * len(slots)))()
         self._check(self._core.penstock_session_expert_hits(self.handle, bank, wanted, len(slots), found))
-        return [(found[at], found[at + 1]) for at in range(0, 2 * len(slots), 2)]
+        return [(found[at], found[at + 1], found[at + 2]) for at in range(0, len(found), _LOGGED_NUMBERS)]
 
     def link(self) -> list[LinkSample]:
         """As measured with real weights when the plan was installed: copies as they will be made, then of each size.
