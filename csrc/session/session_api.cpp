@@ -305,7 +305,7 @@ int32_t penstock_session_install_with_slots(void* handle, const int64_t* numbers
   });
 }
 
-// Between runs. `prepare` may be null: then only the calling thread's own products are there, for programs on the CPU.
+// Between runs, for programs on a GPU: who prepares the kernel that reads a weight in two places.
 int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare) {
   return guarded([&] {
     Engine& over = *engine(handle);

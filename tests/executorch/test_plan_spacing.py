@@ -126,7 +126,7 @@ def test_on_several_cores_the_same_plans_are_made(monkeypatch: pytest.MonkeyPatc
 
     def tables(cores: int) -> list[MadeTable]:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-        return make_plan_tables(schedules, list(weights.values()), page_bytes=4096)
+        return make_plan_tables(schedules, list(weights.values()), page_bytes=4096, device="cpu")
 
     monkeypatch.setattr(planning, "FEWEST_ACCESSES", 1)
     alone = tables(1)
@@ -136,7 +136,7 @@ def test_on_several_cores_the_same_plans_are_made(monkeypatch: pytest.MonkeyPatc
 
 def test_a_process_that_ends_is_an_error_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     schedules, weights = decoder(1, 256, 1_000)
-    task = planning.Task(schedules, list(weights.values()), 4096, {})
+    task = planning.Task(schedules, list(weights.values()), 4096, {}, "cpu")
     with planning._Workers(task, 2) as workers:
         assert workers.planned((0,), "auto", 1 << 20).device_bytes <= 1 << 20
         with pytest.raises(PenstockError, match="no plan for 1 bytes was made: BelowFloorError: "):

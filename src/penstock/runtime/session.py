@@ -147,9 +147,9 @@ _EXPERT_NUMBERS = 3
 class _Preparation:
     """What the core calls for a recipe. It lives as long as the core may call it."""
 
-    def __init__(self, prepare: Callable[[int, int], None] | None) -> None:
+    def __init__(self, prepare: Callable[[int, int], None]) -> None:
         self._errors: list[Exception] = []
-        self.pointer = PREPARE_LINEAR() if prepare is None else PREPARE_LINEAR(_guarded(prepare, self._errors))
+        self.pointer = PREPARE_LINEAR(_guarded(prepare, self._errors))
 
     def take_error(self) -> Exception | None:
         return self._errors.pop() if self._errors else None
@@ -188,7 +188,7 @@ class Session:
         """Over a session of the core, which is its own from now on."""
         self._handle: int | None = handle
         self._core, self._pid, self._driver = core(), os.getpid(), driver  # which outlives it
-        self._preparation = _Preparation(None)
+        self._preparation: _Preparation | None = None
 
     @classmethod
     def opened(
@@ -241,11 +241,10 @@ class Session:
     def install(self, numbers: Numbers) -> None:
         self._check(self._core.penstock_session_install(self.handle, numbers, len(numbers)))
 
-    def offer_linear(self, prepare: Callable[[int, int], None] | None) -> None:
-        """From now on all linears are made in one way, so that a result has the same bits wherever the rows lie.
+    def offer_linear(self, prepare: Callable[[int, int], None]) -> None:
+        """From now on a kernel makes all linears of a GPU, so that a result has the same bits wherever the rows lie.
 
-        `prepare` gets the addresses of a LinearCase and of the LinearRecipe to fill (penstock.direct.recipes). None:
-        the calling thread makes them, on the CPU.
+        `prepare` gets the addresses of a LinearCase and of the LinearRecipe to fill (penstock.direct.recipes).
         """
         offered = _Preparation(prepare)
         self._check(self._core.penstock_session_offer_linear(self.handle, offered.pointer))
@@ -267,7 +266,7 @@ class Session:
         failure = self._core.penstock_session_failure(self.handle)
         text = self._core.penstock_session_failure_text(self.handle).decode()
         self._core.penstock_session_abort(self.handle)
-        cause = self._preparation.take_error()
+        cause = self._preparation.take_error() if self._preparation is not None else None
         if cause is not None:
             text = f"{text}: {cause}"
             reduced = sys.exc_info()[1]
