@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
@@ -136,7 +136,6 @@ def _texts(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * len(texts))(*(os.fsencode(text) for text in texts))
 
 
-_COUNTERS = 13
 _LANES = {0: "compute", 1: "copy", 2: "link"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
@@ -174,7 +173,8 @@ def flat(extents: Sequence[tuple[int, int]]) -> Numbers:
 
 def counters(handle: int | None) -> tuple[Stats, Stats]:
     """Of the last run of a session, and since it was made. Waits for the device."""
-    last, total = (ctypes.c_int64 * _COUNTERS)(), (ctypes.c_int64 * _COUNTERS)()
+    # As PenstockCounters in include/penstock_core.h.
+    last, total = (ctypes.c_int64 * len(fields(Stats)))(), (ctypes.c_int64 * len(fields(Stats)))()
     if core().penstock_session_counters(handle, last, total):
         raise last_exception()
     run = Stats(*last)
@@ -249,9 +249,6 @@ class Session:
         offered = _Preparation(prepare)
         self._check(self._core.penstock_session_offer_linear(self.handle, offered.pointer))
         self._preparation = offered
-
-    def uninstall(self) -> None:
-        self._check(self._core.penstock_session_uninstall(self.handle))
 
     def begin(self, method_index: int, stream: int) -> None:
         """Then end(), or abort. A begin that raises, also an interrupt's, leaves no run."""
