@@ -126,8 +126,8 @@ def _store(
     if program.budget_bytes is not None and program.budget_bytes < floor_bytes:
         # On a GPU, where only Module splits weights: its floor may be lower than that of the plans in the file.
         raise BelowFloorError(
-            f"weight_offload_budget is {format_bytes(program.budget_bytes)}, below the floor of this program in a process "
-            f"without Python: it needs at least {floor_bytes} bytes there",
+            f"weight_offload_budget is {format_bytes(program.budget_bytes)}, below the floor of this program in a "
+            f"process without Python: it needs at least {floor_bytes} bytes there",
             budget_bytes=program.budget_bytes,
             floor_bytes=floor_bytes,
         )
