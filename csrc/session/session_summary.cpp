@@ -1,3 +1,4 @@
+// Puts a plan, its budget and its link into one line.
 #include "session/session_summary.h"
 
 #include <algorithm>
