@@ -248,6 +248,10 @@ void who_shares_a_session_waits_for_its_load() {
   const auto by_itself = place("file", 0), of_auto = place("file", 1, automatic), of_bytes = place("file", 1, given);
   expect(&**by_itself != &**of_auto && &**by_itself != &**of_bytes && &**of_auto != &**of_bytes,
          "loadings with different budgets share a session");
+  // Also where a delegate's own is the same number.
+  given.own_budgets["two"].bytes = 8192;
+  const auto shared = place("other", 0, given), own = place("other", 1, given);
+  expect(&**shared != &**own, "a delegate with a budget of its own shares");
 }
 
 void no_budget_is_taken_twice() {
@@ -309,6 +313,7 @@ void a_budget_is_set_between_runs() {
   expect(sessions().find("budgets").size() == 2 && sessions().find("").empty(), "a group has the sessions of another");
   expect((*shared)->own_delegate().empty(), "a session that is shared has one delegate's name");
   expect((*own)->own_delegate() == "two", "a delegate's own session has another name");
+  expect((*own)->facts().asked_bytes == 2048, "a delegate's own budget is another");
   ProgramSession& session = **shared;
   const auto is_at = [&](int64_t budget_bytes, int64_t plan) {
     const SessionFacts facts = session.facts();
