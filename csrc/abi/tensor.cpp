@@ -1,6 +1,8 @@
 // How tensors are made and read.
 #include "abi/tensor.h"
 
+#include <new>
+
 #include "abi/torch_abi.h"
 
 namespace penstock {
@@ -14,6 +16,10 @@ bool Session::attempt(const std::function<void()>& call) {
     return false;
   } catch (const CoreError& failure) {
     return fail(failure.what(), failure.failure);
+  } catch (const std::bad_alloc&) {  // the caller is generated code, and must see none of them
+    return fail("the host has no memory left", Failure::host_memory);
+  } catch (const std::exception& failure) {
+    return fail(failure.what(), Failure::usage);
   }
 }
 

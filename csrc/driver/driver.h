@@ -10,26 +10,9 @@
 #include <stdexcept>
 #include <string>
 
-namespace penstock {
+#include "penstock_core.h"
 
-// What went wrong, as the front ends tell it apart. The numbers are part of the C interface.
-enum class Failure : int32_t {
-  none = 0,
-  driver = 1,             // a driver call failed
-  device_memory = 2,      // a driver call failed for want of device memory
-  registration = 3,       // host memory could not be registered or pinned
-  divergence = 4,         // the compiled code did not follow the schedule
-  host_read = 5,          // bytes of the weights file could not be read
-  sticky = 6,             // the device context is lost; nothing more can be done with it
-  capture = 7,            // called while the caller's stream is being captured
-  torch = 8,              // torch refused to make a tensor
-  usage = 9,              // the caller broke the order of calls
-  kernel = 10,            // no kernel could be prepared
-  budget = 11,            // none was given, and there is no automatic one
-  below_floor = 12,       // a budget is less than the program needs
-  host_memory = 13,       // less is left than is needed, or than a cap allows
-  build = 14,             // a program was compiled for something else
-};
+namespace penstock {
 
 class CoreError : public std::runtime_error {
  public:

@@ -1,3 +1,4 @@
+// Chooses a budget, holds it against the floor, and words both.
 #include "open/budget_choice.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Compares what a program was built for with what is here, and words the refusal.
 #include "open/build_check.h"
 
 #include <string>

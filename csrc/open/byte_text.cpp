@@ -1,3 +1,4 @@
+// Writes an amount of bytes to the digit as Python does.
 #include "open/byte_text.h"
 
 #include <cstdio>

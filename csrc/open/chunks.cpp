@@ -1,3 +1,4 @@
+// Cuts a file into chunks at the ends of its weights.
 #include "open/chunks.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Reads the limits of the machine and of its cgroups, and counts what this process has pinned.
 #include "open/host_limit.h"
 
 #include <sys/stat.h>

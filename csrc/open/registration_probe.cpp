@@ -1,3 +1,4 @@
+// Starts the probe, talks to it through a pipe, and ends it where it hangs.
 #include "open/registration_probe.h"
 
 #include <dlfcn.h>

@@ -15,23 +15,25 @@ std::string text(int64_t value) { return std::to_string(value); }
 void PlannedSession::offer_linear(PrepareLinear prepare) {
   require_idle();
   prepare_ = prepare;
-  kernel_offered_ = true;
   recipes_.clear();
 }
 
+// S5: one way of summing for all of a program's weights, wherever the plan has put their rows.
 void PlannedSession::multiply(const LinearRequest& request, TensorHandle* out) {
   int64_t position = fetched_position(request.access);
   const AccessRecord& access = plan_.methods[method_].accesses[position];
-  bool on_cpu = request.device_type == torch_abi().device_type_cpu();
-  bool is_direct = access.range == kDirect && (on_cpu || prepare_);
-  if (!access.is_split() && !is_direct && !kernel_offered_) return Session::multiply(request, out);
+  if (!prepare_ && request.device_type != torch_abi().device_type_cpu()) {
+    if (access.is_split())
+      throw CoreError(Failure::usage, "the weight of access " + text(access.number) +
+                                          " is split, and no kernel was offered that reads it in two places");
+    return Session::multiply(request, out);
+  }
   LinearOperands operands(request);
   if (operands.tokens()) {
     LinearCall call = operands.call();
     LinearCase which = case_of(position, operands);
     if (prepare_) driver_.launch_linear(recipe(which), call, compute_);
-    else if (on_cpu) multiply_here(which, call);
-    else throw CoreError(Failure::usage, "no kernel was offered for the linear of access " + text(access.number));
+    else multiply_here(which, call);
   }
   *out = operands.release_result();
 }

@@ -30,8 +30,8 @@ class PlannedSession final : public StreamingSession {
   void install(PlanRecord plan);
   void uninstall() noexcept;
 
-  // From now on all linears are made in one way, so that a result has the same bits wherever the rows lie. `prepare`: how
-  // they are launched; null: the calling thread makes them.
+  // From now on a kernel makes all linears, so that a result has the same bits wherever the rows lie. Without one the
+  // library makes those of a GPU, and no weight may be split; those of the CPU are the calling thread's own sums.
   void offer_linear(PrepareLinear prepare);
 
   // Rows of an access that was fetched, by `rows` numbers at `index`, to `out`. Returns false after fail().
@@ -146,7 +146,6 @@ class PlannedSession final : public StreamingSession {
   // After the copies that were issued before a launch.
   Event lead_ = nullptr;
   PrepareLinear prepare_ = nullptr;
-  bool kernel_offered_ = false;
   // By method, access, tokens and rows of the head. They hold addresses of the present plan.
   std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
   // By bank: whether it was chosen from in this run.

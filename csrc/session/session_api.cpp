@@ -119,14 +119,6 @@ int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t c
   return count;
 }
 
-void copy_counters(const Counters& counters, int64_t* out) {
-  const int64_t values[] = {counters.runs,     counters.bytes_streamed, counters.bytes_hit, counters.copies,
-                            counters.stall_ns, counters.pool_calls,     counters.pool_ns,   counters.replays,
-                            counters.bytes_in_place, counters.bytes_decoded,  counters.expert_hits,
-                            counters.expert_misses,  counters.expert_bytes};
-  std::memcpy(out, values, sizeof values);
-}
-
 }  // namespace
 }  // namespace penstock
 
@@ -305,7 +297,7 @@ int32_t penstock_session_install_with_slots(void* handle, const int64_t* numbers
   });
 }
 
-// Between runs. `prepare` may be null: then only the calling thread's own products are there, for programs on the CPU.
+// Between runs, for programs on a GPU: who prepares the kernel that reads a weight in two places.
 int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare) {
   return guarded([&] {
     Engine& over = *engine(handle);
@@ -313,15 +305,6 @@ int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare) {
       throw CoreError(Failure::usage, "a linear of weights in two places was offered to the policy lru, which keeps "
                                       "every weight in one");
     over.planned->offer_linear(prepare);
-  });
-}
-
-int32_t penstock_session_uninstall(void* handle) {
-  return guarded([&] {
-    Entered entered(*engine(handle)->driver);
-    engine(handle)->session().require_idle();
-    if (engine(handle)->planned) engine(handle)->planned->uninstall();
-    else engine(handle)->lru->uninstall();
   });
 }
 
@@ -379,13 +362,10 @@ int32_t penstock_session_end_replay(void* handle) {
 int32_t penstock_session_failure(void* handle) { return (int32_t)engine(handle)->session().failure(); }
 const char* penstock_session_failure_text(void* handle) { return engine(handle)->session().error().c_str(); }
 
-int32_t penstock_session_counters(void* handle, int64_t* last_run, int64_t* totals) {
+int32_t penstock_session_counters(void* handle, PenstockCounters* last_run, PenstockCounters* totals) {
   return guarded([&] {
     Entered entered(*engine(handle)->driver);
-    Counters run, all;
-    engine(handle)->session().count(&run, &all);
-    copy_counters(run, last_run);
-    copy_counters(all, totals);
+    engine(handle)->session().count(last_run, totals);
   });
 }
 

@@ -1,7 +1,7 @@
+// Puts a plan, its budget and its link into one line.
 #include "session/session_summary.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <set>
 #include <vector>
@@ -106,10 +106,10 @@ void add_plan(Engine& over, const PenstockSummary& asked, std::vector<std::strin
   }
 }
 
+// In GB/s, rounded half up, without a float: a process may have a locale that writes it with a comma.
 std::string rate_text(const LinkRecord& sample) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f", (double)sample.bytes * 1e9 / (double)sample.ns / 1e9);
-  return text;
+  const auto tenths = (int64_t)(((__int128)sample.bytes * 20 + sample.ns) / ((__int128)sample.ns * 2));
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10);
 }
 
 std::string link_text(const std::vector<LinkRecord>& samples) {

@@ -14,28 +14,7 @@
 
 namespace penstock {
 
-struct Counters {
-  int64_t runs = 0;
-  int64_t bytes_streamed = 0;
-  int64_t bytes_hit = 0;
-  int64_t copies = 0;
-  int64_t stall_ns = 0;
-  // Of the pool, under the least-recently-used policy: how often it was asked, and the host time that took.
-  int64_t pool_calls = 0;
-  int64_t pool_ns = 0;
-  // Of the runs, those that were launched as a graph. Their stalls are not measured.
-  int64_t replays = 0;
-  // Of weights that kernels read where they lie, as a whole or but for their prefix: all that they could have read. A
-  // gather reads only some rows of it.
-  int64_t bytes_in_place = 0;
-  // Of packed weights, what was decoded: as the weights have it.
-  int64_t bytes_decoded = 0;
-  // Of experts with slots, once for each call that asks for one: those that were in a slot, those that were not, and what
-  // crossed the link of these. Counted by the device.
-  int64_t expert_hits = 0;
-  int64_t expert_misses = 0;
-  int64_t expert_bytes = 0;
-};
+using Counters = PenstockCounters;
 
 // So many copies, one after the other, and the bytes that they take over the link together.
 struct LinkRecord {
@@ -120,10 +99,7 @@ class StreamingSession : public Session {
   virtual void capture_ends() = 0;
   virtual void capture_failed() noexcept = 0;
   // What only the device knows, of the last run and of all of them. Nothing of ours is at work.
-  virtual void add_device_counts(Counters* last_run, Counters* totals) {
-    (void)last_run;
-    (void)totals;
-  }
+  virtual void add_device_counts(Counters*, Counters*) {}
 
   // Before and after the launch.
   virtual void replay_begins(bool cold) = 0;

@@ -14,9 +14,9 @@ extern "C" {
 const char* penstock_soft_error() { return soft_error.c_str(); }
 
 // Null on failure.
-penstock::Driver* penstock_soft_create(size_t page_bytes, size_t capacity_bytes, int32_t poison) {
+void* penstock_soft_create(size_t page_bytes, size_t capacity_bytes, int32_t poison) {
   try {
-    return new penstock::SoftDriver(page_bytes, capacity_bytes, poison != 0);
+    return static_cast<penstock::Driver*>(new penstock::SoftDriver(page_bytes, capacity_bytes, poison != 0));
   } catch (const std::exception& error) {
     soft_error = error.what();
     return nullptr;

@@ -593,7 +593,7 @@ def with_zeros(program: Program) -> dict[str, Any]:
 
 @play
 def failures_of_other_kinds(program: Program) -> None:
-    for what, *told in (("memory", HOST, NO_MEMORY, "no memory left"), ("error", CODE, INTERNAL, "asked for this")):
+    for what, *told in (("memory", CORE, NO_MEMORY, "no memory left"), ("error", CODE, INTERNAL, "asked for this")):
         library().probe_refuse(what.encode())
         refused(lambda: Delegate(program, "wide", at_floor(program, "others")), *told)
     assert (made().drivers, made().sessions) == (0, 0)
@@ -635,7 +635,7 @@ def sessions_that_are_lent(program: Program) -> None:
     """As Module has it: nothing is made, and what is lent is not given back."""
     with loaded(program, at_floor(program, "lends"), "wide", "narrow") as ours:
         before = bytes(made())
-        library().penstock_executorch_lend(b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2)
+        assert not library().penstock_executorch_lend(b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2)
         loud: dict[str, Option] = {"weight_offload_group": "borrows"}
         refused(lambda: Delegate(program, "narrow", loud), PACKAGE, said="no state was made")
         with loaded(program, loud, "wide") as (wide,):  # which has none
@@ -794,7 +794,10 @@ def a_program_for_a_gpu(program: Program) -> None:
     graphs = {**loud, GRAPH_OPTION: True}
     if not torch.backends.cuda.is_built():
         said = "weight_offload_cuda_graph needs memory of torch's that this library was built without"
+        # Before anything is made: what is to fail then is still to come.
+        library().probe_refuse(b"cuda_create")
         refused(lambda: Delegate(program, "wide", graphs, changes=changes), BUILD, said=said)
+        refused(lambda: Delegate(program, "wide", loud, changes=changes), CORE)
     said = "weight_offload_cuda_graph does not go with a cap on host memory"
     capped = {**graphs, CAP_OPTION: str(4 * PAGE)}
     refused(lambda: Delegate(program, "wide", capped, changes=changes), CORE, INTERNAL, said)

@@ -19,7 +19,8 @@ class Player(Protocol):
 
     def open(self, program: Path, weights: Path, budget: int | str | None) -> None: ...
     def run(self, method: str, x: Tensor) -> Tensor: ...
-    def set_budget(self, budget_bytes: int) -> None: ...
+    def set_budget(self, budget: int | str) -> None: ...
+    def budget_bytes(self) -> int: ...
     def read_state(self, name: str, like: Tensor) -> Tensor: ...
     def write_state(self, name: str, value: Tensor) -> None: ...
     def reset_state(self) -> None: ...
@@ -39,8 +40,11 @@ class PythonPlayer:
         result: Tensor = self._opened.run_method(method, x)
         return result
 
-    def set_budget(self, budget_bytes: int) -> None:
-        self._opened.set_budget(budget_bytes)
+    def set_budget(self, budget: int | str) -> None:
+        self._opened.set_budget(budget)
+
+    def budget_bytes(self) -> int:
+        return self._opened.budget_bytes
 
     def read_state(self, name: str, like: Tensor) -> Tensor:
         return self._opened.read_state(name)
@@ -77,8 +81,11 @@ class CppPlayer:
         found = self._ask("run", method, *x.shape, dtype, x.contiguous().numpy().tobytes().hex())
         return torch.frombuffer(bytearray.fromhex(found), dtype=torch.float32).view(x.shape[0], -1)
 
-    def set_budget(self, budget_bytes: int) -> None:
-        self._ask("budget", budget_bytes)
+    def set_budget(self, budget: int | str) -> None:
+        self._ask("budget", budget)
+
+    def budget_bytes(self) -> int:
+        return self.figure("budget")
 
     def figure(self, name: str) -> int:
         return int(self._ask("figure", name))

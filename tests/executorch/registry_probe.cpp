@@ -22,7 +22,7 @@ namespace penstock_executorch {
 namespace {
 
 // The fake core's sessions: creating or destroying one of a path that begins with "held" stops there until it is let go.
-struct Sessions {
+struct Fakes {
   std::mutex lock;
   std::condition_variable changed;
   int made = 0, open = 0, most = 0, stopped = 0;
@@ -30,6 +30,10 @@ struct Sessions {
   // Of the next calls of install, how many are refused, and how many there were.
   std::atomic<int> refused_installs{0}, installs{0};
   std::atomic<bool> is_below_floor{false};
+  // What was done to change a plan, in the order of the calls.
+  std::string changes;
+  // The next call of summary is refused; the next of counters waits until it is let go.
+  std::atomic<bool> refuses_summary{false}, holds_counters{false};
 
   void pass(bool held) {
     std::unique_lock<std::mutex> hold(lock);
@@ -52,7 +56,7 @@ struct Sessions {
     std::unique_lock<std::mutex> hold(lock);
     changed.wait(hold, [&] { return stopped >= count; });
   }
-} sessions;
+} fakes;
 
 struct Session {
   std::string path;
@@ -68,7 +72,7 @@ void expect(bool right, const char* what) {
 
 Core fake() {
   Core core{};
-  core.failure = [] { return sessions.is_below_floor.exchange(false) ? 12 : 1; };
+  core.failure = [] { return fakes.is_below_floor.exchange(false) ? 12 : 1; };
   core.failure_text = [] { return "a test asked for this failure"; };
   core.load_torch = [] { return 0; };
   core.soft_create = [](size_t, size_t, int32_t) { return (void*)new int; };
@@ -78,33 +82,59 @@ Core fake() {
     *bytes = 4096;
     return 0;
   };
-  core.budget_origin = [](int64_t given_bytes, int64_t, int64_t) {
-    return int64_t{given_bytes >= 0 ? PENSTOCK_BUDGET_LOAD : PENSTOCK_BUDGET_BAKED};
+  core.budget_origin = [](int64_t given_bytes, int64_t origin, int64_t) -> int64_t {
+    if (given_bytes == PENSTOCK_AUTOMATIC) return PENSTOCK_BUDGET_AUTOMATIC;
+    return given_bytes >= 0 ? origin : PENSTOCK_BUDGET_BAKED;
+  };
+  core.driver_memory = [](void*, int64_t* free_bytes, int64_t* total_bytes) {
+    *free_bytes = 6000;
+    *total_bytes = 1 << 20;
+    return 0;
+  };
+  core.reserve_bytes = [](int64_t total_bytes, int32_t on_gpu) { return on_gpu ? int64_t{-1} : total_bytes >> 10; };
+  core.session_memory = [](void*, int64_t* held_bytes, int64_t* peak_bytes) {
+    *held_bytes = *peak_bytes = 8192;
+    return 0;
   };
   core.format_bytes = [](int64_t) { return ""; };
   core.clamp_sentence = [](const PenstockBudget*) { return ""; };
-  core.session_summary = [](void*, const PenstockSummary* asked) { return asked->name; };
+  core.session_summary = [](void*, const PenstockSummary* summary) {
+    return fakes.refuses_summary.exchange(false) ? nullptr : summary->name;
+  };
   // As the core has it: what is more than all weights take is not used.
   core.choose_budget = [](PenstockBudget* budget) {
+    budget->origin = penstock_executorch::core().budget_origin(budget->given_bytes, budget->origin, budget->baked_bytes);
     budget->asked_bytes = budget->given_bytes >= 0 ? budget->given_bytes : budget->baked_bytes;
+    if (budget->origin == PENSTOCK_BUDGET_AUTOMATIC)
+      budget->asked_bytes = budget->free_bytes + budget->held_bytes - budget->activation_bytes - budget->reserve_bytes;
     budget->budget_bytes = std::min(budget->asked_bytes, budget->full_bytes);
-    sessions.is_below_floor = budget->asked_bytes < budget->floor_bytes;
-    return sessions.is_below_floor ? 1 : 0;
+    fakes.is_below_floor = budget->asked_bytes < budget->floor_bytes;
+    return fakes.is_below_floor ? 1 : 0;
   };
-  core.open = [](void*, const PenstockOpenRequest* asked) -> void* {
-    std::string name = asked->path;
+  core.open = [](void*, const PenstockOpenRequest* request) -> void* {
+    std::string name = request->path;
     if (name == "bad") return nullptr;
     {
-      std::lock_guard<std::mutex> hold(sessions.lock);
-      sessions.made++;
-      sessions.most = std::max(sessions.most, ++sessions.open);
+      std::lock_guard<std::mutex> hold(fakes.lock);
+      fakes.made++;
+      fakes.most = std::max(fakes.most, ++fakes.open);
     }
-    sessions.pass(name.rfind("held", 0) == 0);
-    return new Session{name, {asked->extents, asked->extents + 2 * asked->extent_count}, asked->poison};
+    fakes.pass(name.rfind("held", 0) == 0);
+    return new Session{name, {request->extents, request->extents + 2 * request->extent_count}, request->poison};
   };
+  core.session_drain = [](void*) {
+    fakes.changes += "drain ";
+    return 0;
+  };
+  core.session_counters = [](void*, PenstockCounters*, PenstockCounters*) {
+    fakes.pass(fakes.holds_counters);
+    return 0;
+  };
+  core.session_link = [](void*, int64_t*, int64_t) { return int64_t{0}; };
   core.session_install = [](void* session, const int64_t*, int64_t) {
-    sessions.installs++;
-    if (sessions.refused_installs > 0 && sessions.refused_installs--) return 1;
+    fakes.installs++;
+    fakes.changes += "install ";
+    if (fakes.refused_installs > 0 && fakes.refused_installs--) return 1;
     return static_cast<Session*>(session)->path == "bad plan" ? 1 : 0;
   };
   core.session_start_trace = [](void*) { return 0; };
@@ -112,10 +142,10 @@ Core fake() {
   core.session_spans = [](void*, int64_t*, int64_t) { return int64_t{0}; };
   core.session_destroy = [](void* session) {
     auto* made = static_cast<Session*>(session);
-    sessions.pass(made->path.rfind("held", 0) == 0);
+    fakes.pass(made->path.rfind("held", 0) == 0);
     delete made;
-    std::lock_guard<std::mutex> hold(sessions.lock);
-    sessions.open--;
+    std::lock_guard<std::mutex> hold(fakes.lock);
+    fakes.open--;
   };
   return core;
 }
@@ -126,6 +156,7 @@ Payload program(const std::string& name) {
   payload.device = "cpu";
   payload.page_bytes = 4096;
   payload.baked_bytes = 8192;
+  payload.activation_bytes = 100;
   payload.weights = {{"a", {"a"}, 6, {1024}, {0}, 4096}, {"none", {"none"}, 6, {0}, {0}, 0}};
   payload.methods = {{"one", {}, {}, 1, 100}, {"two", {}, {}, 1, 20}};
   payload.plan_tables = {{{0, 1}, {}, 4096, 8192, 0, {{4096, true, 0, 0}, {8192, true, 0, 0}}},
@@ -135,8 +166,8 @@ Payload program(const std::string& name) {
 
 WeightsPlace at(const std::string& path) { return {path, 1, std::hash<std::string>()(path), 6000, {{0, 4096}, {4096, 1904}}, {}}; }
 
-std::unique_ptr<SessionRef> session_ref(const std::string& path, int64_t method, const SessionRequest& request = {}) {
-  return take_session_ref(program("program"), method, at(path), request, 0);
+Sessions::PlaceRef place(const std::string& path, int64_t method, const SessionRequest& request = {}) {
+  return take_session(program("program"), method, at(path), request, 0);
 }
 
 // A thread, and a way to see that it can only wait.
@@ -170,90 +201,106 @@ class Worker {
 };
 
 void a_load_holds_up_nobody_else() {
-  sessions.stop();
-  std::unique_ptr<SessionRef> slow, other;
-  Worker loading([&] { slow = session_ref("held", 0); });
-  sessions.await_stopped(1);
+  fakes.stop();
+  Sessions::PlaceRef slow, other;
+  Worker loading([&] { slow = place("held", 0); });
+  fakes.await_stopped(1);
   // Another file, what is lent, and a search: all of them while the load goes on.
-  other = session_ref("other", 0);
-  expect(find_session("") != nullptr, "the session beside the load is not found");
-  expect(!take_shared_session_ref("nobody", 0), "a session_ref was lent by nobody");
+  other = place("other", 0);
+  expect(!sessions().find("").empty(), "the session beside the load is not found");
+  expect(!sessions().take_lent("nobody", 0), "a session_ref was lent by nobody");
   other.reset();
   expect(!loading.done(), "the load was not held");
-  sessions.go_on();
+  fakes.go_on();
 }
 
 void who_shares_a_session_waits_for_its_load() {
-  int made = sessions.made;
-  sessions.stop();
-  std::unique_ptr<SessionRef> first, second;
+  int made = fakes.made;
+  fakes.stop();
+  Sessions::PlaceRef first, second;
   {
-    Worker loading([&] { first = session_ref("held", 0); });
-    sessions.await_stopped(1);
-    Worker joining([&] { second = session_ref("held", 1); });
+    Worker loading([&] { first = place("held", 0); });
+    fakes.await_stopped(1);
+    Worker joining([&] { second = place("held", 1); });
     joining.await_blocked();
     expect(!joining.done(), "a session_ref was had in a session that was not loaded");
-    sessions.go_on();
+    fakes.go_on();
   }
-  expect(sessions.made == made + 1 && &first->session() == &second->session(), "two delegates made two sessions");
+  expect(fakes.made == made + 1 && &**first == &**second, "two delegates made two sessions");
   expect(first->number() == 0 && second->number() == 1, "delegates are counted wrongly");
   // A place that is taken needs a session of its own; so does a delegate with its own budget.
-  auto again = session_ref("held", 1);
-  expect(&again->session() != &first->session(), "one place was given twice");
+  auto again = place("held", 1);
+  expect(&**again != &**first, "one place was given twice");
   SessionRequest request;
   request.own_budgets["two"].bytes = 8192;
-  auto alone = session_ref("held", 1, request);
-  expect(alone->number() == 0 && sessions.made == made + 3, "a delegate with a budget of its own shares");
-  expect(alone->session().facts().floor_bytes == 2048, "a delegate that is alone has the plans of all");
-  auto beside = session_ref("held", 0, request);
-  expect(&beside->session() == &again->session(), "a free place was not used");
+  auto alone = place("held", 1, request);
+  expect(alone->number() == 0 && fakes.made == made + 3, "a delegate with a budget of its own shares");
+  expect((*alone)->facts().floor_bytes == 2048, "a delegate that is alone has the plans of all");
+  auto beside = place("held", 0, request);
+  expect(&**beside == &**again, "a free place was not used");
   second.reset();
-  auto back = session_ref("held", 1);
-  expect(&back->session() == &first->session(), "a place that was given back was not used");
+  auto back = place("held", 1);
+  expect(&**back == &**first, "a place that was given back was not used");
+  // Another budget is another loading.
+  SessionRequest automatic, given;
+  automatic.budget.automatic = true;
+  given.budget.bytes = 8192;
+  const auto by_itself = place("file", 0), of_auto = place("file", 1, automatic), of_bytes = place("file", 1, given);
+  expect(&**by_itself != &**of_auto && &**by_itself != &**of_bytes && &**of_auto != &**of_bytes,
+         "loadings with different budgets share a session");
+  // Also where a delegate's own is the same number.
+  given.own_budgets["two"].bytes = 8192;
+  const auto shared = place("other", 0, given), own = place("other", 1, given);
+  expect(&**shared != &**own, "a delegate with a budget of its own shares");
 }
 
 void no_budget_is_taken_twice() {
-  expect(sessions.open == 0, "sessions are left");
-  sessions.most = 0;
-  auto old = session_ref("held", 0);
-  auto second = session_ref("held", 1);
+  expect(fakes.open == 0, "sessions are left");
+  fakes.most = 0;
+  auto old = place("held", 0);
+  auto second = place("held", 1);
   second.reset();
-  expect(sessions.open == 1, "a session went before its last delegate");
-  sessions.stop();
-  std::unique_ptr<SessionRef> next, other;
+  expect(fakes.open == 1, "a session went before its last delegate");
+  fakes.stop();
+  Sessions::PlaceRef next, other;
   {
     Worker closing([&] { old.reset(); });
-    sessions.await_stopped(1);
+    fakes.await_stopped(1);
     // Giving up is as long as loading: nobody else waits for it, and whoever loads the same does.
-    other = session_ref("other", 0);
+    other = place("other", 0);
     other.reset();
-    sessions.most = 1;
-    Worker loading([&] { next = session_ref("held", 0); });
+    fakes.most = 1;
+    Worker loading([&] { next = place("held", 0); });
     loading.await_blocked();
-    expect(!loading.done() && sessions.open == 1, "a session was made while the one before it was given up");
-    sessions.go_on();
+    expect(!loading.done() && fakes.open == 1, "a session was made while the one before it was given up");
+    fakes.go_on();
   }
-  expect(sessions.most == 1, "two sessions had the budget at once");
+  expect(fakes.most == 1, "two sessions had the budget at once");
 }
 
 void a_load_that_fails_leaves_nothing() {
   for (const char* path : {"bad", "bad plan"})
     for (int time = 0; time < 2; ++time) {
       try {
-        session_ref(path, 0);
+        place(path, 0);
         expect(false, "a failure of the core went unnoticed");
       } catch (const LoadError& refusal) {
         expect(refusal.kind == Kind::core, "the failure is told as another");
       }
     }
-  expect(sessions.open == 0, "a failed load left a session");
+  expect(fakes.open == 0, "a failed load left a session");
 }
 
-Kind refusal_of(ProgramSession& session, int64_t budget_bytes) {
+// Of the last refusal.
+std::string said;
+
+// Bytes, or an automatic one.
+Kind refusal_of(ProgramSession& session, std::optional<int64_t> budget_bytes) {
   try {
-    session.set_budget(budget_bytes);
+    session.set_budget({budget_bytes, !budget_bytes});
     return Kind::none;
   } catch (const LoadError& refusal) {
+    said = refusal.what();
     return refusal.kind;
   }
 }
@@ -262,25 +309,26 @@ void a_budget_is_set_between_runs() {
   SessionRequest request;
   request.group = "budgets";
   request.own_budgets["two"].bytes = 2048;
-  auto shared = session_ref("file", 0, request), own = session_ref("file", 1, request);
-  expect(find_sessions("budgets").size() == 2 && find_sessions("").empty(), "a group has the sessions of another");
-  expect(shared->session().own_delegate().empty(), "a session that is shared has one delegate's name");
-  expect(own->session().own_delegate() == "two", "a delegate's own session has another name");
-  ProgramSession& session = shared->session();
+  auto shared = place("file", 0, request), own = place("file", 1, request);
+  expect(sessions().find("budgets").size() == 2 && sessions().find("").empty(), "a group has the sessions of another");
+  expect((*shared)->own_delegate().empty(), "a session that is shared has one delegate's name");
+  expect((*own)->own_delegate() == "two", "a delegate's own session has another name");
+  expect((*own)->facts().asked_bytes == 2048, "a delegate's own budget is another");
+  ProgramSession& session = **shared;
   const auto is_at = [&](int64_t budget_bytes, int64_t plan) {
     const SessionFacts facts = session.facts();
     return facts.budget_bytes == budget_bytes && facts.plan == plan && facts.plan_bytes == 4096 * (plan + 1);
   };
   expect(is_at(8192, 1), "the budget at load is another");
   {
-    std::lock_guard<std::mutex> run(session.running());
+    const ProgramSession::Run run(session);
     Worker setting([&] { expect(refusal_of(session, 4096) == Kind::busy, "a budget was set during a run"); });
   }
   session.start_trace();
   expect(session.is_tracing() && refusal_of(session, 4096) == Kind::busy, "a budget was set under a trace");
   expect(session.stop_trace().empty() && !session.is_tracing(), "a trace goes on");
   {
-    std::lock_guard<std::mutex> run(session.running());
+    const ProgramSession::Run run(session);
     Worker tracing([&] {
       try {
         session.start_trace();
@@ -292,36 +340,94 @@ void a_budget_is_set_between_runs() {
   }
   expect(refusal_of(session, 4095) == Kind::below_floor, "a budget below the floor was set");
   expect(is_at(8192, 1), "a budget that was refused has changed something");
-  int installs = sessions.installs;
+  int installs = fakes.installs;
   expect(refusal_of(session, 5000) == Kind::none && is_at(5000, 0), "the smaller plan was not taken");
   expect(refusal_of(session, 6000) == Kind::none && is_at(6000, 0), "another budget changed the plan");
-  expect(sessions.installs == installs + 1, "a plan was installed that was there");
-  sessions.refused_installs = 1;
+  expect(fakes.installs == installs + 1, "a plan was installed that was there");
+  fakes.refused_installs = 1;
   expect(refusal_of(session, 9000) == Kind::core && is_at(6000, 0), "a plan that the core refused was taken");
-  expect(sessions.installs == installs + 3, "the old plan was not put back");
-  sessions.refused_installs = 2;
-  expect(refusal_of(session, 9000) == Kind::core, "nothing was said of a session without a plan");
-  installs = sessions.installs;
-  expect(refusal_of(session, 6000) == Kind::none && sessions.installs == installs + 1, "no plan was put in the place of none");
+  expect(fakes.installs == installs + 3, "the old plan was not put back");
+  expect(said == "a test asked for this failure; the old budget stays", "the refusal is told otherwise");
+  fakes.refused_installs = 2;
+  expect(refusal_of(session, 9000) == Kind::core && said.rfind("neither the new budget (", 0) == 0,
+         "nothing was said of a session without a plan");
+  installs = fakes.installs;
+  expect(refusal_of(session, 6000) == Kind::none && fakes.installs == installs + 1, "no plan was put in the place of none");
   expect(refusal_of(session, 9000) == Kind::none && is_at(8192, 1), "more than everything was not taken for everything");
 }
 
-void sessions_are_lent_and_reclaimed() {
-  int somebody = 0;
-  lend_session("group", &somebody, 3, {1});
-  auto lent = take_shared_session_ref("group", 1);
-  expect(lent && lent->session().handle() == &somebody && lent->number() == 0, "another session was lent");
-  expect(lent->session().device_index() == 3, "the device is another");
-  try {
-    take_shared_session_ref("group", 0);
-    expect(false, "a session_ref was lent that there is none of");
-  } catch (const LoadError& refusal) {
-    expect(refusal.kind == Kind::package, "the refusal is told as another");
+void whoever_keeps_memory_for_a_plan_gives_it_up() {
+  SessionRequest request;
+  request.group = "memory";
+  auto held = place("file", 0, request);
+  ProgramSession& session = **held;
+  session.plan_memory()[&request] = [] { fakes.changes += "give_up "; };
+  fakes.changes.clear();
+  expect(refusal_of(session, 4096) == Kind::none, "a budget was refused");
+  expect(fakes.changes == "drain give_up give_back install ", "another plan was installed beside what was kept");
+  // The plan that is put back is another one as well: the core has given up what it had.
+  fakes.refused_installs = 1;
+  fakes.changes.clear();
+  expect(refusal_of(session, 8192) == Kind::core, "a plan that the core refused was taken");
+  expect(fakes.changes == "drain give_up give_back install drain give_up give_back install ", "put back otherwise");
+  session.plan_memory().clear();
+  fakes.changes.clear();
+  expect(refusal_of(session, 8192) == Kind::none && fakes.changes == "give_back install ", "nobody was waited for");
+}
+
+void an_automatic_budget_is_set() {
+  SessionRequest request;
+  request.group = "automatic";
+  auto held = place("file", 0, request);
+  // What weights hold is free as soon as another plan comes: 6000 + 8192 - 100 - 1024.
+  expect(refusal_of(**held, {}) == Kind::none, "an automatic budget was refused");
+  const SessionFacts facts = (*held)->facts();
+  expect(facts.asked_bytes == 13068 && facts.budget_bytes == 8192, "another budget was found");
+  expect(facts.source == PENSTOCK_BUDGET_AUTOMATIC, "it is said to come from somewhere else");
+}
+
+void who_only_asks_is_no_run() {
+  SessionRequest request;
+  request.group = "asks";
+  auto held = place("file", 0, request);
+  fakes.stop();
+  fakes.holds_counters = true;
+  {
+    Worker asking([&] { (*held)->counters(); });
+    fakes.await_stopped(1);
+    Worker setting([&] { expect(refusal_of(**held, 4096) == Kind::none, "a run is said to be under way"); });
+    setting.await_blocked();
+    expect(!setting.done(), "a budget was set while figures were read");
+    fakes.go_on();
   }
-  reclaim_sessions("group");
-  expect(!take_shared_session_ref("group", 1), "what was reclaimed was lent");
+  fakes.holds_counters = false;
+  expect((*held)->facts().budget_bytes == 4096, "no budget was set");
+}
+
+void what_holds_is_known_where_it_cannot_be_told() {
+  SessionRequest request;
+  request.group = "told";
+  auto held = place("file", 0, request);
+  fakes.refuses_summary = true;
+  expect(refusal_of(**held, 4096) == Kind::core, "a failure went unnoticed");
+  expect((*held)->facts().budget_bytes == 4096 && (*held)->facts().plan == 0, "the plan that is there is said to be another");
+}
+
+void sessions_are_lent_and_reclaimed() {
+  int somebody = 0, another = 0;
+  sessions().lend("group", std::make_shared<ProgramSession>(&somebody, 3), {5, 1});
+  sessions().lend("group", std::make_shared<ProgramSession>(&another, 3), {0});
+  auto lent = sessions().take_lent("group", 1);
+  expect(lent && (*lent)->handle() == &somebody && lent->number() == 1, "another session was lent");
+  expect((*lent)->device_index() == 3, "the device is another");
+  expect((*sessions().take_lent("group", 0))->handle() == &another, "another session was lent");
+  expect(!sessions().take_lent("group", 2) && sessions().is_lent("group"), "a place was lent that there is none of");
+  sessions().lend("anybody", std::make_shared<ProgramSession>(&somebody, 3), {});
+  expect(sessions().take_lent("anybody", 7)->number() == 0, "what is for everybody was not lent");
+  for (const char* group : {"group", "anybody"}) sessions().reclaim(group);
+  expect(!sessions().take_lent("group", 1) && !sessions().is_lent("group"), "what was reclaimed was lent");
   lent.reset();
-  expect(!find_session("group"), "a lent session is found as one of ours");
+  expect(sessions().find("group").empty(), "a lent session is found as one of ours");
 }
 
 }  // namespace
@@ -330,8 +436,8 @@ const Core& core() {
   static const Core made = fake();
   return made;
 }
-void give_back_cached_memory() {}
-void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
+void give_back_cached_memory() { fakes.changes += "give_back "; }
+void throw_core_failure() { throw LoadError((Failure)core().failure(), core().failure_text()); }
 PlanTable find_plan_table(const Payload& payload, const std::vector<int64_t>& methods, bool, const PackedWeights&) {
   for (const PlanTable& table : payload.plan_tables)
     if (table.methods == methods) return table;
@@ -352,6 +458,10 @@ int main() {
   no_budget_is_taken_twice();
   a_load_that_fails_leaves_nothing();
   a_budget_is_set_between_runs();
+  whoever_keeps_memory_for_a_plan_gives_it_up();
+  an_automatic_budget_is_set();
+  who_only_asks_is_no_run();
+  what_holds_is_known_where_it_cannot_be_told();
   sessions_are_lent_and_reclaimed();
   return 0;
 }

@@ -1,10 +1,16 @@
 // replay_probe: a delegate's runs as CUDA graphs, over a core and compiled code that do nothing but write down what is asked
 // of them. Ends with 0 when every play went right; PENSTOCK_MUTANT, in builds with mutants, switches one on.
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <memory>
 #include <stdexcept>
+#include <thread>
 
 #include "core.h"
 #include "load_error.h"
@@ -21,6 +27,7 @@ namespace {
 std::string calls, refused;
 int32_t core_failure = 0;
 int64_t next_graph = 100;
+bool is_out_of_memory = false;
 
 void expect(bool right, const std::string& what) {
   if (right) return;
@@ -75,11 +82,16 @@ std::string done() {
 }
 
 struct Played {
-  std::atomic<int64_t> plan{0};
+  std::mutex running;
+  PlanMemory plan_memory;
   CompiledCode code{"", 0, "", "", "cuda", 0};
   GraphMemory memory{0};
-  Replays replays{nullptr, plan, 3, code, memory, "forward"};
+  Replays replays{nullptr, running, plan_memory, 3, code, memory, "forward"};
   ~Played() { core_failure = 0; }
+  // As a session does before it installs another plan.
+  void give_up() {
+    for (const auto& [owner, give] : plan_memory) give();
+  }
 };
 
 template <typename Action>
@@ -127,43 +139,89 @@ void what_was_used_least_is_given_up() {
     over.replays.capture({{64}});
     expect(done() == "drain drop:1 drop_capture:1 " + captured(64), "another one was given up");
     expect(over.replays.replay({{0}}, kStream) && !over.replays.replay({{1}}, kStream), "another one was given up");
-    for (const char* step : {"drain", "drop_capture"}) {
-      refused = step;
-      core_failure = 1;
-      expect(refusal([&] { over.replays.capture({{65}}); }).kind == Kind::core, "a failure went unnoticed");
-    }
+    core_failure = 1;
+    const auto tried = [&] { over.replays.capture({{65}}); };
+    refused = "drain";
+    expect(refusal(tried).kind == Kind::core && over.replays.replay({{2}}, kStream), "one was given up that may be in use");
+    refused = "drop_capture";
+    done();
+    expect(refusal(tried).kind == Kind::core && done() == "drain drop:3 drop_capture:3 ", "a failure went unnoticed");
+    // Its memory has gone.
+    expect(!over.replays.replay({{3}}, kStream), "a graph was replayed whose drop had failed");
+    core_failure = 0;
+    tried();
+    expect(over.replays.replay({{65}}, kStream), "the next one was not captured");
     done();
   }
   last = done();
-  expect(last.rfind("drain drop:", 0) == 0 && last.find("drop_capture:64 ") != std::string::npos, "something is left");
+  expect(last.rfind("drain drop_capture:", 0) == 0 && last.find("drop_capture:64 ") != std::string::npos, "something is left");
 }
 
 void graphs_go_with_their_plan() {
   Played over;
   over.replays.capture({{1}});
-  done();
-  over.plan++;
-  expect(!over.replays.replay({{1}}, kStream) && done() == "drop:0 ", "a graph of another plan was replayed");
-  over.replays.capture({{1}});
-  done();
-  over.plan++;
   over.replays.capture({{2}});
-  // The core has dropped its own.
-  expect(done() == "drop:1 " + captured(2), "a graph of another plan is kept");
-  over.plan++;
+  done();
+  over.give_up();
+  // The core drops its own.
+  expect(done() == "drop:0 drop:1 ", "memory for graphs of a plan that goes is kept");
+  expect(!over.replays.replay({{1}}, kStream) && done().empty(), "a graph of another plan was replayed");
+  over.replays.capture({{1}});
+  expect(done() == captured(2), "captured otherwise");
 }
 
 void nothing_is_given_back_that_is_gone() {
   done();
   { Played none; }
   expect(done().empty(), "nothing was waited for");
+  PlanMemory* held = nullptr;
   {
     Played over;
+    held = &over.plan_memory;
+    expect(held->size() == 1, "its session does not know of it");
     over.replays.capture({{1}});
-    over.plan++;
+    over.give_up();
     done();
   }
-  expect(done() == "drain drop:0 ", "a graph that the core has dropped was dropped");
+  expect(done().empty(), "a graph that the core has dropped was dropped");
+}
+
+// Whether it has asked nothing before a run that is under way in another thread has ended.
+template <typename Action>
+void waits_for(std::mutex& running, Action&& action, const std::function<bool()>& is_done) {
+  std::atomic<int> id{0};
+  std::unique_lock<std::mutex> run(running);
+  std::thread other([&] {
+    id = (int)syscall(SYS_gettid);
+    action();
+  });
+  // Asleep in the lock: what it could do it has done. Or it has ended.
+  for (std::string call; call != std::to_string(SYS_futex);) {
+    std::this_thread::yield();
+    if (!id) continue;
+    std::ifstream file("/proc/self/task/" + std::to_string(id) + "/syscall");
+    if (!(file >> call)) break;
+  }
+  expect(calls.empty() && !is_done(), "something was done during a run");
+  run.unlock();
+  other.join();
+}
+
+void a_delegate_comes_and_goes_between_runs() {
+  std::mutex running;
+  PlanMemory plan_memory;
+  CompiledCode code{"", 0, "", "", "cuda", 0};
+  GraphMemory memory{0};
+  std::unique_ptr<Replays> replays;
+  waits_for(running, [&] {
+    replays = std::make_unique<Replays>(nullptr, running, plan_memory, 3, code, memory, "forward");
+  }, [&] { return !plan_memory.empty(); });
+  expect(plan_memory.size() == 1, "its session does not know of it");
+  next_graph = 100;
+  replays->capture({{1}});
+  done();
+  waits_for(running, [&] { replays.reset(); }, [&] { return plan_memory.empty(); });
+  expect(done() == "drain drop_capture:100 drop:0 " && plan_memory.empty(), "something is left");
 }
 
 void a_replay_that_fails() {
@@ -195,15 +253,18 @@ void a_capture_that_fails() {
   const std::string said = "method 'forward' ran, but cannot be captured into a CUDA graph, because it does what a graph "
                            "cannot do again by itself, such as waiting for a value on the host; load it without "
                            "weight_offload_cuda_graph (";
-  int number = 0;
-  for (const char* step : {"make", "begin_capture", "run", "end_capture"})
+  done();
+  // Before anything is captured. What it has made it has not kept.
+  refused = "make";
+  expect(refusal(tried).kind == Kind::activations && done() == "give_back make:0 ", "no memory is told as another failure");
+  int number = 1;
+  for (const char* step : {"begin_capture", "run", "end_capture"})
     for (int32_t failure : {1, 2, 6}) {
-      const bool is_of_core = std::string(step) != "make";
       refused = step;
-      core_failure = is_of_core ? failure : 0;
+      core_failure = failure;
       const LoadError error = refusal(tried);
       // No memory, or a lost device: that is what there is to know.
-      const bool is_plain = is_of_core && failure != 1;
+      const bool is_plain = failure != 1;
       expect(error.kind == Kind::core && error.detail == (is_plain ? failure : 7), std::string(step) + " told as another");
       expect((std::string(error.what()).rfind(said, 0) == 0) != is_plain, std::string(step) + " told otherwise");
       const std::string found = done();
@@ -213,6 +274,17 @@ void a_capture_that_fails() {
       expect(!over.replays.replay({{1}}, kStream), "what was not captured was replayed");
       number++;
     }
+  core_failure = 0;
+  refused = "pool";
+  expect(refusal(tried).detail == 7 && done() == "give_back make:10 pool drop:10 ", "told as another");
+  // What torch says, and the core has nothing against; and what torch has no memory for.
+  refused = "run";
+  expect(refusal(tried).detail == 7, "told as another");
+  is_out_of_memory = true;
+  refused = "run";
+  expect(refusal(tried).kind == Kind::activations, "no memory for activations is told as a capture that cannot be");
+  is_out_of_memory = false;
+  done();
   core_failure = 0;
   tried();
   expect(over.replays.replay({{1}}, kStream), "it cannot be captured any more");
@@ -225,10 +297,11 @@ const Core& core() {
   return made;
 }
 void give_back_cached_memory() { call("give_back"); }
-void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
+void throw_core_failure() { throw LoadError((Failure)core().failure(), core().failure_text()); }
 void give_run_up(void* session, const std::string& method, const std::exception& error) {
   core().session_abort(session);
-  if (core_failure) throw LoadError(Kind::core, core().session_failure_text(session), core_failure);
+  if (core_failure) throw LoadError((Failure)core_failure, core().session_failure_text(session));
+  if (const auto* refusal = dynamic_cast<const LoadError*>(&error)) throw *refusal;
   throw LoadError(Kind::code, "method '" + method + "' failed inside its compiled code: " + error.what());
 }
 
@@ -236,7 +309,9 @@ struct CompiledCode::Parts {};
 CompiledCode::CompiledCode(const char*, size_t, const std::string&, const std::string&, const std::string&, int32_t) {}
 CompiledCode::~CompiledCode() = default;
 void note(const char* name, int64_t number) {
-  if (!call(name + text(number))) throw std::runtime_error("torch");
+  if (call(name + text(number))) return;
+  if (is_out_of_memory || std::string(name) == "make") throw LoadError(Kind::activations, "no memory");
+  throw std::runtime_error("torch");
 }
 void CompiledCode::make_pass(int64_t number) { note("make", number); }
 void CompiledCode::run_pass(int64_t number, void* stream) {
@@ -250,7 +325,7 @@ void CompiledCode::drop_pass(int64_t number) { note("drop", number); }
 GraphMemory::GraphMemory(int32_t device_index) : device_index_(device_index) {}
 GraphMemory::~GraphMemory() = default;
 void GraphMemory::capture(const std::function<void(void* stream)>& action) {
-  call("pool");
+  if (!call("pool")) throw std::runtime_error("torch");
   struct Ends {
     ~Ends() { call("end_pool"); }
   } ends;
@@ -269,6 +344,7 @@ int main() {
   what_was_used_least_is_given_up();
   graphs_go_with_their_plan();
   nothing_is_given_back_that_is_gone();
+  a_delegate_comes_and_goes_between_runs();
   a_replay_that_fails();
   a_capture_that_fails();
   return 0;

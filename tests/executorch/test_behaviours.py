@@ -92,6 +92,14 @@ def automatic(player: Player, files: Files, folder: Path) -> None:
     player.open(files.program, files.weights, None)
     x = rows(3)
     assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+    # There is more than it can use, at load and later.
+    assert player.budget_bytes() == files.full_bytes
+    player.set_budget(files.floor_bytes)
+    assert player.budget_bytes() == files.floor_bytes
+    player.set_budget("auto")
+    assert player.budget_bytes() == files.full_bytes
+    sums = (x @ Counter().weight)[0]
+    assert torch.equal(player.run("read", x), expected("read", x, sums, 6.0))
 
 
 def states(player: Player, files: Files, folder: Path) -> None:

@@ -143,8 +143,9 @@ def test_it_measures_what_python_calibrates_by(example: Path, lowered: Callable[
         link, steps = module.link, len(module.program.methods[0].schedule.steps)
     words = [example, program, program.with_suffix(".ptd"), str(floor_bytes), "5", str(WIDTH), "--runs", "3"]
     done = subprocess.run([*words, "--calibrate"], input=x.numpy().tobytes(), capture_output=True, check=True)
-    # The runs with a trace are more of the same.
-    assert len(done.stdout) == 2 * 4 * 5 * (WIDTH // 2) and done.stdout[: len(done.stdout) // 2] * 2 == done.stdout
+    # The runs with a trace are more of the same, which nobody sees.
+    once = subprocess.run(words, input=x.numpy().tobytes(), capture_output=True, check=True)
+    assert done.stdout == once.stdout and len(done.stdout) == 4 * 5 * (WIDTH // 2)
     said = done.stderr.decode()
     times = re.findall(r"^step (\d+): (\d+) ns$", said, re.MULTILINE)
     assert [int(step) for step, _ in times] == list(range(steps))
@@ -169,7 +170,6 @@ def test_a_budget_that_cannot_be_set_leaves_the_old_one(run_model: Run, lowered:
     refusals = {
         # Word for word; what other placements would take, only Python knows.
         floor_bytes - 1: str(refused.value).partition(". That is for placement")[0],
-        "auto": "'auto' is chosen at load",
         "1 GiB": "is no number of bytes",
     }
     for budget, said in refusals.items():

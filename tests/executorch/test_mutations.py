@@ -28,18 +28,9 @@ __all__ = ["driver"]
 
 SOURCES = building.sources_folder()
 FILES = ["delegate.cpp", "program_session.cpp", "code.cpp", "state_table.cpp", "transfer_memory.cpp"]
-# The registry.
-ELSEWHERE = {
-    "registry",
-    "busy_with",
-    "~SessionRef",
-    "take_session_ref",
-    "lend_session",
-    "reclaim_sessions",
-    "take_shared_session_ref",
-}
 OF_A_GPU = {"current_device_index", "current_stream", "give_back_cached_memory"}
-SKIPPED = {*ELSEWHERE, *OF_A_GPU, "find_session", "find_sessions", "wait_for"}
+# The first: test_registry.py.
+SKIPPED = {"take_session", *OF_A_GPU, "wait_for"}
 CALLS = re.compile(
     r"(?<![\w.>:~])(?:check_build|check_program|check_delegate|check_input|log_line|compute|(?:bytes|processed)->Free"
     r"|delegate\.code->\w+|code\.forget|state->\w+|require_valid|reset|wait_for|fill|invalid_\.clear|taken\(\)\.\w+|"
@@ -64,14 +55,14 @@ EQUIVALENT: dict[str, str] = {
     f"code.cpp PackageFile: written < 0 left out of {INTERRUPTED}": NEEDS_SIGNAL,
     "code.cpp PackageFile: written < 0 taken for true": "it needs a file system that writes nothing, and does not fail",
     'code.cpp CompiledCode: if (device == "cuda") taken for false': NEEDS_GPU,
-    "code.cpp take_inputs: if (!parts_->device.is_cpu()) taken for true": "one more copy of the same",
-    "code.cpp take_inputs: if (!parts_->device.is_cpu()) taken for false": NEEDS_GPU,
+    "code.cpp move_inputs: if (parts_->device.is_cpu()) taken for false": "one more copy of the same",
+    "code.cpp move_inputs: if (parts_->device.is_cpu()) taken for true": NEEDS_GPU,
     **{
         f"delegate.cpp {fault}": "graphs are on a GPU only: tests/executorch/test_graphs.py"
         for fault in (
             "load: if (delegate->graph_memory) taken for false",
-            "execute_delegate: delegate.session_ref->session().is_tracing() taken for true",
-            "execute_delegate: delegate.session_ref->session().is_tracing() taken for false",
+            "execute_delegate: session.is_tracing() taken for true",
+            "execute_delegate: session.is_tracing() taken for false",
             f"execute_delegate: if ({REPLAYED}) taken for true",
             f"execute_delegate: !replays->replay(shapes, stream) left out of {REPLAYED}",
             "execute_delegate: if (replays) taken for false",
@@ -84,18 +75,9 @@ EQUIVALENT: dict[str, str] = {
     'state_table.cpp device_of: device == "cuda" taken for false': NEEDS_GPU,
     "state_table.cpp guarded: device.is_cpu() taken for true": NEEDS_GPU,
     "state_table.cpp guarded: device.is_cpu() taken for false": NEEDS_GPU,
-    "state_table.cpp take_state_ref: it->second.expired() taken for false": "what is gone is found to be gone later",
-    "state_table.cpp take_state_ref: if (table->taken().insert(method).second) taken for false": (
-        "it needs two methods with state: tests/executorch/test_behaviours.py, from C++"
-    ),
     **{
-        f"state_table.cpp {function}: std::lock_guard<std::mutex> {lock}; left out": NEEDS_THREAD
-        for function, lock in (
-            *((name, "alone(running_)") for name in ("read", "write", "reset")),
-            *((name, "hold(registry().lock)") for name in ("~StateRef", "lend_states", "reclaim_states")),
-            ("take_lent_state_ref", "hold(registry().lock)"),
-            *((name, "hold(all.lock)") for name in ("take_state_ref", "find_states")),
-        )
+        f"state_table.cpp {function}: std::lock_guard<std::mutex> alone(running_); left out": NEEDS_THREAD
+        for function in ("read", "write", "reset")
     },
     **{
         f"state_table.cpp {place}: wait_for(tensors_->device) left out{number}": NEEDS_GPU

@@ -139,7 +139,7 @@ def test_plans_name_weights_by_number() -> None:
         return Schedule(name, accesses, tuple(Step("kernel", (number,)) for number in range(len(used))))
 
     schedules = [schedule("forward", range(12)), schedule("short", range(6, 12))]
-    whole, first, second = make_plan_tables(schedules, weights, page_bytes=PAGE)
+    whole, first, second = make_plan_tables(schedules, weights, page_bytes=PAGE, device="cpu")
     planner = Planner(schedules, {weight.name: weight for weight in weights}, page_bytes=PAGE)
     assert (whole.row.floor_bytes, whole.row.full_bytes) == (planner.floor_bytes, 36 * PAGE)
     assert [table.row.methods for table in (whole, first, second)] == [(0, 1), (0,), (1,)]

@@ -27,7 +27,7 @@ MethodNumbers = tuple[int, ...]
 
 def task() -> planning.Task:
     schedules, weights = decoder(1, 256, 1_000)
-    return planning.Task(schedules, list(weights.values()), PAGE_BYTES, {})
+    return planning.Task(schedules, list(weights.values()), PAGE_BYTES, {}, "cpu")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_on_several_cores_the_same_plans_are_made(cores: Callable[[int], None]) 
 
     def tables(count: int) -> list[MadeTable]:
         cores(count)
-        return make_plan_tables(schedules, list(weights.values()), page_bytes=PAGE_BYTES)
+        return make_plan_tables(schedules, list(weights.values()), page_bytes=PAGE_BYTES, device="cpu")
 
     alone = tables(1)
     assert [table.row.methods for table in alone] == [(0, 1), (0,), (1,), (0, 1), (0,)]

@@ -33,6 +33,7 @@ from penstock.weights import WeightsIndex, read_index, verify_checksums
 from penstock.weights.format import parse_header
 from tests.fuzz.mutators import damaged_bytes, damaged_json, damaged_numbers
 from tests.fuzz.seeds import CORPUS, write_program, write_pte
+from tests.native.session import uninstall
 
 Target = Callable[[random.Random, Path], str]
 TARGETS: dict[str, Target] = {}
@@ -319,7 +320,7 @@ def plan_records(rng: random.Random, folder: Path) -> str:
             return told(error, PenstockError)
         # Whatever banks it has, they begin empty.
         assert not any(map(any, rig.session.expert_counts()))
-        rig.session.uninstall()
+        uninstall(rig.session)
     return "identical" if changed == numbers else "consistent"
 
 

@@ -63,6 +63,22 @@ def make_session(
     return Session(cast(Driver, driver), handle.value)
 
 
+def uninstall(session: Session) -> None:
+    """Gives its plan up: it has none then."""
+    function = library().penstock_test_session_uninstall
+    function.argtypes = [ctypes.c_void_p]
+    failure = function(session.handle)
+    if failure:
+        raise exception(failure, library().penstock_test_error().decode())
+
+
+def multiply_and_fail(*, out_of_memory: bool) -> None:
+    """As compiled code multiplies, with what throws something of the C++ library."""
+    failure = library().penstock_test_failing_linear(ctypes.c_int32(out_of_memory))
+    if failure:
+        raise exception(failure, library().penstock_test_error().decode())
+
+
 def acquire(session: Session, number: int, address: object) -> int:
     """As compiled code fetches the weight of an access: nonzero where the session refuses."""
     function = library().penstock_test_session_acquire

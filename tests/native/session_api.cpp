@@ -1,5 +1,8 @@
 // Sessions over sources that tests choose: penstock_open decides on chunks and buffers by itself. And what only compiled
 // code does with a session, and its streams.
+#include <new>
+#include <stdexcept>
+
 #include "driver/cleanup.h"
 #include "session/engine.h"
 #include "status.h"
@@ -28,6 +31,40 @@ int32_t penstock_test_session_create(penstock::Driver* driver, const char* path,
 }
 
 static penstock::Engine* engine(void* handle) { return static_cast<penstock::Engine*>(handle); }
+
+// Gives the plan up, and puts none in its place.
+int32_t penstock_test_session_uninstall(void* handle) {
+  return penstock::to_status([&] {
+    penstock::Entered entered(*engine(handle)->driver);
+    engine(handle)->session().require_idle();
+    if (engine(handle)->planned) engine(handle)->planned->uninstall();
+    else engine(handle)->lru->uninstall();
+  });
+}
+
+namespace {
+
+// Multiplies with something that is thrown.
+struct FailingSession final : penstock::Session {
+  bool is_out_of_memory;
+  explicit FailingSession(bool is_out_of_memory) : is_out_of_memory(is_out_of_memory) {}
+  bool fetch(const penstock::FetchRequest&, penstock::TensorHandle*) override { return false; }
+  void done(int64_t) override {}
+  void multiply(const penstock::LinearRequest&, penstock::TensorHandle*) override {
+    if (is_out_of_memory) throw std::bad_alloc();
+    throw std::length_error("too long");
+  }
+};
+
+}  // namespace
+
+// What a session tells of it, whose caller is generated code.
+int32_t penstock_test_failing_linear(int32_t is_out_of_memory) {
+  return penstock::to_status([&] {
+    FailingSession session(is_out_of_memory != 0);
+    if (!session.linear({}, nullptr)) throw penstock::CoreError(session.failure(), session.error());
+  });
+}
 
 // What compiled code does, without torch.
 int32_t penstock_test_session_acquire(void* handle, int64_t number, uint64_t* address) {

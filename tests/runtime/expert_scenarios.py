@@ -19,7 +19,7 @@ from penstock.errors import DriverCallError, PenstockError, ScheduleDivergedErro
 from penstock.plan.plan import MethodPlan
 from penstock.runtime.records import plan_numbers
 from tests.experts.reference import ReferenceTable
-from tests.native.session import acquire, take_rows
+from tests.native.session import acquire, take_rows, uninstall
 from tests.runtime.expert_rig import (
     EXPERTS,
     ROW_BYTES,
@@ -245,7 +245,7 @@ def tables_begin_empty(folder: Path) -> None:
                 rig.install_plan(plan)
                 assert rig.session.expert_counts() == [(0, 0, 0)] * len(plan.banks)
                 rig.run(stream=stream, check=False)
-            rig.session.uninstall()
+            uninstall(rig.session)
             assert rig.session.expert_counts() == []
 
 

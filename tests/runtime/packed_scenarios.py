@@ -16,6 +16,7 @@ from penstock.errors import DriverCallError, PenstockError, WeightsChangedError
 from penstock.plan.check import check_plan
 from penstock.plan.packed import BLOCK_BYTES
 from penstock.plan.plan import DIRECT, Plan
+from tests.native.session import uninstall
 from tests.runtime.packed_models import WEIGHT_BYTES, PackedModel, packed_chain, write_packed
 from tests.runtime.rig import INLINE, PAGE, Rig, RunFailed, chain, staged
 from tests.runtime.scenario_tools import (
@@ -248,7 +249,7 @@ def a_plan_takes_the_place_of_another(folder: Path) -> None:
         left = []
         for plan in (model.divided(), model.divided(slots=40)):
             rig.install_plan(plan)
-            rig.session.uninstall()
+            uninstall(rig.session)
             assert rig.session.memory()[0] == 0
             left.append(rig.driver.counts().events)
         # None that a slot had.

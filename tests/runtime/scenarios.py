@@ -29,7 +29,7 @@ from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, 
 from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from tests.native.library import testing
-from tests.native.session import acquire, copy_stream
+from tests.native.session import acquire, copy_stream, uninstall
 
 # Theirs are in the list, too.
 from tests.runtime import expert_decisions, expert_scenarios, packed_refusals, packed_scenarios  # noqa: F401
@@ -220,7 +220,7 @@ def without_poison_nothing_is_filled(folder: Path) -> None:
                 rig.install(model.floor_bytes)
             for _ in range(3):
                 rig.run(check=False)
-            rig.session.uninstall()
+            uninstall(rig.session)
             assert not rig.driver.failed_call()
             rig.check()
 
@@ -556,7 +556,7 @@ def after_a_refusal_nothing_is_lent(folder: Path) -> None:
             # To give up what is not under way changes nothing.
             assert rig.session.abort() is None
             rig.run()
-            rig.session.uninstall()
+            uninstall(rig.session)
             try:
                 rig.session.begin(0, INLINE)
                 raise AssertionError("a run was begun without a plan")
@@ -758,7 +758,7 @@ def lru_of_many_shapes(folder: Path) -> None:
                 assert 0 < rig.session.memory()[0] <= budget_bytes
                 peak_bytes = rig.session.memory()[1]
                 assert 0 < peak_bytes <= budget_bytes
-                rig.session.uninstall()
+                uninstall(rig.session)
                 assert rig.session.memory() == (0, peak_bytes)
 
 

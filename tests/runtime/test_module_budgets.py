@@ -16,6 +16,7 @@ from penstock.budget import format_bytes
 from penstock.errors import BelowFloorError, BudgetError, DeviceMemoryError, PackageError, PenstockError, RuntimeFailure
 from penstock.runtime.automatic_budget import reserve_bytes
 from penstock.runtime.driver import Driver, Memory
+from tests.native.session import uninstall
 from tests.runtime.modules import (
     CHAIN_BAKED_BYTES,
     EVERYTHING,
@@ -336,7 +337,7 @@ def test_when_the_old_plan_cannot_be_put_back_the_module_is_closed(decoder: Path
 
     def install_and_fill_up(numbers: Any) -> None:
         if not blocker:
-            module._session.uninstall()
+            uninstall(module._session)
             blocker.append(kept.last.create_block(full))
         install(numbers)
 

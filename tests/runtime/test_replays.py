@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 
 from penstock.errors import CaptureError, DriverCallError, PenstockError, ScheduleDivergedError
-from tests.native.session import acquire, copy_stream
+from tests.native.session import acquire, copy_stream, uninstall
 from tests.runtime.rig import PAGE, Captured, Model, Rig, RunFailed, models, staged
 
 US = 1000
@@ -290,7 +290,7 @@ def test_what_is_out_of_order_is_refused(made: dict[str, Model]) -> None:
         with pytest.raises(PenstockError, match="while another one was not ended"):
             rig.session.begin(0, stream)
         with pytest.raises(PenstockError, match="cannot be changed while a run has not ended"):
-            rig.session.uninstall()
+            uninstall(rig.session)
         with pytest.raises(PenstockError, match="to be dropped while a run has not ended"):
             rig.session.drop_capture(captured.number)
         with pytest.raises(PenstockError, match="ended without its launch"):

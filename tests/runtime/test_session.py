@@ -13,12 +13,13 @@ import pytest
 from penstock.errors import (
     CaptureError,
     DriverCallError,
+    HostMemoryError,
     PenstockError,
     ScheduleDivergedError,
     WeightsChangedError,
 )
 from penstock.native import core
-from tests.native.session import HostSource, acquire
+from tests.native.session import HostSource, acquire, multiply_and_fail, uninstall
 from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenarios import SCENARIOS
 from tests.runtime.soft import SoftDriver
@@ -53,6 +54,26 @@ def rig(model: Model) -> Iterator[Rig]:
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_scenario(name: str, tmp_path: Path) -> None:
     SCENARIOS[name](tmp_path)
+
+
+def test_how_fast_copies_are_is_rounded_half_up(model: Model) -> None:
+    """Without a float: as C prints one depends on the locale, and 0.25 would be 0.2."""
+    for took_ns, rate in ((8 * PAGE, "0.3"), (2 * PAGE, "1.0"), (81, "101.1"), (41 * PAGE, "0.0")):
+        with Rig(model) as rig:
+            rig.driver.set_clock(0, took_ns)
+            rig.install(model.floor_bytes)
+            assert {(one.nbytes, one.ns) for one in rig.session.link()[:1]} == {(12 * PAGE, 6 * took_ns)}
+            amounts = {"floor_bytes": 0, "budget_bytes": 0, "origin": 0, "copying_bytes": 0}
+            line = rig.session.summary(name="m", device="cpu", methods=["one"], remarks=[], **amounts)
+            assert line.endswith(f", copies at {rate} GB/s")
+
+
+def test_what_a_call_into_torch_throws_ends_at_the_session() -> None:
+    """It is generated code that calls."""
+    with pytest.raises(HostMemoryError, match="^the host has no memory left$"):
+        multiply_and_fail(out_of_memory=True)
+    with pytest.raises(PenstockError, match="^too long$"):
+        multiply_and_fail(out_of_memory=False)
 
 
 # ---- budgets, runs, streams, methods
@@ -261,7 +282,7 @@ def test_methods_that_are_not_there(model: Model) -> None:
             with pytest.raises(PenstockError, match=f"method {method} was begun, there are 1"):
                 rig.begin(method)
         rig.run()
-        rig.session.uninstall()
+        uninstall(rig.session)
         with pytest.raises(PenstockError, match="method 0 was begun, there are 0"):
             rig.begin()
         assert rig.driver.counts().block_bytes == 0
@@ -286,7 +307,7 @@ def test_no_other_plan_in_the_middle_of_a_run(rig: Rig) -> None:
             with pytest.raises(PenstockError, match="while a run has not ended"):
                 rig.session.install((ctypes.c_int64 * 0)())
             with pytest.raises(PenstockError, match="while a run has not ended"):
-                rig.session.uninstall()
+                uninstall(rig.session)
     rig.end()
     rig.check()
 

@@ -20,7 +20,6 @@ from penstock.placement_names import PLANNED
 from penstock.plan.calibration import Calibration, Link
 from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.options import Asked, judge
-from penstock.runtime.session import Session
 from penstock.verify.module import PoisonedModule
 from tests.harness import bits, compiled, offloaded
 from tests.runtime.rig import PAGE
@@ -190,15 +189,6 @@ def test_a_calibration_may_split(program: Path, resident: list[Tensor]) -> None:
             assert module.device_memory()[0] < 2 * PAGE and same(results(module), resident)
         assert same(results(module), resident)
         assert module.device_memory()[0] <= budget
-
-
-@pytest.mark.parametrize("options", [{}, {"placement": "stream"}, {"placement": "split"}, {"host_memory": 64 * PAGE}])
-def test_the_kernel_is_always_offered(program: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """The library may sum in the same order as the core: results alone do not tell who multiplied."""
-    told: list[object] = []
-    monkeypatch.setattr(Session, "offer_linear", lambda session, prepare: told.append(prepare))
-    opened(program, "1TiB", **options).close()
-    assert told == [None]
 
 
 def test_the_summary_says_what_is_split(program: Path) -> None:

@@ -15,7 +15,8 @@ from executorch.exir.tensor import scalar_type_enum
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from penstock.errors import NoWeightsError, ProgramError, UnsupportedProgramError
+from penstock.budget import format_bytes
+from penstock.errors import BelowFloorError, NoWeightsError, ProgramError, UnsupportedProgramError
 from penstock.executorch.description import (
     TRANSFER_ALIGNMENT_BYTES,
     DelegateInput,
@@ -90,9 +91,9 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
             weights=request.checkpoint,
             split_linear=options["split_linear"],
         )
-        request.constant_methods[FLOOR_METHOD] = compiled.program.floor_bytes
+        key, floor_bytes, store = _store(compiled, programs, options, folder)
+        request.constant_methods[FLOOR_METHOD] = floor_bytes
         request.constant_methods[ORDER_METHOD] = access_order_to_json(compiled.program)
-        key, store = _store(compiled, programs, options, folder)
         return {method: [_result(key, part, compiled, store) for part in parts] for method, parts in names.items()}
 
 
@@ -114,13 +115,22 @@ def _store(
     programs: Mapping[str, ExportedProgram],
     options: Mapping[str, Any],
     folder: TemporaryFolder,
-) -> tuple[str, NamedDataStore]:
-    """The payload's name, and everything that all delegates of the program share."""
+) -> tuple[str, int, NamedDataStore]:
+    """The payload's name, the floor of its plans, and everything that all delegates of the program share."""
     program = compiled.program
     page_bytes = page_bytes_on(program.device, program.weight_bytes)
     all_names = {tied[0]: tied for tied in options["tied"]}
     schedules = [method.schedule for method in program.methods]
-    plan_tables = make_plan_tables(schedules, program.weights, page_bytes=page_bytes)
+    plan_tables = make_plan_tables(schedules, program.weights, page_bytes=page_bytes, device=program.device)
+    floor_bytes = plan_tables[0].row.floor_bytes
+    if program.budget_bytes is not None and program.budget_bytes < floor_bytes:
+        # On a GPU, where only Module splits weights: its floor may be lower than that of the plans in the file.
+        raise BelowFloorError(
+            f"weight_offload_budget is {format_bytes(program.budget_bytes)}, below the floor of this program in a "
+            f"process without Python: it needs at least {floor_bytes} bytes there",
+            budget_bytes=program.budget_bytes,
+            floor_bytes=floor_bytes,
+        )
     code = compiled.program_path.read_bytes()
     bounds = [method.activation_bound_bytes for method in program.methods]
     description = Description(
@@ -160,7 +170,7 @@ def _store(
             entry = index[state.name]
             first = Segment(index.path, entry.offset_bytes, entry.length_bytes, folder)
             store.add_named_data(state.name, first, ALIGNMENT_BYTES, DATA_FILE, tensor_layout(state))
-    return key, store
+    return key, floor_bytes, store
 
 
 def _state(state: State) -> SharedState:

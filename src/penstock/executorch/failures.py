@@ -22,6 +22,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     13: errors.DeviceError,
     14: errors.StateInvalidError,
     15: errors.ConcurrentRunError,
+    16: errors.ActivationMemoryError,
 }
 # ExecuTorch's own, by number: runtime/core/error.h. What is not here is no fault of the file's or the caller's.
 _NAMES = {

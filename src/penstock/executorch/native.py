@@ -56,7 +56,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_executorch_states": (_i32, [_pointer, _text, _VISIT_TEXT]),
     "penstock_executorch_state": (_i32, [_pointer, _text, _text, _VISIT_VALUE]),
     "penstock_executorch_payloads": (_i32, [_pointer, _VISIT_PAYLOAD]),
-    "penstock_executorch_lend": (None, [_text, _pointer, _i32, ctypes.POINTER(_i64), _i64]),
+    "penstock_executorch_lend": (_i32, [_text, _pointer, _i32, ctypes.POINTER(_i64), _i64]),
     "penstock_executorch_lend_states": (_i32, [_text, _text, _i32, ctypes.POINTER(Value), _i64]),
     "penstock_executorch_reclaim": (None, [_text]),
     "penstock_executorch_read_state": (_i32, [_text, _text, _pointer, _i64]),
@@ -204,7 +204,8 @@ class NativeModule:
     def share_session(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
         """To methods loaded from now on: delegates, by number, run in this session of the core, which outlives them."""
         numbers = (_i64 * len(delegates))(*delegates)
-        self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))
+        status = self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))
+        self._check("sharing a session", status)
 
     def share_states(self, device: torch.device, states: Sequence[torch.Tensor]) -> None:
         """To methods loaded from now on: the program's states, in its order, in memory that outlives them."""

@@ -38,11 +38,12 @@ def make_packed_plans(
     blocks: Mapping[str, Blocks],
     *,
     page_bytes: int,
+    device: str,
 ) -> bytes:
     """`blocks`: of those of the weights that are packed; their places count from the beginnings of their entries."""
     numbers = packed_numbers((number, 0, blocks[w.name]) for number, w in enumerate(weights) if w.name in blocks)
     begins = {name: one.begins_bytes for name, one in blocks.items()}
-    tables = make_plan_tables(schedules, weights, page_bytes=page_bytes, begins=begins)
+    tables = make_plan_tables(schedules, weights, page_bytes=page_bytes, device=device, begins=begins)
     record = PackedPlans(program, record_seal(bytes(numbers)), tuple(table.row for table in tables))
     plans = b"".join(plan.numbers for table in tables for plan in table.plans)
     return sealed_parts(PLANS_MAGIC, to_record(record), plans, b"")

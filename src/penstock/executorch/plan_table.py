@@ -35,14 +35,19 @@ class MadeTable:
 
 
 def make_plan_tables(
-    schedules: Sequence[Schedule], weights: Sequence[Weight], *, page_bytes: int, begins: Begins | None = None
+    schedules: Sequence[Schedule],
+    weights: Sequence[Weight],
+    *,
+    page_bytes: int,
+    device: str,
+    begins: Begins | None = None,
 ) -> list[MadeTable]:
     """All methods over one ring; and where there are several, each of them by itself.
 
     Where some weights are read in place, once more without: staging holds no weight in place. `begins`: of packed
     weights.
     """
-    task = Task(schedules, weights, page_bytes, begins or {})
+    task = Task(schedules, weights, page_bytes, begins or {}, device)
     everything = tuple(range(len(schedules)))
     groups = [everything, *((number,) for number in everything if len(everything) > 1)]
     # disable=None: silent unless standard error is a terminal.

@@ -45,7 +45,7 @@ class PlannedBudget:
 
     stored: StoredPlan
     cost_bytes: float
-    # Names of weights that it reads where they lie in host memory.
+    # Names of weights that it reads where they lie in host memory, as a whole or but for their prefix.
     direct: tuple[str, ...]
 
     @property
@@ -55,12 +55,13 @@ class PlannedBudget:
 
 @dataclass(frozen=True)
 class Task:
-    """What plans of one program are made from. `begins`: of packed weights."""
+    """What plans of one program for a "cuda" or "cpu" device are made from. `begins`: of packed weights."""
 
     schedules: Sequence[Schedule]
     weights: Sequence[Weight]
     page_bytes: int
     begins: Begins
+    device: str
     # Those that were asked for: making one takes longer than a plan.
     _planners: dict[tuple[tuple[int, ...], str], Planner] = field(default_factory=dict)
 
@@ -73,6 +74,8 @@ class Task:
                 page_bytes=self.page_bytes,
                 placement=placement,
                 begins=self.packed_of(methods),
+                # A process without Python has no kernel that reads a weight in two places; on the CPU the core has one.
+                can_split=self.device == "cpu",
             )
         return self._planners[methods, placement]
 
@@ -93,7 +96,7 @@ class Task:
         is_copying = any(method.copies for method in plan.methods)
         numbers = bytes(plan_numbers(plan, (weight.name for weight in self.weights)))
         stored = StoredPlan(plan.device_bytes, numbers, is_copying)
-        return PlannedBudget(stored, cost_bytes(plan, chosen), plan.direct_weights)
+        return PlannedBudget(stored, cost_bytes(plan, chosen), (*plan.direct_weights, *plan.split_weights))
 
 
 @dataclass(frozen=True)

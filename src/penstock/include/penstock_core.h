@@ -1,12 +1,35 @@
-// What the core's C interface passes by structure: how a program is opened, which budget holds, and what is said of both.
-// Python has the same fields in runtime/session.py and runtime/budget_choice.py.
+// The part of the core's C interface that the ExecuTorch delegate uses, and all that it passes by structure. Python has the
+// same fields in runtime/session.py and runtime/budget_choice.py, and the functions in native.py. What they do stands where
+// they are defined.
 #pragma once
 
-#include <stdint.h>
+#include <cstddef>
+#include <cstdint>
 
-#ifdef __cplusplus
+namespace penstock {
+
+// What went wrong, as the front ends tell it apart.
+enum class Failure : int32_t {
+  none = 0,
+  driver = 1,             // a driver call failed
+  device_memory = 2,      // a driver call failed for want of device memory
+  registration = 3,       // host memory could not be registered or pinned
+  divergence = 4,         // the compiled code did not follow the schedule
+  host_read = 5,          // bytes of the weights file could not be read
+  sticky = 6,             // the device context is lost; nothing more can be done with it
+  capture = 7,            // called while the caller's stream is being captured
+  torch = 8,              // torch refused to make a tensor
+  usage = 9,              // the caller broke the order of calls
+  kernel = 10,            // no kernel could be prepared
+  budget = 11,            // none was given, and there is no automatic one
+  below_floor = 12,       // a budget is less than the program needs
+  host_memory = 13,       // less is left than is needed, or than a cap allows
+  build = 14,             // a program was compiled for something else
+};
+
+}  // namespace penstock
+
 extern "C" {
-#endif
 
 struct PenstockOpenRequest {
   // The weights file.
@@ -99,6 +122,71 @@ struct PenstockSummary {
   int64_t remark_count;
 };
 
-#ifdef __cplusplus
+// Of the last run, or of all of them. Python has the same as penstock.runtime.session.Stats.
+struct PenstockCounters {
+  int64_t runs = 0;
+  int64_t bytes_streamed = 0;
+  int64_t bytes_hit = 0;
+  int64_t copies = 0;
+  int64_t stall_ns = 0;
+  // Of the pool, under the least-recently-used policy: how often it was asked, and the host time that took.
+  int64_t pool_calls = 0;
+  int64_t pool_ns = 0;
+  // Of the runs, those that were launched as a graph. Their stalls are not measured.
+  int64_t replays = 0;
+  // Of weights that kernels read where they lie, as a whole or but for their prefix: all that they could have read. A
+  // gather reads only some rows of it.
+  int64_t bytes_in_place = 0;
+  // Of packed weights, what was decoded: as the weights have it.
+  int64_t bytes_decoded = 0;
+  // Of experts with slots, once for each call that asks for one: those that were in a slot, those that were not, and what
+  // crossed the link of these. Counted by the device.
+  int64_t expert_hits = 0;
+  int64_t expert_misses = 0;
+  int64_t expert_bytes = 0;
+};
+
+int32_t penstock_failure();
+const char* penstock_failure_text();
+uint64_t penstock_checksum(const void* data, int64_t bytes);
+int32_t penstock_load_torch();
+void* penstock_soft_create(size_t page_bytes, size_t capacity_bytes, int32_t poison);
+const char* penstock_soft_error();
+void* penstock_cuda_create(int32_t ordinal);
+void penstock_driver_destroy(void* driver);
+int32_t penstock_driver_granularity(void* driver, int64_t* bytes);
+int32_t penstock_driver_memory(void* driver, int64_t* free_bytes, int64_t* total_bytes);
+int32_t penstock_check_build(const PenstockBuild* built, const PenstockBuild* here);
+int64_t penstock_budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
+const char* penstock_format_bytes(int64_t bytes);
+int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu);
+int32_t penstock_choose_budget(PenstockBudget* budget);
+const char* penstock_clamp_sentence(const PenstockBudget* budget);
+void* penstock_open(void* driver, const PenstockOpenRequest* asked);
+void penstock_session_destroy(void* session);
+void* penstock_session_allocate_host(void* session, int64_t bytes);
+void penstock_session_free_host(void* session, void* start);
+int32_t penstock_session_install(void* session, const int64_t* numbers, int64_t count);
+int32_t penstock_session_install_with_slots(void* session, const int64_t* numbers, int64_t count, int64_t slots,
+                                            int64_t slot_bytes, int64_t total_bytes);
+int32_t penstock_session_begin(void* session, int64_t method, void* stream);
+int32_t penstock_session_end(void* session);
+void penstock_session_abort(void* session);
+int32_t penstock_session_begin_capture(void* session, int64_t method, void* stream);
+int32_t penstock_session_end_capture(void* session, int64_t* capture);
+int32_t penstock_session_drop_capture(void* session, int64_t capture);
+int32_t penstock_session_begin_replay(void* session, int64_t capture, void* stream);
+int32_t penstock_session_launch(void* session);
+int32_t penstock_session_end_replay(void* session);
+int32_t penstock_session_drain(void* session);
+int32_t penstock_session_start_trace(void* session);
+int32_t penstock_session_stop_trace(void* session);
+int64_t penstock_session_spans(void* session, int64_t* out, int64_t capacity);
+int32_t penstock_session_counters(void* session, PenstockCounters* last_run, PenstockCounters* totals);
+int32_t penstock_session_memory(void* session, int64_t* device_bytes, int64_t* peak_device_bytes);
+int64_t penstock_session_link(void* session, int64_t* out, int64_t capacity);
+const char* penstock_session_summary(void* session, const PenstockSummary* asked);
+int32_t penstock_session_failure(void* session);
+const char* penstock_session_failure_text(void* session);
+
 }  // extern "C"
-#endif

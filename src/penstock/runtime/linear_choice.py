@@ -1,7 +1,7 @@
 """Who multiplies where a program has linears of ours: always the kernel that reads a weight in two places.
 
 One way of summing at every budget, so that the bits never depend on where a weight lies. A GPU that cannot have the
-kernel multiplies with the library, at every budget too, and splits nothing.
+kernel multiplies with the library, at every budget too, and splits nothing. On the CPU the core itself sums.
 """
 
 from __future__ import annotations

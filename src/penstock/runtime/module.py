@@ -182,8 +182,8 @@ class Module(LoadedProgram):
             )
             stack.callback(self._session.close)
             self.host_bytes = self._session.host_bytes
-            if options.linear.uses_kernel:
-                self._session.offer_linear(None if recipes is None else recipes.prepare)
+            if recipes is not None:
+                self._session.offer_linear(recipes.prepare)
             self._graphs = Graphs(self.device) if asked.cuda_graph else None
             # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
             closing = weakref.WeakMethod(self._close)

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
@@ -136,7 +136,6 @@ def _texts(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
     return (ctypes.c_char_p * len(texts))(*(os.fsencode(text) for text in texts))
 
 
-_COUNTERS = 13
 _LANES = {0: "compute", 1: "copy", 2: "link"}
 # Numbers of each record that the core hands over.
 _LINK_NUMBERS = 3
@@ -148,9 +147,9 @@ _LOGGED_NUMBERS = 3
 class _Preparation:
     """What the core calls for a recipe. It lives as long as the core may call it."""
 
-    def __init__(self, prepare: Callable[[int, int], None] | None) -> None:
+    def __init__(self, prepare: Callable[[int, int], None]) -> None:
         self._errors: list[Exception] = []
-        self.pointer = PREPARE_LINEAR() if prepare is None else PREPARE_LINEAR(_guarded(prepare, self._errors))
+        self.pointer = PREPARE_LINEAR(_guarded(prepare, self._errors))
 
     def take_error(self) -> Exception | None:
         return self._errors.pop() if self._errors else None
@@ -175,7 +174,8 @@ def flat(extents: Sequence[tuple[int, int]]) -> Numbers:
 
 def counters(handle: int | None) -> tuple[Stats, Stats]:
     """Of the last run of a session, and since it was made. Waits for the device."""
-    last, total = (ctypes.c_int64 * _COUNTERS)(), (ctypes.c_int64 * _COUNTERS)()
+    # As PenstockCounters in include/penstock_core.h.
+    last, total = (ctypes.c_int64 * len(fields(Stats)))(), (ctypes.c_int64 * len(fields(Stats)))()
     if core().penstock_session_counters(handle, last, total):
         raise last_exception()
     run = Stats(*last)
@@ -189,7 +189,7 @@ class Session:
         """Over a session of the core, which is its own from now on."""
         self._handle: int | None = handle
         self._core, self._pid, self._driver = core(), os.getpid(), driver  # which outlives it
-        self._preparation = _Preparation(None)
+        self._preparation: _Preparation | None = None
 
     @classmethod
     def opened(
@@ -242,18 +242,14 @@ class Session:
     def install(self, numbers: Numbers) -> None:
         self._check(self._core.penstock_session_install(self.handle, numbers, len(numbers)))
 
-    def offer_linear(self, prepare: Callable[[int, int], None] | None) -> None:
-        """From now on all linears are made in one way, so that a result has the same bits wherever the rows lie.
+    def offer_linear(self, prepare: Callable[[int, int], None]) -> None:
+        """From now on a kernel makes all linears of a GPU, so that a result has the same bits wherever the rows lie.
 
-        `prepare` gets the addresses of a LinearCase and of the LinearRecipe to fill (penstock.direct.recipes). None:
-        the calling thread makes them, on the CPU.
+        `prepare` gets the addresses of a LinearCase and of the LinearRecipe to fill (penstock.direct.recipes).
         """
         offered = _Preparation(prepare)
         self._check(self._core.penstock_session_offer_linear(self.handle, offered.pointer))
         self._preparation = offered
-
-    def uninstall(self) -> None:
-        self._check(self._core.penstock_session_uninstall(self.handle))
 
     def begin(self, method_index: int, stream: int) -> None:
         """Then end(), or abort. A begin that raises, also an interrupt's, leaves no run."""
@@ -268,7 +264,7 @@ class Session:
         failure = self._core.penstock_session_failure(self.handle)
         text = self._core.penstock_session_failure_text(self.handle).decode()
         self._core.penstock_session_abort(self.handle)
-        cause = self._preparation.take_error()
+        cause = self._preparation.take_error() if self._preparation is not None else None
         if cause is not None:
             text = f"{text}: {cause}"
             reduced = sys.exc_info()[1]

@@ -53,5 +53,5 @@ DELEGATE_NAMES = {
     "ATen/detail/CUDAHooksInterface.h": ("getCUDAHooks", "AcceleratorHooksInterface", "deviceSynchronize"),
     "ATen/detail/AcceleratorHooksInterface.h": ("getCurrentDevice",),
     "ATen/Version.h": ("get_cpu_capability",),
-    "c10/core/CachingDeviceAllocator.h": ("getDeviceAllocator", "emptyCache"),
+    "c10/core/CachingDeviceAllocator.h": ("getDeviceAllocator", "emptyCache", "getDeviceStats", "num_ooms"),
 }

@@ -74,6 +74,7 @@ def _plans(lowered: LoweredFile, first_names: Mapping[str, str]) -> PlansEntry:
             program.weights,
             {name: blocks[first] for name, first in first_names.items() if first in blocks},
             page_bytes=lowered.page_bytes,
+            device=program.device,
         )
 
     return PlansEntry(f"{PLANS_PREFIX}{lowered.name}", content)

@@ -1,3 +1,4 @@
+// Finds out whose BLAS torch's calls reach.
 #include "blas.h"
 
 #include <dlfcn.h>

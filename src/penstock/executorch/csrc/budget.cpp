@@ -1,22 +1,11 @@
+// Asks the core for a budget, and finds the plan that goes with it.
 #include "budget.h"
-
-#include <algorithm>
 
 #include "code.h"
 #include "core.h"
 #include "load_error.h"
 
 namespace penstock_executorch {
-namespace {
-
-PenstockBudget chosen(PenstockBudget budget) {
-  constexpr int32_t kBelowFloor = 12;  // as the core counts its failures
-  if (!core().choose_budget(&budget)) return budget;
-  if (core().failure() == kBelowFloor) throw LoadError(Kind::below_floor, core().failure_text(), budget.floor_bytes);
-  throw_core_failure();
-}
-
-}  // namespace
 
 int64_t parse_decimal(const std::string& text, const std::string& what) {
   int64_t value = 0;
@@ -36,38 +25,32 @@ int64_t parse_decimal(const std::string& text, const std::string& what) {
   return value;
 }
 
-PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver,
-                             bool cuda_graph) {
-  PenstockBudget asked{};
-  asked.floor_bytes = table.floor_bytes;
-  asked.full_bytes = table.full_bytes;
-  asked.given_bytes = request.automatic ? int64_t{PENSTOCK_AUTOMATIC} : request.bytes.value_or(PENSTOCK_NONE);
-  asked.origin = PENSTOCK_BUDGET_LOAD;
-  asked.baked_bytes = payload.baked_bytes.value_or(PENSTOCK_NONE);
-  if (core().budget_origin(asked.given_bytes, asked.origin, asked.baked_bytes) == PENSTOCK_BUDGET_AUTOMATIC) {
-    if (!payload.activation_bytes)
+PenstockBudget choose_budget(const BudgetRequest& request, const BudgetTerms& terms, int32_t origin, int64_t baked_bytes,
+                             int64_t held_bytes) {
+  PenstockBudget budget{};
+  budget.floor_bytes = terms.floor_bytes;
+  budget.full_bytes = terms.full_bytes;
+  budget.given_bytes = request.automatic ? int64_t{PENSTOCK_AUTOMATIC} : request.bytes.value_or(PENSTOCK_NONE);
+  budget.origin = origin;
+  budget.baked_bytes = baked_bytes;
+  if (core().budget_origin(budget.given_bytes, budget.origin, baked_bytes) == PENSTOCK_BUDGET_AUTOMATIC) {
+    if (!terms.activation_bytes)
       throw LoadError(Kind::budget,
                       "there is no automatic budget: a dynamic size of the program has no highest value, so the memory "
                       "it needs beside the weights has no bound; give a budget, or export with a highest value for every "
                       "dynamic size");
     int64_t total_bytes = 0;
     // What torch cannot give back is not free. Hence this comes before the driver is asked.
-    if (payload.device == "cuda") give_back_cached_memory();
-    if (core().driver_memory(driver, &asked.free_bytes, &total_bytes)) throw_core_failure();
-    asked.activation_bytes = *payload.activation_bytes * (cuda_graph ? 2 : 1);  // state is there already, and no longer free
-    asked.reserve_bytes = core().reserve_bytes(total_bytes, payload.device == "cuda");
+    if (terms.on_gpu) give_back_cached_memory();
+    if (core().driver_memory(terms.driver, &budget.free_bytes, &total_bytes)) throw_core_failure();
+    budget.held_bytes = held_bytes;
+    budget.activation_bytes = *terms.activation_bytes * (terms.cuda_graph ? 2 : 1);  // state is there, and no longer free
+    budget.reserve_bytes = core().reserve_bytes(total_bytes, terms.on_gpu);
   }
-  return chosen(asked);
-}
-
-PenstockBudget choose_new_budget(int64_t bytes, int64_t floor_bytes, int64_t full_bytes) {
-  PenstockBudget asked{};
-  asked.floor_bytes = floor_bytes;
-  asked.full_bytes = full_bytes;
-  asked.given_bytes = bytes;
-  asked.origin = PENSTOCK_BUDGET_CHANGE;
-  asked.baked_bytes = PENSTOCK_NONE;
-  return chosen(asked);
+  if (!core().choose_budget(&budget)) return budget;
+  if (core().failure() == (int32_t)Failure::below_floor)
+    throw LoadError(Kind::below_floor, core().failure_text(), budget.floor_bytes);
+  throw_core_failure();
 }
 
 size_t choose_plan(const std::vector<ReadyPlan>& plans, int64_t floor_bytes, int64_t budget_bytes) {

@@ -25,13 +25,23 @@ struct BudgetRequest {
   bool is_given() const { return bytes || automatic; }
 };
 
-// By the core, as for every kind of program; `driver` tells how much is free; graphs keep
-// what they compute in, and runs that are no replays need as much again. Throws LoadError(budget) or
-// LoadError(below_floor), which names the exact minimum.
-PenstockBudget choose_budget(const BudgetRequest& request, const Payload& payload, const PlanTable& table, void* driver,
-                             bool cuda_graph);
-// Of a program that is loaded.
-PenstockBudget choose_new_budget(int64_t bytes, int64_t floor_bytes, int64_t full_bytes);
+// What of a loaded program decides about budgets.
+struct BudgetTerms {
+  int64_t floor_bytes;
+  int64_t full_bytes;
+  // None: there is no bound. Graphs keep what they compute in, and runs that are no replays need as much again.
+  std::optional<int64_t> activation_bytes;
+  // Tells how much is free.
+  void* driver;
+  bool on_gpu;
+  bool cuda_graph;
+};
+
+// By the core, as for every kind of program. `origin` is where a number that is given comes from; `baked_bytes` may be
+// PENSTOCK_NONE; `held_bytes`: what weights of the program hold already. Throws LoadError(budget) or LoadError(below_floor),
+// which names the exact minimum.
+PenstockBudget choose_budget(const BudgetRequest& request, const BudgetTerms& terms, int32_t origin, int64_t baked_bytes,
+                             int64_t held_bytes);
 
 // The largest plan that the budget allows.
 size_t choose_plan(const std::vector<ReadyPlan>& plans, int64_t floor_bytes, int64_t budget_bytes);

@@ -1,3 +1,4 @@
+// Owns the loaded code, its inputs and outputs, and the tensors of captured passes. Knows torch, not ExecuTorch.
 #include "code.h"
 
 #include <ATen/Context.h>
@@ -103,8 +104,11 @@ void give_back_cached_memory() {
 }
 
 struct CompiledCode::Parts {
+  std::string method;
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> loader;
   at::Device device{at::kCPU};
+  // In pinned memory.
+  std::vector<at::Tensor> given;
   // States, so many, come first.
   std::vector<at::Tensor> inputs;
   size_t states = 0;
@@ -117,16 +121,31 @@ struct CompiledCode::Parts {
   // Something is on its way between pinned memory and the device.
   bool is_moving = false;
 
-  at::Tensor on_device(const at::Tensor& from) {
-    at::Tensor to = at::empty_strided(from.sizes(), from.strides(), from.options().device(device));
-    is_moving = true;
-    return to.copy_(from, /*non_blocking=*/true);
+  void move(const at::Tensor& from, const at::Tensor& to) {
+    is_moving = !device.is_cpu();
+    to.copy_(from, /*non_blocking=*/true);
   }
   void await_moves() {
     if (!is_moving) return;
     const c10::impl::VirtualGuardImpl guard(device.type());
     guard.synchronizeStream(guard.getStream(device));
     is_moving = false;
+  }
+
+  int64_t ooms() const {
+    return device.is_cpu() ? 0 : c10::getDeviceAllocator(at::kCUDA)->getDeviceStats(device.index()).num_ooms;
+  }
+  // Compiled code reduces it to a generic failure, too, when torch finds no memory for what it computes.
+  template <typename Work>
+  auto telling_ooms(Work&& work) const {
+    const int64_t before = ooms();
+    try {
+      return work();
+    } catch (const std::exception& error) {
+      if (ooms() == before) throw;
+      throw LoadError(Kind::activations, "method '" + method + "' ran out of device memory for its own buffers; set a "
+                                         "budget with less, or free device memory (" + error.what() + ")");
+    }
   }
 
   // A GPU with its number is to be the current one while it is used; the CPU has no such thing.
@@ -137,6 +156,7 @@ CompiledCode::CompiledCode(const char* package, size_t package_bytes, const std:
                            const std::string& method, const std::string& device, int32_t device_index)
     : parts_(std::make_unique<Parts>()) {
   PackageFile file(package, package_bytes, content_name);
+  parts_->method = method;
   if (device == "cuda") parts_->device = at::Device(at::kCUDA, (c10::DeviceIndex)device_index);
   try {
     parts_->loader = std::make_unique<torch::inductor::AOTIModelPackageLoader>(
@@ -159,26 +179,37 @@ void CompiledCode::take_inputs(const std::vector<TensorView>& views, const std::
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
   for (size_t i = 0; i < views.size(); ++i) {
-    at::Tensor input = pinned(views[i], strides[i], transfers);
-    input.copy_(wrapped(views[i]));
-    if (!parts_->device.is_cpu()) input = parts_->on_device(input);
-    parts_->inputs.push_back(std::move(input));
+    parts_->given.push_back(pinned(views[i], strides[i], transfers));
+    parts_->given.back().copy_(wrapped(views[i]));
+  }
+}
+
+void CompiledCode::move_inputs() {
+  at::NoGradGuard no_grad;
+  c10::OptionalDeviceGuard on(parts_->guarded());
+  for (const at::Tensor& from : parts_->given) {
+    parts_->inputs.push_back(from);
+    if (parts_->device.is_cpu()) continue;
+    at::Tensor& to = parts_->inputs.back();
+    to = at::empty_strided(from.sizes(), from.strides(), from.options().device(parts_->device));
+    parts_->move(from, to);
   }
 }
 
 void CompiledCode::run(void* stream) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
-  parts_->outputs = parts_->loader->run(parts_->inputs, stream);
+  parts_->outputs = parts_->telling_ooms([&] { return parts_->loader->run(parts_->inputs, stream); });
 }
 
 void CompiledCode::make_pass(int64_t number) {
   c10::OptionalDeviceGuard on(parts_->guarded());
-  Parts::Pass& pass = parts_->passes[number];
-  pass.inputs = parts_->inputs;
+  std::vector<at::Tensor> inputs = parts_->inputs;
   // States keep their addresses.
-  for (size_t i = parts_->states; i < pass.inputs.size(); ++i)
-    pass.inputs[i] = at::empty_strided(pass.inputs[i].sizes(), pass.inputs[i].strides(), pass.inputs[i].options());
+  for (size_t i = parts_->states; i < inputs.size(); ++i)
+    inputs[i] = parts_->telling_ooms(
+        [&] { return at::empty_strided(inputs[i].sizes(), inputs[i].strides(), inputs[i].options()); });
+  parts_->passes[number].inputs = std::move(inputs);
 }
 
 void CompiledCode::run_pass(int64_t number, void* stream) {
@@ -186,15 +217,14 @@ void CompiledCode::run_pass(int64_t number, void* stream) {
   c10::OptionalDeviceGuard on(parts_->guarded());
   Parts::Pass& pass = parts_->passes.at(number);
   std::vector<at::Tensor> inputs = pass.inputs;  // run() takes them
-  pass.outputs = parts_->loader->run(inputs, stream);
+  pass.outputs = parts_->telling_ooms([&] { return parts_->loader->run(inputs, stream); });
 }
 
 void CompiledCode::fill_pass(int64_t number) {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(parts_->guarded());
   const Parts::Pass& pass = parts_->passes.at(number);
-  for (size_t i = parts_->states; i < pass.inputs.size(); ++i)
-    pass.inputs[i].copy_(parts_->inputs[i], /*non_blocking=*/true);
+  for (size_t i = 0; i < parts_->given.size(); ++i) parts_->move(parts_->given[i], pass.inputs[parts_->states + i]);
 }
 
 void CompiledCode::show_pass(int64_t number) { parts_->outputs = parts_->passes.at(number).outputs; }
@@ -215,8 +245,7 @@ void CompiledCode::copy_outputs(const std::vector<TensorView>& to, TransferMemor
   std::vector<at::Tensor> arrived;
   for (size_t i = 0; i < to.size(); ++i) {
     arrived.push_back(pinned(to[i], to[i].strides, transfers));
-    parts_->is_moving = !parts_->device.is_cpu();
-    arrived.back().copy_(parts_->outputs[i], /*non_blocking=*/true);
+    parts_->move(parts_->outputs[i], arrived.back());
   }
   parts_->await_moves();
   for (size_t i = 0; i < to.size(); ++i)
@@ -230,6 +259,7 @@ void CompiledCode::forget() {
   } catch (const std::exception&) {
     parts_->is_moving = false;
   }
+  parts_->given.clear();
   parts_->inputs.clear();
   parts_->outputs.clear();
 }

@@ -41,14 +41,15 @@ class CompiledCode {
 
   // The states that the code reads and writes, by number, and before the inputs.
   void take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers);
-  // Inputs on the device, laid out with `strides`, through `transfers`. Call before the session begins; run() takes
-  // them.
+  // Inputs, laid out with `strides` in `transfers`.
   void take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides,
                    TransferMemory& transfers);
+  // What was taken, to the device, where run() takes it. Call before the session begins.
+  void move_inputs();
   // Throws whatever compiled code does.
   void run(void* stream);
 
-  // What a CUDA graph is captured with, by a number of the caller's: memory for inputs like those that were taken, which
+  // What a CUDA graph is captured with, by a number of the caller's: memory for inputs like those that were moved, which
   // the graph reads, and the outputs, which it writes.
   void make_pass(int64_t number);
   void run_pass(int64_t number, void* stream);

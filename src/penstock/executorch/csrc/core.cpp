@@ -1,3 +1,4 @@
+// Finds the core and its functions, and turns its failures into exceptions.
 #include "core.h"
 
 #include <dlfcn.h>
@@ -45,47 +46,9 @@ void find(void* library, const char* name, Function& out) {
 Core load() {
   void* library = open_core();
   Core core;
-  find(library, "penstock_failure", core.failure);
-  find(library, "penstock_failure_text", core.failure_text);
-  find(library, "penstock_checksum", core.checksum);
-  find(library, "penstock_load_torch", core.load_torch);
-  find(library, "penstock_soft_create", core.soft_create);
-  find(library, "penstock_soft_error", core.soft_error);
-  find(library, "penstock_cuda_create", core.cuda_create);
-  find(library, "penstock_driver_destroy", core.driver_destroy);
-  find(library, "penstock_driver_granularity", core.driver_granularity);
-  find(library, "penstock_driver_memory", core.driver_memory);
-  find(library, "penstock_check_build", core.check_build);
-  find(library, "penstock_budget_origin", core.budget_origin);
-  find(library, "penstock_format_bytes", core.format_bytes);
-  find(library, "penstock_reserve_bytes", core.reserve_bytes);
-  find(library, "penstock_choose_budget", core.choose_budget);
-  find(library, "penstock_clamp_sentence", core.clamp_sentence);
-  find(library, "penstock_open", core.open);
-  find(library, "penstock_session_destroy", core.session_destroy);
-  find(library, "penstock_session_allocate_host", core.session_allocate_host);
-  find(library, "penstock_session_free_host", core.session_free_host);
-  find(library, "penstock_session_install", core.session_install);
-  find(library, "penstock_session_install_with_slots", core.session_install_with_slots);
-  find(library, "penstock_session_begin", core.session_begin);
-  find(library, "penstock_session_end", core.session_end);
-  find(library, "penstock_session_abort", core.session_abort);
-  find(library, "penstock_session_begin_capture", core.session_begin_capture);
-  find(library, "penstock_session_end_capture", core.session_end_capture);
-  find(library, "penstock_session_drop_capture", core.session_drop_capture);
-  find(library, "penstock_session_begin_replay", core.session_begin_replay);
-  find(library, "penstock_session_launch", core.session_launch);
-  find(library, "penstock_session_end_replay", core.session_end_replay);
-  find(library, "penstock_session_drain", core.session_drain);
-  find(library, "penstock_session_start_trace", core.session_start_trace);
-  find(library, "penstock_session_stop_trace", core.session_stop_trace);
-  find(library, "penstock_session_spans", core.session_spans);
-  find(library, "penstock_session_counters", core.session_counters);
-  find(library, "penstock_session_memory", core.session_memory);
-  find(library, "penstock_session_summary", core.session_summary);
-  find(library, "penstock_session_link", core.session_link);
-  find(library, "penstock_session_failure", core.session_failure);
-  find(library, "penstock_session_failure_text", core.session_failure_text);
+#define PENSTOCK_FIND(name) find(library, "penstock_" #name, core.name);
+  PENSTOCK_CORE_FUNCTIONS(PENSTOCK_FIND)
+#undef PENSTOCK_FIND
   return core;
 }
 
@@ -100,11 +63,11 @@ void give_run_up(void* session, const std::string& method, const std::exception&
   const int32_t failure = core().session_failure(session);
   const std::string text = core().session_failure_text(session);
   core().session_abort(session);
-  if (failure) throw LoadError(Kind::core, text, failure);
+  if (failure) throw LoadError((Failure)failure, text);
   if (const auto* refusal = dynamic_cast<const LoadError*>(&error)) throw *refusal;
   throw LoadError(Kind::code, "method '" + method + "' failed inside its compiled code: " + error.what());
 }
 
-void throw_core_failure() { throw LoadError(Kind::core, core().failure_text(), core().failure()); }
+void throw_core_failure() { throw LoadError((Failure)core().failure(), core().failure_text()); }
 
 }  // namespace penstock_executorch

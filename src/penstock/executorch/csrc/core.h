@@ -11,49 +11,21 @@
 
 namespace penstock_executorch {
 
+// What of penstock_core.h is asked of it, without the "penstock_".
+#define PENSTOCK_CORE_FUNCTIONS(each)                                                                                   \
+  each(failure) each(failure_text) each(checksum) each(load_torch) each(soft_create) each(soft_error) each(cuda_create) \
+  each(driver_destroy) each(driver_granularity) each(driver_memory) each(check_build) each(budget_origin)               \
+  each(format_bytes) each(reserve_bytes) each(choose_budget) each(clamp_sentence) each(open) each(session_destroy)      \
+  each(session_allocate_host) each(session_free_host) each(session_install) each(session_install_with_slots)            \
+  each(session_begin) each(session_end) each(session_abort) each(session_begin_capture) each(session_end_capture)       \
+  each(session_drop_capture) each(session_begin_replay) each(session_launch) each(session_end_replay)                   \
+  each(session_drain) each(session_start_trace) each(session_stop_trace) each(session_spans) each(session_counters)     \
+  each(session_memory) each(session_link) each(session_summary) each(session_failure) each(session_failure_text)
+
 struct Core {
-  int32_t (*failure)();
-  const char* (*failure_text)();
-  uint64_t (*checksum)(const void* data, int64_t bytes);
-  int32_t (*load_torch)();
-  void* (*soft_create)(size_t page_bytes, size_t capacity_bytes, int32_t poison);
-  const char* (*soft_error)();
-  void* (*cuda_create)(int32_t ordinal);
-  void (*driver_destroy)(void*);
-  int32_t (*driver_granularity)(void*, int64_t*);
-  int32_t (*driver_memory)(void*, int64_t* free_bytes, int64_t* total_bytes);
-  int32_t (*check_build)(const PenstockBuild* built, const PenstockBuild* here);
-  int64_t (*budget_origin)(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
-  const char* (*format_bytes)(int64_t bytes);
-  int64_t (*reserve_bytes)(int64_t total_bytes, int32_t on_gpu);
-  int32_t (*choose_budget)(PenstockBudget*);
-  const char* (*clamp_sentence)(const PenstockBudget*);
-  void* (*open)(void* driver, const PenstockOpenRequest*);
-  void (*session_destroy)(void*);
-  void* (*session_allocate_host)(void*, int64_t bytes);
-  void (*session_free_host)(void*, void* start);
-  int32_t (*session_install)(void*, const int64_t* numbers, int64_t count);
-  int32_t (*session_install_with_slots)(void*, const int64_t* numbers, int64_t count, int64_t slots, int64_t slot_bytes,
-                                        int64_t total_bytes);
-  int32_t (*session_begin)(void*, int64_t method, void* stream);
-  int32_t (*session_end)(void*);
-  void (*session_abort)(void*);
-  int32_t (*session_begin_capture)(void*, int64_t method, void* stream);
-  int32_t (*session_end_capture)(void*, int64_t* graph);
-  int32_t (*session_drop_capture)(void*, int64_t graph);
-  int32_t (*session_begin_replay)(void*, int64_t graph, void* stream);
-  int32_t (*session_launch)(void*);
-  int32_t (*session_end_replay)(void*);
-  int32_t (*session_drain)(void*);
-  int32_t (*session_start_trace)(void*);
-  int32_t (*session_stop_trace)(void*);
-  int64_t (*session_spans)(void*, int64_t* out, int64_t capacity);
-  int32_t (*session_counters)(void*, int64_t* last_run, int64_t* totals);
-  int32_t (*session_memory)(void*, int64_t* device_bytes, int64_t* peak_device_bytes);
-  const char* (*session_summary)(void*, const PenstockSummary*);
-  int64_t (*session_link)(void*, int64_t* out, int64_t capacity);
-  int32_t (*session_failure)(void*);
-  const char* (*session_failure_text)(void*);
+#define PENSTOCK_MEMBER(name) decltype(&penstock_##name) name;
+  PENSTOCK_CORE_FUNCTIONS(PENSTOCK_MEMBER)
+#undef PENSTOCK_MEMBER
 };
 
 // Throws LoadError(host) where there is no core, or one of another release.

@@ -1,3 +1,4 @@
+// Checks ExecuTorch's weights against the program's, and finds where in the file they lie.
 #include "data_map.h"
 
 #include <sys/stat.h>

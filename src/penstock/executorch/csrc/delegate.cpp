@@ -46,8 +46,12 @@ void log_line(et_pal_log_level_t level, const std::string& text) {
                                             __LINE__, line.c_str(), line.size());
 }
 
-Error code_of(Kind kind) {
-  switch (kind) {
+Error code_of(const LastRefusal& refusal) {
+  const Failure failure = refusal.kind == Kind::core ? (Failure)refusal.detail : Failure::none;
+  if (failure == Failure::device_memory || failure == Failure::host_memory) return Error::MemoryAllocationFailed;
+  switch (refusal.kind) {
+    case Kind::activations:
+      return Error::MemoryAllocationFailed;
     case Kind::package:
       return Error::InvalidProgram;
     case Kind::budget:
@@ -75,25 +79,13 @@ Error code_of(Kind kind) {
 // Nothing may be thrown through ExecuTorch, which knows no exceptions.
 template <typename Action>
 Error to_status(Action&& action) noexcept {
-  LastRefusal& last = last_refusal();
   try {
     action();
     return Error::Ok;
-  } catch (const LoadError& refusal) {
-    // Two are failures of memory rather than of a call: enum class Failure of the core.
-    // Of the device, and of the host, as the core counts its failures.
-    bool memory = refusal.kind == Kind::core && (refusal.detail == 2 || refusal.detail == 13);
-    last = {refusal.kind, refusal.detail, refusal.what()};
-    log_line(kError, last.text);
-    return memory ? Error::MemoryAllocationFailed : code_of(refusal.kind);
-  } catch (const std::bad_alloc&) {
-    last = {Kind::host, 0, "the host has no memory left"};
-    log_line(kError, last.text);
-    return Error::MemoryAllocationFailed;
-  } catch (const std::exception& error) {
-    last = {Kind::code, 0, error.what()};
-    log_line(kError, last.text);
-    return Error::Internal;
+  } catch (...) {
+    const LastRefusal& refusal = keep_refusal();
+    log_line(kError, refusal.text);
+    return code_of(refusal);
   }
 }
 
@@ -101,8 +93,8 @@ struct Delegate {
   MethodFacts method;
   std::string device;
   // Null where the method has no state.
-  std::unique_ptr<StateRef> state_ref;
-  std::unique_ptr<SessionRef> session_ref;
+  States::PlaceRef state;
+  Sessions::PlaceRef session;
   std::unique_ptr<TransferMemory> transfers;
   std::unique_ptr<CompiledCode> code;
   // Null where runs are no CUDA graphs.
@@ -134,23 +126,22 @@ void check_program(const Payload& payload) {
 
 // As runtime/options.py refuses them, in the same words.
 void check_graphs(const Payload& payload, const SessionRequest& request) {
-  constexpr int64_t kCapture = 7;  // as the core counts its failures
   const std::string option = "weight_offload_cuda_graph does not go with ";
   if (!request.cuda_graph) return;
   if (payload.device != "cuda")
-    throw LoadError(Kind::core, option + "a CPU: only a CUDA device has graphs; leave it out", kCapture);
+    throw LoadError(Failure::capture, option + "a CPU: only a CUDA device has graphs; leave it out");
   if (request.host_cap_bytes)
-    throw LoadError(Kind::core, option + "a cap on host memory: the host fills buffers while it runs, and a graph runs "
-                                         "without it", kCapture);
+    throw LoadError(Failure::capture, option + "a cap on host memory: the host fills buffers while it runs, and a graph "
+                                               "runs without it");
+  // Refuses where this library was built without, before anything is made.
+  GraphMemory(0);
 }
 
 void check_delegate(const Payload& payload, const std::string& name) {
-  std::string names;
-  for (const MethodFacts& method : payload.methods) {
+  for (const MethodFacts& method : payload.methods)
     if (method.name == name) return;
-    names += (names.empty() ? "" : ", ") + method.name;
-  }
-  throw LoadError(Kind::option, "weight_offload_budget:" + name + " names no delegate; the program has " + names);
+  throw LoadError(Kind::option, "weight_offload_budget:" + name + " names no delegate; the program has " +
+                                  joined(payload.methods, [](const MethodFacts& method) { return method.name; }));
 }
 
 // The GPU to run on, after a look whether it can.
@@ -203,33 +194,37 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)delegate_ref.number];
   delegate->device = payload.device;
-  delegate->session_ref = take_shared_session_ref(request.group, delegate_ref.number);
-  if (!delegate->session_ref) {
+  delegate->session = sessions().take_lent(request.group, delegate_ref.number);
+  const bool has_state = !delegate->method.states.empty();
+  if (delegate->session) {
+    if (has_state) delegate->state = states().take_lent(request.group, delegate_ref.number);
+    if (has_state && !delegate->state) throw LoadError(Kind::package, "no state was made for the delegates of the program");
+  } else if (sessions().is_lent(request.group)) {
+    throw LoadError(Kind::package, "no session was made for delegate " + std::to_string(delegate_ref.number) +
+                                     " of the program");
+  } else {
     int32_t index = device_index_of(payload, request);
     WeightsPlace weights = locate_weights(*data, payload);
     // Before the budget is chosen: what is then free is free of state.
-    if (!delegate->method.states.empty())
-      delegate->state_ref = take_state_ref(
-          {payload.program, weights.device, weights.inode, request.group, index}, delegate_ref.number, [&] {
+    if (has_state)
+      delegate->state = states().take(
+          {payload.program, weights.device, weights.inode, request.group, index}, delegate_ref.number, 0, [&] {
             return std::make_shared<StateTable>(
                 payload.states, [&](const StateFacts& state) { return first_value(*data, state); }, payload.device, index);
           });
-    delegate->session_ref = take_session_ref(payload, delegate_ref.number, weights, request, index);
-    for (const std::string& line : delegate->session_ref->session().take_news()) log_line(kInfo, line);
-  } else if (!delegate->method.states.empty()) {
-    delegate->state_ref = take_lent_state_ref(request.group, delegate_ref.number);
-    if (!delegate->state_ref) throw LoadError(Kind::package, "no state was made for the delegates of the program");
+    delegate->session = take_session(payload, delegate_ref.number, weights, request, index);
+    for (const std::string& line : (*delegate->session)->take_news()) log_line(kInfo, line);
   }
-  ProgramSession& session = delegate->session_ref->session();
+  ProgramSession& session = **delegate->session;
   if (request.cuda_graph) delegate->graph_memory = graph_memory_of(session.handle(), session.device_index());
   delegate->transfers =
       std::make_unique<TransferMemory>(session.handle(), delegate->method.transfer_bytes, delegate->method.name);
   delegate->code = std::make_unique<CompiledCode>(payload.code, payload.code_bytes, payload.program, delegate_ref.method,
                                                   payload.device, session.device_index());
   if (delegate->graph_memory)
-    delegate->replays = std::make_unique<Replays>(session.handle(), session.plan_number(),
-                                                  delegate->session_ref->number(), *delegate->code,
-                                                  *delegate->graph_memory, delegate->method.name);
+    delegate->replays = std::make_unique<Replays>(session.handle(), session.running(), session.plan_memory(),
+                                                  delegate->session->number(), *delegate->code, *delegate->graph_memory,
+                                                  delegate->method.name);
   bytes->Free();
   return delegate;
 }
@@ -269,8 +264,9 @@ void check_input(const Delegate& delegate, size_t index, const TensorView& view)
 }
 
 void compute(Delegate& delegate, void* stream) {
-  void* session = delegate.session_ref->session().handle();
-  if (core().session_begin(session, delegate.session_ref->number(), stream)) throw_core_failure();
+  delegate.code->move_inputs();
+  void* session = (*delegate.session)->handle();
+  if (core().session_begin(session, delegate.session->number(), stream)) throw_core_failure();
   try {
     delegate.code->run(stream);
   } catch (const std::exception& error) {
@@ -296,8 +292,9 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     check_input(delegate, i, views.back());
     strides.push_back(strides_of(views.back().sizes, delegate.method.inputs[i].dim_order));
   }
-  std::lock_guard<std::mutex> alone(delegate.session_ref->session().running());
-  StateTable* state = delegate.state_ref ? &delegate.state_ref->table() : nullptr;
+  ProgramSession& session = **delegate.session;
+  const ProgramSession::Run alone(session);
+  StateTable* state = delegate.state ? &**delegate.state : nullptr;
   std::unique_lock<std::mutex> alone_with_state;
   if (state) {
     alone_with_state = std::unique_lock<std::mutex>(state->running());
@@ -311,9 +308,9 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   delegate.transfers->rewind();
   delegate.code->take_inputs(views, strides, *delegate.transfers);
   try {
-    void* stream = current_stream(delegate.device, delegate.session_ref->session().device_index());
+    void* stream = current_stream(delegate.device, session.device_index());
     // What is traced is told apart into steps, and a graph is one piece.
-    Replays* replays = delegate.session_ref->session().is_tracing() ? nullptr : delegate.replays.get();
+    Replays* replays = session.is_tracing() ? nullptr : delegate.replays.get();
     Shapes shapes;
     for (const TensorView& view : views) shapes.push_back(view.sizes);
     if (!replays || !replays->replay(shapes, stream)) {

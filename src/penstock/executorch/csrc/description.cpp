@@ -1,3 +1,4 @@
+// Reads the record of what delegates share, to the last number.
 #include "description.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Asks libcuda, which is found at run time.
 #include "gpu.h"
 
 #include <dlfcn.h>

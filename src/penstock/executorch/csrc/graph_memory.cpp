@@ -1,3 +1,4 @@
+// Owns a pool of torch's allocator for graphs, and each device's stream to capture on.
 #include "graph_memory.h"
 
 #include <c10/core/Device.h>
@@ -71,25 +72,22 @@ CaptureStream& capture_stream(int32_t device_index) {
 
 }  // namespace
 
-GraphMemory::GraphMemory(int32_t device_index) : device_index_(device_index) {
-  std::tie(first_, second_) = new_pool();
-}
+GraphMemory::GraphMemory(int32_t device_index) : device_index_(device_index), pool_(new_pool()) {}
 
 GraphMemory::~GraphMemory() {
-  for (; uses_ > 0; --uses_) release_pool(device_index_, {first_, second_});
+  for (; uses_ > 0; --uses_) release_pool(device_index_, pool_);
 }
 
 void GraphMemory::capture(const std::function<void(void* stream)>& action) {
   CaptureStream& on = capture_stream(device_index_);
   std::lock_guard<std::mutex> alone(on.alone);
   c10::StreamGuard as_current(on.stream);
-  begin_pool(device_index_, {first_, second_});
+  begin_pool(device_index_, pool_);
   uses_++;
   struct Ends {
-    int32_t device_index;
-    PoolId pool;
-    ~Ends() { end_pool(device_index, pool); }
-  } ends{device_index_, {first_, second_}};
+    const GraphMemory& memory;
+    ~Ends() { end_pool(memory.device_index_, memory.pool_); }
+  } ends{*this};
   action(current_stream("cuda", device_index_));
 }
 

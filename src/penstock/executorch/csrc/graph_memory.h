@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace penstock_executorch {
 
@@ -25,7 +26,7 @@ class GraphMemory {
  private:
   int32_t device_index_;
   // Of torch's pools.
-  uint64_t first_ = 0, second_ = 0;
+  std::pair<uint64_t, uint64_t> pool_;
   // Each holds the pool once more.
   int64_t uses_ = 0;
 };

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "penstock_core.h"
+
 namespace penstock_executorch {
 
 // src/penstock/executorch/failures.py gives each the exception class that the .pt2 path raises.
@@ -27,11 +29,17 @@ enum class Kind : int32_t {
   device = 13,         // there is no such device
   state = 14,          // half written by a run that failed, or not to be found
   busy = 15,           // a run is under way
+  activations = 16,    // a method found no device memory for what it computes
 };
+
+using penstock::Failure;
 
 struct LoadError : std::runtime_error {
   LoadError(Kind kind, const std::string& text, int64_t detail = 0)
       : std::runtime_error(text), kind(kind), detail(detail) {}
+  // As the core counts its own.
+  LoadError(Failure failure, const std::string& text) : LoadError(Kind::core, text, (int64_t)failure) {}
+  bool is(Failure failure) const { return kind == Kind::core && detail == (int64_t)failure; }
   Kind kind;
   int64_t detail;  // the floor, or the core's own number
 };
@@ -43,7 +51,16 @@ struct LastRefusal {
   std::string text;
 };
 LastRefusal& last_refusal();
+// The exception that is being handled becomes the last refusal: none may pass through ExecuTorch or C.
+const LastRefusal& keep_refusal();
 
+// first, second
+template <typename All, typename Text>
+std::string joined(const All& all, Text&& text) {
+  std::string out;
+  for (const auto& one : all) out += (out.empty() ? "" : ", ") + text(one);
+  return out;
+}
 
 // [3, 4]
 std::string listed(const std::vector<int64_t>& numbers);

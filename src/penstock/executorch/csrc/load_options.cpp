@@ -1,3 +1,4 @@
+// Reads the options of a load, and refuses what there is not.
 #include "load_options.h"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// Answers set_option and get_option.
 #include "loaded_options.h"
 
 #include <cstring>
@@ -34,10 +35,6 @@ std::string group_of(const Span<BackendOption>& options) {
   return group;
 }
 
-// Of the core's numbers, those that mean something for a plan.
-enum Counter : size_t { kRuns = 0, kBytesStreamed = 1, kBytesHit = 2, kCopies = 3, kStallNs = 4, kReplays = 7, kBytesInPlace = 8,
-                        kBytesDecoded = 9, kExpertHits = 10, kExpertMisses = 11, kExpertBytes = 12 };
-
 std::map<std::string, int64_t> figures(ProgramSession& session) {
   const SessionCounters counted = session.counters();
   const SessionFacts facts = session.facts();
@@ -50,17 +47,20 @@ std::map<std::string, int64_t> figures(ProgramSession& session) {
       {"weight_offload_device_bytes", counted.device_bytes},
       {"weight_offload_peak_device_bytes", counted.peak_device_bytes},
       {"weight_offload_link_bytes_per_s", counted.link_bytes_per_s},
-      {"weight_offload_runs", counted.totals[kRuns]},
-      {"weight_offload_replays", counted.totals[kReplays]},
+      {"weight_offload_runs", counted.totals.runs},
+      {"weight_offload_replays", counted.totals.replays},
   };
-  const std::map<std::string, Counter> counters{{"bytes_streamed", kBytesStreamed}, {"bytes_hit", kBytesHit},
-                                                {"copies", kCopies},                {"stall_ns", kStallNs},
-                                                {"bytes_in_place", kBytesInPlace},  {"bytes_decoded", kBytesDecoded},
-                                                {"expert_hits", kExpertHits},       {"expert_misses", kExpertMisses},
-                                                {"expert_bytes", kExpertBytes}};
+  // Those that mean something for a plan.
+  using Counters = PenstockCounters;
+  const std::map<std::string, int64_t Counters::*> counters{
+      {"bytes_streamed", &Counters::bytes_streamed}, {"bytes_hit", &Counters::bytes_hit},
+      {"copies", &Counters::copies},                 {"stall_ns", &Counters::stall_ns},
+      {"bytes_in_place", &Counters::bytes_in_place}, {"bytes_decoded", &Counters::bytes_decoded},
+      {"expert_hits", &Counters::expert_hits},       {"expert_misses", &Counters::expert_misses},
+      {"expert_bytes", &Counters::expert_bytes}};
   for (const auto& [name, counter] : counters) {
-    found["weight_offload_" + name] = counted.totals[counter];
-    found["weight_offload_last_run_" + name] = counted.last_run[counter];
+    found["weight_offload_" + name] = counted.totals.*counter;
+    found["weight_offload_last_run_" + name] = counted.last_run.*counter;
   }
   return found;
 }
@@ -81,10 +81,8 @@ std::vector<std::string> set_loaded_options(const Span<BackendOption>& options) 
     delegate = key.delegate;
   }
   if (!budget) throw LoadError(Kind::option, "no budget was given; set weight_offload_budget or weight_offload_budget_mb");
-  if (!budget->bytes)
-    throw LoadError(Kind::budget, "a budget of 'auto' is chosen at load, from what is free then; give a number of bytes");
   const std::shared_ptr<ProgramSession> session = only_session(group_of(options), delegate);
-  session->set_budget(*budget->bytes);
+  session->set_budget(*budget);
   return session->take_news();
 }
 
@@ -96,11 +94,9 @@ void get_loaded_options(Span<BackendOption>& options) {
     if (key.option == kGroupOption) continue;
     if (!known.count(key.delegate)) known[key.delegate] = figures(*only_session(group, key.delegate));
     auto found = known[key.delegate].find(key.option);
-    if (found == known[key.delegate].end()) {
-      std::string names;
-      for (const auto& [name, value] : known[key.delegate]) names += (names.empty() ? "" : ", ") + name;
-      throw LoadError(Kind::option, "there is no figure '" + key.option + "'; there are " + names);
-    }
+    if (found == known[key.delegate].end())
+      throw LoadError(Kind::option, "there is no figure '" + key.option + "'; there are " +
+                                      joined(known[key.delegate], [](const auto& figure) { return figure.first; }));
     std::array<char, executorch::runtime::kMaxOptionValueLength> text{};
     const std::string value = std::to_string(found->second);
     std::memcpy(text.data(), value.data(), value.size());

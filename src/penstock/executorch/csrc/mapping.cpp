@@ -1,3 +1,4 @@
+// Reads /proc/self/maps.
 #include "mapping.h"
 
 #include <sys/stat.h>

@@ -23,6 +23,7 @@ using executorch::runtime::EValue;
 using executorch::runtime::LoadBackendOptionsMap;
 using executorch::runtime::Span;
 using penstock_executorch::Kind;
+using penstock_executorch::ProgramSession;
 using penstock_executorch::StateTable;
 using penstock_executorch::TensorView;
 using penstock_executorch::last_refusal;
@@ -59,12 +60,10 @@ int32_t to_status(Action&& action) noexcept {
   last_refusal() = {};
   try {
     return (int32_t)action();
-  } catch (const penstock_executorch::LoadError& refusal) {
-    last_refusal() = {refusal.kind, refusal.detail, refusal.what()};
-  } catch (const std::exception& error) {
-    last_refusal() = {Kind::host, 0, error.what()};
+  } catch (...) {
+    penstock_executorch::keep_refusal();
+    return (int32_t)Error::Internal;
   }
-  return (int32_t)Error::Internal;
 }
 
 BackendOption text_option(const char* key, const std::string& value) {
@@ -251,9 +250,13 @@ int32_t penstock_executorch_payloads(void* handle, void (*visit)(const char*, in
 }
 
 // Delegates of the group, by number, are to use this session of the core, which counts them from 0 and outlives them.
-void penstock_executorch_lend(const char* group, void* session, int32_t device_index, const int64_t* delegates,
-                              int64_t count) {
-  penstock_executorch::lend_session(group, session, device_index, {delegates, delegates + count});
+int32_t penstock_executorch_lend(const char* group, void* session, int32_t device_index, const int64_t* delegates,
+                                 int64_t count) {
+  return to_status([&] {
+    penstock_executorch::sessions().lend(group, std::make_shared<ProgramSession>(session, device_index),
+                                         {delegates, delegates + count});
+    return Error::Ok;
+  });
 }
 // The states of the program, in its order, in memory of the caller's, for all delegates of the group.
 int32_t penstock_executorch_lend_states(const char* group, const char* device, int32_t device_index,
@@ -263,13 +266,13 @@ int32_t penstock_executorch_lend_states(const char* group, const char* device, i
     for (const Value* state = states; state != states + count; ++state)
       views.push_back({state->data, state->scalar_type, {state->sizes, state->sizes + state->rank},
                        {state->strides, state->strides + state->rank}});
-    penstock_executorch::lend_states(group, std::make_shared<StateTable>(views, device, device_index));
+    penstock_executorch::states().lend(group, std::make_shared<StateTable>(views, device, device_index), {});
     return Error::Ok;
   });
 }
 void penstock_executorch_reclaim(const char* group) {
-  penstock_executorch::reclaim_sessions(group);
-  penstock_executorch::reclaim_states(group);
+  penstock_executorch::sessions().reclaim(group);
+  penstock_executorch::states().reclaim(group);
 }
 
 int32_t penstock_executorch_read_state(const char* group, const char* name, void* to, int64_t bytes) {
@@ -318,11 +321,11 @@ int32_t penstock_executorch_stop_trace(const char* group, const char* delegate,
 
 // The core's session of a group that borrows none, and eight numbers about it; null where there is none.
 void* penstock_executorch_session(const char* group, int64_t* facts) {
-  auto session = penstock_executorch::find_session(group);
-  if (!session) return nullptr;
-  const penstock_executorch::SessionFacts found = session->facts();
-  std::memcpy(facts, &found, sizeof found);
-  return session->handle();
+  auto found = penstock_executorch::sessions().find(group);
+  if (found.empty()) return nullptr;
+  const penstock_executorch::SessionFacts known = found.front()->facts();
+  std::memcpy(facts, &known, sizeof known);
+  return found.front()->handle();
 }
 
 }  // extern "C"

@@ -1,3 +1,4 @@
+// Reads headers and tables of packed weights, and refuses what does not hold together.
 #include "packed_entry.h"
 
 #include <algorithm>

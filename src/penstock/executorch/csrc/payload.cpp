@@ -1,3 +1,4 @@
+// Reads tickets and payloads, and checks their sums.
 #include "payload.h"
 
 #include <algorithm>

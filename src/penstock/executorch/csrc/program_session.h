@@ -3,11 +3,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -15,6 +15,8 @@
 #include "budget.h"
 #include "mapping.h"
 #include "payload.h"
+#include "penstock_core.h"
+#include "sharing.h"
 
 namespace penstock_executorch {
 
@@ -24,7 +26,7 @@ struct WeightsPlace {
   uint64_t device;
   uint64_t inode;
   int64_t file_bytes;
-  struct Span {
+  struct Span {  // as the core takes them
     int64_t begin_bytes;
     int64_t bytes;
   };
@@ -60,11 +62,10 @@ struct SessionFacts {
   int64_t plan_bytes;
 };
 
-// What the core counted. The numbers of a run are penstock.runtime.session.Stats, in its order.
+// What the core counted.
 struct SessionCounters {
-  static constexpr size_t kCount = 13;
-  int64_t last_run[kCount];
-  int64_t totals[kCount];
+  PenstockCounters last_run;
+  PenstockCounters totals;
   int64_t device_bytes;
   int64_t peak_device_bytes;
   // Of copies as the plan makes them, timed when it was installed; 0 where it makes none.
@@ -76,18 +77,20 @@ struct SessionCounters {
 using SessionKey =
     std::tuple<std::string, uint64_t, uint64_t, std::string, int64_t, int64_t, int32_t, int64_t, bool>;
 
+// Who keeps memory for the present plan, and how each gives it up.
+using PlanMemory = std::map<const void*, std::function<void()>>;
+
 class ProgramSession {
  public:
   // Makes the core's session for the delegates of a plan table; alone, for the only one.
   ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& budget,
                  const WeightsPlace& weights, const SessionRequest& request, int32_t device_index, bool alone);
   // Uses one that somebody else made, and keeps.
-  ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session) {}
-  ~ProgramSession();
+  ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session, keep) {}
   ProgramSession(const ProgramSession&) = delete;
   ProgramSession& operator=(const ProgramSession&) = delete;
 
-  void* handle() const { return session_; }
+  void* handle() const { return session_.get(); }
   int32_t device_index() const { return device_index_; }
   SessionFacts facts() const;
   // What it was set up to do, a line each, the first of them in Python's words: once after it was made and after each
@@ -95,7 +98,7 @@ class ProgramSession {
   std::vector<std::string> take_news();
   // The largest plan that the budget allows takes the place of the present one. Throws LoadError(busy) during a run, or
   // LoadError(below_floor), or what the core says; then the budget stays what it was.
-  void set_budget(int64_t asked_bytes);
+  void set_budget(const BudgetRequest& asked);
   // Waits for a run.
   SessionCounters counters();
   // Copies as they were timed when the plan was installed, three numbers each: how many one after the other, their bytes
@@ -106,20 +109,29 @@ class ProgramSession {
   void start_trace();
   std::vector<int64_t> stop_trace();
   bool is_tracing() const { return is_tracing_; }
-  // Another one for each plan that was installed.
-  const std::atomic<int64_t>& plan_number() const { return plan_number_; }
-  // One run at a time: delegates of one program share the ring.
+  // Held by a run, one at a time because delegates of one program share the ring; and by whatever else uses the session.
   std::mutex& running() { return running_; }
-  // Methods whose delegates are here. Under the registry's lock.
-  std::set<int64_t>& taken() { return taken_; }
+  // A run, as long as it lives.
+  class Run {
+   public:
+    explicit Run(ProgramSession& session) : alone_(session.running_), is_running_(session.is_running_) { is_running_ = true; }
+    ~Run() { is_running_ = false; }
+
+   private:
+    std::lock_guard<std::mutex> alone_;
+    std::atomic<bool>& is_running_;
+  };
+  // Given up before another plan is installed, and with nothing at work. Under running().
+  PlanMemory& plan_memory() { return plan_memory_; }
   // The delegate whose session this is alone; empty where delegates share it.
   const std::string& own_delegate() const { return own_delegate_; }
 
  private:
-  std::set<int64_t> taken_;
   int32_t device_index_;
-  void* driver_ = nullptr;  // null: the session is somebody else's
-  void* session_ = nullptr;
+  using Owned = std::unique_ptr<void, void (*)(void*)>;
+  static void keep(void*) {}
+  Owned driver_{nullptr, keep};
+  Owned session_{nullptr, keep};
   std::string own_delegate_;
   std::vector<ReadyPlan> plans_;
   // False where the core refused it.
@@ -128,7 +140,9 @@ class ProgramSession {
   std::vector<std::string> lines_about(const SessionFacts& facts);
   std::unique_lock<std::mutex> between_runs(const std::string& what);
   std::atomic<bool> is_tracing_{false};
-  std::atomic<int64_t> plan_number_{0};
+  std::atomic<bool> is_running_{false};
+  PlanMemory plan_memory_;
+  BudgetTerms budget_terms_{};
   // False where neither a new plan nor the one before it could be had.
   bool has_plan_ = true;
   mutable std::mutex facts_lock_;
@@ -145,42 +159,13 @@ class ProgramSession {
   std::mutex running_;
 };
 
-// A delegate's place in a session. The session goes with the last of them.
-class SessionRef {
- public:
-  // `key`: of a session that was made here.
-  SessionRef(std::shared_ptr<ProgramSession> session, int64_t method, int64_t number, std::optional<SessionKey> key = {})
-      : session_(std::move(session)), method_(method), number_(number), key_(std::move(key)) {}
-  ~SessionRef();
-  SessionRef(const SessionRef&) = delete;
-  SessionRef& operator=(const SessionRef&) = delete;
+using Sessions = Sharing<SessionKey, ProgramSession>;
+Sessions& sessions();
 
-  ProgramSession& session() const { return *session_; }
-  // Of the delegate, as the session counts.
-  int64_t number() const { return number_; }
-
- private:
-  std::shared_ptr<ProgramSession> session_;
-  int64_t method_;
-  int64_t number_;
-  std::optional<SessionKey> key_;
-};
-
-// The session that delegate `method` of the program is to use. It joins the one that the other delegates of the same
-// loading made: of the same program, file, device, group and budget, in which its own place is still free.
-std::unique_ptr<SessionRef> take_session_ref(const Payload& payload, int64_t method, const WeightsPlace& weights,
+// The session that delegate `method` of the program is to use: one of the same program, file, device, group and budget.
+Sessions::PlaceRef take_session(const Payload& payload, int64_t method, const WeightsPlace& weights,
                                 const SessionRequest& request, int32_t device_index);
 
-// Sessions that were made outside: delegate `methods[i]` of a group is to use `session`, which counts it as i.
-void lend_session(const std::string& group, void* session, int32_t device_index, const std::vector<int64_t>& methods);
-void reclaim_sessions(const std::string& group);
-// Null where none was lent to the group; throws LoadError(package) where one was, but not for this delegate.
-std::unique_ptr<SessionRef> take_shared_session_ref(const std::string& group, int64_t method);
-
-// The sessions that were made here for a group.
-std::vector<std::shared_ptr<ProgramSession>> find_sessions(const std::string& group);
-// The first of them; null where there is none.
-std::shared_ptr<ProgramSession> find_session(const std::string& group);
 // The only one that the delegates share, or that a delegate has alone; throws LoadError(option) where there is none, or
 // more than one.
 std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate);

@@ -2,14 +2,15 @@
 // graph's inputs and outputs have memory of its own, so whatever memory ExecuTorch gives is read and written beside it.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <list>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "code.h"
 #include "graph_memory.h"
+#include "program_session.h"
 
 namespace penstock_executorch {
 
@@ -17,16 +18,15 @@ using Shapes = std::vector<std::vector<int64_t>>;
 
 class Replays {
  public:
-  // All of them outlive it. `session` is the core's, and `plan_number` another one for each plan that it has had;
-  // `number`: of the delegate, as its session counts.
-  Replays(void* session, const std::atomic<int64_t>& plan_number, int64_t number, CompiledCode& code,
+  // All of them outlive it. `session` is the core's, whose users hold `running`; `number`: of the delegate, as it counts.
+  Replays(void* session, std::mutex& running, PlanMemory& plan_memory, int64_t number, CompiledCode& code,
           GraphMemory& memory, const std::string& method);
   ~Replays();
   Replays(const Replays&) = delete;
   Replays& operator=(const Replays&) = delete;
 
-  // Replays a run on the inputs that the code has taken, which then has the outputs. False where there is no graph for
-  // these shapes under the present plan. Throws what a run does, and has then given it up.
+  // Both under `running`. Replays a run on the inputs that the code has taken, which then has the outputs. False where there
+  // is no graph for these shapes under the present plan. Throws what a run does, and has then given it up.
   bool replay(const Shapes& shapes, void* stream);
   // After a run on the same inputs. Throws LoadError(core) where it cannot be captured.
   void capture(const Shapes& shapes);
@@ -38,18 +38,18 @@ class Replays {
     int64_t graph;
     int64_t tensors;
   };
-  // Graphs go with the plan whose addresses they hold: the core has given its own up.
-  void forget_other_plans();
+  // Graphs go with the plan whose addresses they hold: the core gives its own up.
+  void forget();
 
   void* session_;
-  const std::atomic<int64_t>& plan_number_;
+  std::mutex& running_;
+  PlanMemory& plan_memory_;
   int64_t number_;
   CompiledCode& code_;
   GraphMemory& memory_;
   std::string method_;
   // The last that was used first.
   std::list<Pass> passes_;
-  int64_t plan_ = -1;
   int64_t next_tensors_ = 0;
 };
 

@@ -1,6 +1,5 @@
 // What a session that is loaded may be asked and told between runs.
-#include <algorithm>
-
+#include "code.h"
 #include "core.h"
 #include "load_error.h"
 #include "program_session.h"
@@ -13,20 +12,27 @@ SessionFacts ProgramSession::facts() const {
 }
 
 bool ProgramSession::installs(size_t plan) {
+  // What is kept for the present plan may be in use.
+  if (!plan_memory_.empty() && core().session_drain(handle())) return false;
+  for (const auto& [owner, give_up] : plan_memory_) give_up();
+  // Pages for weights come from the driver.
+  give_back_cached_memory();
   const auto& [device_bytes, numbers, slots] = plans_[plan];
-  plan_number_++;
-  if (!slots.count) return core().session_install(session_, numbers.data(), (int64_t)numbers.size()) == 0;
-  return core().session_install_with_slots(session_, numbers.data(), (int64_t)numbers.size(), slots.count, slots.bytes,
+  if (!slots.count) return core().session_install(handle(), numbers.data(), (int64_t)numbers.size()) == 0;
+  return core().session_install_with_slots(handle(), numbers.data(), (int64_t)numbers.size(), slots.count, slots.bytes,
                                            slots.total_bytes) == 0;
 }
 
-void ProgramSession::set_budget(int64_t asked_bytes) {
+void ProgramSession::set_budget(const BudgetRequest& asked) {
   SessionFacts made = facts();
   const std::string stays = "the budget of " + format_bytes(made.budget_bytes) + " stays";
   const std::unique_lock<std::mutex> idle = between_runs(stays + "; set another one");
   if (is_tracing_) throw LoadError(Kind::busy, "runs are being traced by the plan that is there: " + stays +
                                                  "; stop the trace before you set another one");
-  const PenstockBudget budget = choose_new_budget(asked_bytes, made.floor_bytes, made.full_bytes);
+  int64_t held_bytes = 0, peak_bytes = 0;
+  if (core().session_memory(handle(), &held_bytes, &peak_bytes)) throw_core_failure();
+  const PenstockBudget budget =
+      choose_budget(asked, budget_terms_, PENSTOCK_BUDGET_CHANGE, PENSTOCK_NONE, held_bytes);
   const size_t before = (size_t)made.plan;
   made.asked_bytes = budget.asked_bytes;
   made.budget_bytes = budget.budget_bytes;
@@ -34,18 +40,22 @@ void ProgramSession::set_budget(int64_t asked_bytes) {
   made.plan = (int64_t)choose_plan(plans_, made.floor_bytes, made.budget_bytes);
   made.plan_bytes = plans_[(size_t)made.plan].device_bytes;
   if ((!has_plan_ || (size_t)made.plan != before) && !installs((size_t)made.plan)) {
-    const int32_t number = core().failure();
+    const auto failure = (Failure)core().failure();
     const std::string reason = core().failure_text();
     has_plan_ = installs(before);
     if (!has_plan_)
-      throw LoadError(Kind::core, "neither the new budget (" + reason + ") nor the old one (" + core().failure_text() +
-                                    ") could be installed; set another one before the next run", number);
-    throw LoadError(Kind::core, reason + "; the old budget stays", number);
+      throw LoadError(failure, "neither the new budget (" + reason + ") nor the old one (" + core().failure_text() +
+                                 ") could be installed; set another one before the next run");
+    throw LoadError(failure, reason + "; the old budget stays");
   }
   has_plan_ = true;
+  {
+    std::lock_guard<std::mutex> hold(facts_lock_);
+    facts_ = made;
+  }
+  // What holds is known, also where it cannot be put into words.
   std::vector<std::string> news = lines_about(made);
   std::lock_guard<std::mutex> hold(facts_lock_);
-  facts_ = made;
   news_ = std::move(news);
 }
 
@@ -55,7 +65,7 @@ std::vector<std::string> ProgramSession::lines_about(const SessionFacts& facts) 
   const char* const remarks[] = {"replayed as CUDA graphs"};
   const PenstockSummary asked{shown_.c_str(), place_.c_str(), facts.floor_bytes,     facts.budget_bytes, facts.source,
                               copying_bytes_, names.data(),   (int64_t)names.size(), remarks,            cuda_graph_};
-  const char* summary = core().session_summary(session_, &asked);
+  const char* summary = core().session_summary(handle(), &asked);
   if (!summary) throw_core_failure();
   std::vector<std::string> lines{summary};
   if (!own_delegate_.empty()) lines.front() += " (of " + own_delegate_ + " alone)";
@@ -78,52 +88,52 @@ std::vector<std::string> ProgramSession::take_news() {
 }
 
 std::unique_lock<std::mutex> ProgramSession::between_runs(const std::string& what) {
-  std::unique_lock<std::mutex> idle(running_, std::try_to_lock);
-  if (!idle) throw LoadError(Kind::busy, "a run is under way: " + what + " between runs");
-  return idle;
+  if (is_running_) throw LoadError(Kind::busy, "a run is under way: " + what + " between runs");
+  // Whoever else holds this only asks, and is soon done.
+  return std::unique_lock<std::mutex>(running_);
 }
 
 void ProgramSession::start_trace() {
   const auto idle = between_runs("start a trace");
-  if (core().session_start_trace(session_)) throw_core_failure();
+  if (core().session_start_trace(handle())) throw_core_failure();
   is_tracing_ = true;
 }
 
 std::vector<int64_t> ProgramSession::stop_trace() {
   const auto idle = between_runs("stop a trace");
   is_tracing_ = false;
-  if (core().session_stop_trace(session_)) throw_core_failure();
+  if (core().session_stop_trace(handle())) throw_core_failure();
   constexpr int64_t kNumbers = 7;
-  const int64_t count = core().session_spans(session_, nullptr, 0);
+  const int64_t count = core().session_spans(handle(), nullptr, 0);
   std::vector<int64_t> spans((size_t)(count * kNumbers));
-  core().session_spans(session_, spans.data(), count);
+  core().session_spans(handle(), spans.data(), count);
   return spans;
 }
 
 std::vector<int64_t> ProgramSession::link() {
   std::lock_guard<std::mutex> idle(running_);
   constexpr int64_t kNumbers = 3;
-  const int64_t count = core().session_link(session_, nullptr, 0);
+  const int64_t count = core().session_link(handle(), nullptr, 0);
   std::vector<int64_t> samples((size_t)(count * kNumbers));
-  core().session_link(session_, samples.data(), count);
+  core().session_link(handle(), samples.data(), count);
   return samples;
 }
 
 SessionCounters ProgramSession::counters() {
   std::lock_guard<std::mutex> idle(running_);
   SessionCounters found{};
-  if (core().session_counters(session_, found.last_run, found.totals)) throw_core_failure();
-  if (core().session_memory(session_, &found.device_bytes, &found.peak_device_bytes)) throw_core_failure();
+  if (core().session_counters(handle(), &found.last_run, &found.totals)) throw_core_failure();
+  if (core().session_memory(handle(), &found.device_bytes, &found.peak_device_bytes)) throw_core_failure();
   // The first sample is of the plan itself.
   int64_t sample[3];
-  if (core().session_link(session_, sample, 1) > 0 && sample[2])
+  if (core().session_link(handle(), sample, 1) > 0 && sample[2])
     found.link_bytes_per_s = (int64_t)((double)sample[1] * 1e9 / (double)sample[2]);
   return found;
 }
 
 std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate) {
   std::vector<std::shared_ptr<ProgramSession>> found;
-  for (auto& session : find_sessions(group))
+  for (auto& session : sessions().find(group))
     if (session->own_delegate() == delegate) found.push_back(session);
   if (found.size() == 1) return found.front();
   const std::string where = group.empty() ? "without a group" : "in group '" + group + "'";

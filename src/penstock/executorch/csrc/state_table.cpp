@@ -1,3 +1,4 @@
+// Owns the tensors of state, and reads and writes them between runs. Knows torch, not ExecuTorch.
 #include "state_table.h"
 
 #include <ATen/core/grad_mode.h>
@@ -6,10 +7,6 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <algorithm>
-#include <cstring>
-#include <map>
-#include <numeric>
 #include <optional>
 
 #include "core.h"
@@ -44,9 +41,8 @@ at::Tensor allocated(const StateFacts& state, at::Device device) {
     auto options = at::TensorOptions().dtype(static_cast<c10::ScalarType>(state.scalar_type)).device(device);
     return at::empty(laid, options).permute(back);
   } catch (const std::exception& error) {
-    constexpr int64_t kOutOfMemory = 2;  // as the core counts its failures
-    throw LoadError(Kind::core, "state '" + state.name + "' needs " + format_bytes(state.bytes) + ", refused: " +
-                                  error.what(), kOutOfMemory);
+    throw LoadError(Failure::device_memory,
+                    "state '" + state.name + "' needs " + format_bytes(state.bytes) + ", refused: " + error.what());
   }
 }
 
@@ -56,18 +52,6 @@ void fill(const at::Tensor& target, const std::vector<char>& value) {
     return;
   }
   target.copy_(at::from_blob(const_cast<char*>(value.data()), {(int64_t)value.size()}, at::kByte));
-}
-
-struct Registry {
-  std::mutex lock;
-  std::multimap<StateKey, std::weak_ptr<StateTable>> known;
-  std::map<std::string, std::shared_ptr<StateTable>> lent;
-};
-
-// Never destroyed: delegates may go after static objects do.
-Registry& registry() {
-  static Registry* made = new Registry;
-  return *made;
 }
 
 }  // namespace
@@ -114,9 +98,8 @@ size_t StateTable::number_of(const std::string& name, int64_t bytes) const {
                                      std::to_string(states_[i].bytes));
     return i;
   }
-  std::string names;
-  for (const StateFacts& state : states_) names += (names.empty() ? "" : ", ") + state.name;
-  throw LoadError(Kind::input, "there is no state '" + name + "'; the program has " + names);
+  throw LoadError(Kind::input, "there is no state '" + name + "'; the program has " +
+                                 joined(states_, [](const StateFacts& state) { return state.name; }));
 }
 
 void StateTable::read(const std::string& name, void* to, int64_t bytes) {
@@ -155,51 +138,14 @@ void StateTable::reset() {
   invalid_.clear();
 }
 
-StateRef::~StateRef() {
-  std::lock_guard<std::mutex> hold(registry().lock);
-  table_->taken().erase(method_);
-  table_.reset();
-}
-
-std::unique_ptr<StateRef> take_state_ref(const StateKey& key, int64_t method,
-                                         const std::function<std::shared_ptr<StateTable>()>& make) {
-  Registry& all = registry();
-  std::lock_guard<std::mutex> hold(all.lock);
-  for (auto it = all.known.begin(); it != all.known.end();)
-    it = it->second.expired() ? all.known.erase(it) : std::next(it);
-  auto [begin, end] = all.known.equal_range(key);
-  for (auto it = begin; it != end; ++it)
-    if (std::shared_ptr<StateTable> table = it->second.lock())
-      if (table->taken().insert(method).second) return std::make_unique<StateRef>(std::move(table), method);
-  std::shared_ptr<StateTable> made = make();
-  made->taken().insert(method);
-  all.known.emplace(key, made);
-  return std::make_unique<StateRef>(std::move(made), method);
-}
-
-void lend_states(const std::string& group, std::shared_ptr<StateTable> table) {
-  std::lock_guard<std::mutex> hold(registry().lock);
-  registry().lent[group] = std::move(table);
-}
-
-void reclaim_states(const std::string& group) {
-  std::lock_guard<std::mutex> hold(registry().lock);
-  registry().lent.erase(group);
-}
-
-std::unique_ptr<StateRef> take_lent_state_ref(const std::string& group, int64_t method) {
-  std::lock_guard<std::mutex> hold(registry().lock);
-  auto found = registry().lent.find(group);
-  return found == registry().lent.end() ? nullptr : std::make_unique<StateRef>(found->second, method);
+// Never destroyed: delegates may go after static objects do.
+States& states() {
+  static States* made = new States;
+  return *made;
 }
 
 std::shared_ptr<StateTable> find_states(const std::string& group) {
-  Registry& all = registry();
-  std::lock_guard<std::mutex> hold(all.lock);
-  std::vector<std::shared_ptr<StateTable>> found;
-  for (auto& [key, known] : all.known)
-    if (std::get<3>(key) == group)
-      if (auto table = known.lock()) found.push_back(std::move(table));
+  auto found = states().find(group);
   if (found.size() != 1)
     throw LoadError(Kind::state, std::to_string(found.size()) + " loaded programs with state are of group '" + group +
                                    "', needs one: tell them apart by weight_offload_group");

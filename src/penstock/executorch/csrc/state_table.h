@@ -6,13 +6,13 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "code.h"
 #include "payload.h"
+#include "sharing.h"
 
 namespace penstock_executorch {
 
@@ -35,8 +35,6 @@ class StateTable {
   const StateTensors& tensors() const { return *tensors_; }
   // Held by whoever runs a method with state: delegates with sessions of their own share it all the same.
   std::mutex& running() { return running_; }
-  // Methods whose delegates are here. Under the registry's lock.
-  std::set<int64_t>& taken() { return taken_; }
 
   // Throws LoadError(state) after a failed run, until reset().
   void require_valid() const;
@@ -55,35 +53,13 @@ class StateTable {
   bool is_lent_ = false;
   std::string invalid_;
   std::mutex running_;
-  std::set<int64_t> taken_;
 };
 
 // Program, file (two numbers), group, device.
 using StateKey = std::tuple<std::string, uint64_t, uint64_t, std::string, int32_t>;
 
-// A delegate's place at a table, which goes with the last of them.
-class StateRef {
- public:
-  StateRef(std::shared_ptr<StateTable> table, int64_t method) : table_(std::move(table)), method_(method) {}
-  ~StateRef();
-  StateRef(const StateRef&) = delete;
-  StateRef& operator=(const StateRef&) = delete;
-  StateTable& table() const { return *table_; }
-
- private:
-  std::shared_ptr<StateTable> table_;
-  int64_t method_;
-};
-
-// The table of the other delegates of the same loading, in which this method's place is free; or a new one.
-std::unique_ptr<StateRef> take_state_ref(const StateKey& key, int64_t method,
-                                         const std::function<std::shared_ptr<StateTable>()>& make);
-
-// A table that was made outside, for all delegates of a group.
-void lend_states(const std::string& group, std::shared_ptr<StateTable> table);
-void reclaim_states(const std::string& group);
-// Null where none was lent to the group.
-std::unique_ptr<StateRef> take_lent_state_ref(const std::string& group, int64_t method);
+using States = Sharing<StateKey, StateTable>;
+States& states();
 
 // The only table that delegates of a group made; throws LoadError(state) where there is none, or more than one.
 std::shared_ptr<StateTable> find_states(const std::string& group);

@@ -1,3 +1,4 @@
+// Hands out the block of a method, piece by piece.
 #include "transfer_memory.h"
 
 #include "core.h"
@@ -16,9 +17,9 @@ TransferMemory::TransferMemory(void* session, int64_t bytes, const std::string& 
   if (!bytes) return;
   start_ = static_cast<char*>(core().session_allocate_host(session, bytes));
   if (!start_)
-    throw LoadError(Kind::core, "the inputs and outputs of method '" + method + "' pass through " +
-                                  format_bytes(bytes) + " of pinned memory, which could not be had: " +
-                                  core().failure_text(), core().failure());
+    throw LoadError((Failure)core().failure(), "the inputs and outputs of method '" + method + "' pass through " +
+                                                 format_bytes(bytes) + " of pinned memory, which could not be had: " +
+                                                 core().failure_text());
 }
 
 TransferMemory::~TransferMemory() {

@@ -1,0 +1,145 @@
+// What delegates share that are loaded one after the other: a session, or state. Each has a place at it, and it goes with the
+// last of them.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace penstock_executorch {
+
+// By what delegates must have in common: a tuple, the fourth part of which is the group that was named at load.
+template <typename Key, typename Thing>
+class Sharing {
+  struct Shared {
+    std::shared_ptr<Thing> thing;
+    // The places that there are, by the delegate's number; none: for every delegate. Of what was lent.
+    std::vector<int64_t> places{};
+    // Delegates that are here.
+    std::set<int64_t> taken{};
+  };
+
+ public:
+  class Place {
+   public:
+    Place(Sharing& all, std::shared_ptr<Shared> shared, int64_t method, int64_t number, std::optional<Key> key)
+        : all_(all), shared_(std::move(shared)), method_(method), number_(number), key_(std::move(key)) {}
+    ~Place() { all_.leave(*this); }
+    Place(const Place&) = delete;
+    Place& operator=(const Place&) = delete;
+
+    Thing& operator*() const { return *shared_->thing; }
+    Thing* operator->() const { return shared_->thing.get(); }
+    // Of the delegate, as the thing counts.
+    int64_t number() const { return number_; }
+
+   private:
+    friend Sharing;
+    Sharing& all_;
+    std::shared_ptr<Shared> shared_;
+    int64_t method_;
+    int64_t number_;
+    std::optional<Key> key_;  // none: it was lent
+  };
+  using PlaceRef = std::unique_ptr<Place>;
+
+  // Joins what other delegates of the same loading made, where the place of delegate `method` is still free; or has it made.
+  template <typename Make>
+  PlaceRef take(const Key& key, int64_t method, int64_t number, Make&& make) {
+    std::unique_lock<std::mutex> hold(lock_);
+    changed_.wait(hold, [&] { return !busy_.count(key); });
+    auto [begin, end] = made_.equal_range(key);
+    for (auto it = begin; it != end; ++it)
+      if (it->second->taken.insert(method).second)
+        return std::make_unique<Place>(*this, it->second, method, number, key);
+    auto shared = std::make_shared<Shared>();
+    busy_with(key, hold, [&] { shared->thing = make(); });
+    shared->taken.insert(method);
+    made_.emplace(key, shared);
+    return std::make_unique<Place>(*this, std::move(shared), method, number, key);
+  }
+
+  // Something that was made outside: delegate `places[i]` of the group is to use it, which counts it as i.
+  void lend(const std::string& group, std::shared_ptr<Thing> thing, std::vector<int64_t> places) {
+    std::lock_guard<std::mutex> hold(lock_);
+    lent_.emplace(group, std::make_shared<Shared>(Shared{std::move(thing), std::move(places)}));
+  }
+  void reclaim(const std::string& group) {
+    std::lock_guard<std::mutex> hold(lock_);
+    lent_.erase(group);
+  }
+  // Null where nothing was lent to this delegate of the group.
+  PlaceRef take_lent(const std::string& group, int64_t method) {
+    std::lock_guard<std::mutex> hold(lock_);
+    auto [begin, end] = lent_.equal_range(group);
+    for (auto it = begin; it != end; ++it) {
+      const std::vector<int64_t>& places = it->second->places;
+      auto found = std::find(places.begin(), places.end(), method);
+      if (places.empty() || found != places.end())
+        return std::make_unique<Place>(*this, it->second, method, found - places.begin(), std::nullopt);
+    }
+    return nullptr;
+  }
+  bool is_lent(const std::string& group) {
+    std::lock_guard<std::mutex> hold(lock_);
+    return lent_.count(group) != 0;
+  }
+
+  // What was made for a group.
+  std::vector<std::shared_ptr<Thing>> find(const std::string& group) {
+    std::lock_guard<std::mutex> hold(lock_);
+    std::vector<std::shared_ptr<Thing>> found;
+    for (auto& [key, shared] : made_)
+      if (std::get<3>(key) == group) found.push_back(shared->thing);
+    return found;
+  }
+
+ private:
+  void leave(Place& place) {
+    std::unique_lock<std::mutex> hold(lock_);
+    place.shared_->taken.erase(place.method_);
+    if (!place.key_) return;
+    // Somebody may join while this waits, or take it down.
+    changed_.wait(hold, [&] { return !busy_.count(*place.key_); });
+    if (!place.shared_->taken.empty()) return;
+    std::erase_if(made_, [&](const auto& each) { return each.second == place.shared_; });
+    busy_with(*place.key_, hold, [&] { place.shared_->thing.reset(); });
+  }
+
+  // What takes as long as reading weights does is done without the lock, and whoever wants one of the same key waits until it
+  // has ended. So no budget is taken twice, and no other program is held up.
+  template <typename Work>
+  void busy_with(const Key& key, std::unique_lock<std::mutex>& hold, Work&& work) {
+    busy_.insert(key);
+    hold.unlock();
+    struct Ends {
+      Sharing& all;
+      const Key& key;
+      std::unique_lock<std::mutex>& hold;
+      ~Ends() {
+        hold.lock();
+        all.busy_.erase(key);
+        all.changed_.notify_all();
+      }
+    } ends{*this, key, hold};
+    work();
+  }
+
+  std::mutex lock_;
+  std::multimap<Key, std::shared_ptr<Shared>> made_;
+  std::multimap<std::string, std::shared_ptr<Shared>> lent_;
+  // Of what is being made or given up.
+  std::set<Key> busy_;
+  std::condition_variable changed_;
+};
+
+}  // namespace penstock_executorch
