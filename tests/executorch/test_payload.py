@@ -16,6 +16,8 @@ from penstock.executorch.description import (
     DelegateInput,
     DelegateMethod,
     Description,
+    IndexSlice,
+    InputIndex,
     PlanTable,
     SharedState,
     SharedWeight,
@@ -36,6 +38,7 @@ PAGE = 4096
 
 
 PLAN = StoredPlan(5, bytes(16))
+INDEX = InputIndex(0, 3, "é", 0, 3, (IndexSlice(0, 2, 1),))
 DESCRIPTION = Description(
     program="p",
     device="cpu",
@@ -45,13 +48,17 @@ DESCRIPTION = Description(
     built_with={"torch": "2"},
     weights=(SharedWeight(("é", "of several words"), 6, (3,), (0,), 12),),
     states=(SharedState("s", 6, (2, 3), (1, 0), 24, 1),),
-    methods=(DelegateMethod("forward", (0,), (DelegateInput(6, (-1,), (0,)),), 1, 256),),
+    methods=(DelegateMethod("forward", (0,), (DelegateInput("x", 6, (-1,), (0,), ()),), 1, 256),),
     plan_tables=(PlanTable((0,), (0,), 1, 2, 1, (PLAN.row(),)),),
 )
 (WEIGHT,), (STATE,), (METHOD,), (TABLE,) = (
     *(DESCRIPTION.weights, DESCRIPTION.states),
     *(DESCRIPTION.methods, DESCRIPTION.plan_tables),
 )
+
+
+def taking(scalar_type: int, shape: tuple[int, ...], *indexes: InputIndex) -> DelegateMethod:
+    return replace(METHOD, inputs=(DelegateInput("x", scalar_type, shape, tuple(range(len(shape))), indexes),))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,10 @@ DESCRIPTION = Description(
         ({"states": ()}, "'forward' has state that is none"),
         ({"states": (replace(STATE, dim_order=(1, 1)),)}, "state 's' has dim order"),
         ({"states": (replace(STATE, shape=(2, -3)),)}, "shape"),
-        ({"methods": (replace(METHOD, inputs=(DelegateInput(6, (-2,), (0,)),)),)}, "a size below -1"),
+        ({"methods": (taking(6, (-2,)),)}, "a size below -1"),
+        ({"methods": (taking(6, (3,), INDEX),)}, "of scalar type 6"),
+        ({"methods": (taking(4, (3, 3), INDEX),)}, "other dimensions"),
+        ({"methods": (taking(4, (3,), replace(INDEX, region=(IndexSlice(0, 1, 0),))),)}, "a slice with step 0"),
     ],
 )
 def test_a_description_that_is_none_is_refused_though_its_checksum_is_right(changes: dict[str, Any], said: str) -> None:

@@ -160,7 +160,7 @@ def test_a_process_whose_answer_cannot_be_read_is_ended(cores: Callable[[int], N
     """It would wait for its next task, and whoever asked for its end."""
     cores(2)
     usual = task()
-    damaging = Damaging(usual.schedules, usual.weights, usual.page_bytes, usual.begins)
+    damaging = Damaging(usual.schedules, usual.weights, usual.page_bytes, usual.begins, usual.device)
     with planning.planning(damaging, nobody) as by:
         with pytest.raises(PenstockError, match="ended with -9, and said a plan of 5 bytes$") as failed:
             by.plans((0,), "auto", [asks(5)])
@@ -183,7 +183,7 @@ def test_a_process_is_ended_only_after_its_last_words(cores: Callable[[int], Non
     cores(2)
     usual = task()
     with pytest.raises(PenstockError, match="(?s)ended with 1, and said Traceback.*nobody can read this task$"):
-        with planning.planning(Unreadable(usual.schedules, usual.weights, PAGE_BYTES, {}), nobody) as by:
+        with planning.planning(Unreadable(usual.schedules, usual.weights, PAGE_BYTES, {}, "cpu"), nobody) as by:
             by.plans((0,), "auto", [asks(1 << 20)])
 
 
@@ -258,7 +258,7 @@ def test_errors_keep_class_and_traceback(
 ) -> None:
     cores(2)
     usual = task()
-    failing = Failing(usual.schedules, usual.weights, usual.page_bytes, usual.begins)
+    failing = Failing(usual.schedules, usual.weights, usual.page_bytes, usual.begins, usual.device)
     with planning.planning(failing, nobody) as by:
         with pytest.raises(kind, match=said) as failed:
             by.plans((0,), placement, [asks(1)])
@@ -289,7 +289,7 @@ class Held(planning.Task):
 
 def held(folder: Path) -> Held:
     usual = task()
-    return Held(usual.schedules, usual.weights, usual.page_bytes, usual.begins, folder=str(folder))
+    return Held(usual.schedules, usual.weights, usual.page_bytes, usual.begins, usual.device, folder=str(folder))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from penstock.executorch.description import (
     DelegateInput,
     DelegateMethod,
     Description,
+    IndexSlice,
+    InputIndex,
     PlanTable,
     SharedState,
     SharedWeight,
@@ -100,7 +102,11 @@ PLANS = [StoredPlan(9 * PAGE, bytes(80)), StoredPlan(14 * PAGE, bytes(160))]
 
 
 def shared_description() -> Description:
-    inputs = (DelegateInput(6, (-1, 4), (0, 1)),)
+    indexes = (
+        InputIndex(-3, 2, "weight", 1, 5, (IndexSlice(1, -1, 2),)),
+        InputIndex(0, 9, "s", 0, 9, ()),
+    )
+    inputs = (DelegateInput("x", 6, (-1, 4), (0, 1), ()), DelegateInput("ids", 4, (-1,), (0,), indexes))
     return Description(
         program="p",
         device="cuda",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from penstock.executorch.description import (
     DelegateMethod,
     DelegateRef,
     Description,
+    IndexSlice,
+    InputIndex,
     SharedState,
     SharedWeight,
 )
@@ -37,7 +40,7 @@ from penstock.export.compile import compile as compile_programs
 from penstock.export.offload import fetches, insert_program_fetches
 from penstock.layout import canonical
 from penstock.plan.pages import page_bytes_on
-from penstock.program import Method, TensorSpec
+from penstock.program import IndexRange, Method, TensorSpec
 from penstock.temporary import TemporaryFolder
 from penstock.torch_private.graph import size_bound
 from penstock.weight import State
@@ -203,10 +206,17 @@ def _tensor(method: str, spec: Any, ep: ExportedProgram) -> DelegateInput:
     value = next(node for node in ep.graph.nodes if node.op == "placeholder" and node.name == spec.name).meta["val"]
     hints = [[int(_hint(number)) for number in numbers] for numbers in (value.shape, value.stride())]
     return DelegateInput(
+        name=spec.name,
         scalar_type=scalar_type_enum(getattr(torch, spec.dtype)).value,
         shape=tuple(size if isinstance(size, int) else -1 for size in spec.shape),
         dim_order=tuple(canonical(*hints)),
+        indexes=tuple(map(_index, spec.indexes)),
     )
+
+
+def _index(index: IndexRange) -> InputIndex:
+    slices = (IndexSlice(begin, sys.maxsize if end is None else end, step) for begin, end, step in index.region)
+    return InputIndex(index.low, index.high, index.table, index.dim, index.size, tuple(slices))
 
 
 def _transfer_bytes(method: Method, ep: ExportedProgram) -> int:

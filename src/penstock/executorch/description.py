@@ -12,6 +12,8 @@ from penstock.schema import SchemaError, Signed
 # What no machine has: sums of so few never overflow.
 MOST_BYTES = 1 << 56
 MOST_PAGE_BYTES = 1 << 30
+# Of ExecuTorch's scalar types, the first so many are whole numbers.
+WHOLE_NUMBER_TYPES = 5
 # Between main memory and the device, what a run is given and returns passes through one block of pinned memory.
 TRANSFER_ALIGNMENT_BYTES = 256
 
@@ -37,11 +39,35 @@ class SharedState:
 
 
 @dataclass(frozen=True)
+class IndexSlice:
+    """Of one dimension, as Python has it; none is without an end here."""
+
+    begin: Signed
+    end: Signed
+    step: int
+
+
+@dataclass(frozen=True)
+class InputIndex:
+    """Numbers of an input that index a table or a cache: what program.IndexRange says."""
+
+    low: Signed
+    high: Signed
+    table: str
+    dim: int
+    size: int
+    # By dimension of the input; empty: all of it.
+    region: tuple[IndexSlice, ...]
+
+
+@dataclass(frozen=True)
 class DelegateInput:
+    name: str
     scalar_type: int
     # -1: dynamic.
     shape: tuple[Signed, ...]
     dim_order: tuple[int, ...]
+    indexes: tuple[InputIndex, ...]
 
 
 @dataclass(frozen=True)
@@ -139,6 +165,15 @@ def _faults(found: Description) -> Iterator[str]:
             yield f"method {method.name!r} has state that is none"
         if any(size < -1 for given in method.inputs for size in given.shape):
             yield f"an input of method {method.name!r} has a size below -1"
+        for given in method.inputs:
+            for index in given.indexes:
+                if given.scalar_type >= WHOLE_NUMBER_TYPES or len(index.region) not in (0, len(given.shape)):
+                    yield (
+                        f"input {given.name!r} indexes a table, and is of scalar type {given.scalar_type}, or has "
+                        "other dimensions than what is said of it"
+                    )
+                if any(part.step < 1 for part in index.region):
+                    yield f"input {given.name!r} has a slice with step 0"
 
 
 def _amounts(found: Description) -> Iterator[int]:

@@ -12,6 +12,7 @@
 #include "core.h"
 #include "data_map.h"
 #include "gpu.h"
+#include "index_check.h"
 #include "load_options.h"
 #include "loaded_options.h"
 #include "program_session.h"
@@ -261,6 +262,7 @@ void check_input(const Delegate& delegate, size_t index, const TensorView& view)
                                    listed(view.sizes) +
                                    ", needs scalar type " + std::to_string(facts.scalar_type) + " and shape " +
                                    listed(facts.shape) + " (-1: any)");
+  check_indices(facts, view);
 }
 
 void compute(Delegate& delegate, void* stream) {

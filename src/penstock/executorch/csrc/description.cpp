@@ -51,10 +51,27 @@ StateFacts read_state(RecordReader& in) {
   return state;
 }
 
+IndexFacts read_index(RecordReader& in) {
+  IndexFacts index{in.next(), in.next(), in.text(), in.next(0, INT64_MAX), in.next(0, INT64_MAX), {}};
+  for (size_t dims = in.length(3); dims > 0; --dims) index.region.push_back({in.next(), in.next(), in.next(1, INT64_MAX)});
+  return index;
+}
+
+InputFacts read_input(RecordReader& in) {
+  InputFacts input{in.text(), in.next(0, INT8_MAX), in.integers(-1, INT64_MAX), sizes(in), {}};
+  for (size_t indexes = in.length(6); indexes > 0; --indexes) {
+    input.indexes.push_back(read_index(in));
+    const size_t dims = input.indexes.back().region.size();
+    if (input.scalar_type >= kWholeNumberTypes || (dims && dims != input.shape.size()))
+      refuse("input '" + input.name + "' indexes a table, and is of scalar type " + std::to_string(input.scalar_type) +
+             ", or has other dimensions than what is said of it");
+  }
+  return input;
+}
+
 MethodFacts read_method(RecordReader& in, size_t states) {
   MethodFacts method{in.text(), in.integers(0, (int64_t)states), {}, 0, 0};
-  for (size_t inputs = in.length(3); inputs > 0; --inputs)
-    method.inputs.push_back({in.next(0, INT8_MAX), in.integers(-1, INT64_MAX), sizes(in)});
+  for (size_t inputs = in.length(5); inputs > 0; --inputs) method.inputs.push_back(read_input(in));
   method.outputs = in.next(0, INT32_MAX);
   method.transfer_bytes = amount(in);
   return method;

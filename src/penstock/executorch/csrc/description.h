@@ -23,10 +23,33 @@ struct WeightFacts {
   int64_t bytes;
 };
 
+// Of ExecuTorch's scalar types, the first so many are whole numbers.
+constexpr int64_t kWholeNumberTypes = 5;
+
+// A slice of one dimension, as Python has it.
+struct IndexSlice {
+  int64_t begin;
+  int64_t end;
+  int64_t step;
+};
+
+// Numbers of an input that index a table or a cache: each is at least `low` and below `high`.
+struct IndexFacts {
+  int64_t low;
+  int64_t high;
+  std::string table;
+  int64_t dim;
+  int64_t size;
+  // Which numbers of the input, by dimension; all of them where it is empty.
+  std::vector<IndexSlice> region;
+};
+
 struct InputFacts {
+  std::string name;
   int64_t scalar_type;
   std::vector<int64_t> shape;  // -1: dynamic
   std::vector<int64_t> dim_order;
+  std::vector<IndexFacts> indexes;
 };
 
 // A mutated buffer, which belongs to the delegates of all methods together.
