@@ -123,8 +123,8 @@ void a_shape_is_captured_once_and_replayed() {
   over.replays.capture({{2, 2}});
   done();
   expect(over.replays.replay({{1, 2}}, kStream), "not replayed");
-  expect(done() == "begin_replay:100 fill:0 launch show:0 end_replay ", "replayed otherwise");
-  expect(over.replays.replay({{2, 2}}, kStream) && done() == "begin_replay:101 fill:1 launch show:1 end_replay ",
+  expect(done() == "begin_replay:100 fill:0 turn launch end_turn show:0 end_replay ", "replayed otherwise");
+  expect(over.replays.replay({{2, 2}}, kStream) && done() == "begin_replay:101 fill:1 turn launch end_turn show:1 end_replay ",
          "the wrong one was replayed");
 }
 
@@ -234,7 +234,7 @@ void a_replay_that_fails() {
   refused = "begin_replay";
   expect(refusal(replayed).detail == 1 && done() == "begin_replay:100 ", "a run that did not begin was given up");
   refused = "launch";
-  expect(refusal(replayed).kind == Kind::core && done() == "begin_replay:100 fill:0 launch abort ", "not given up");
+  expect(refusal(replayed).kind == Kind::core && done() == "begin_replay:100 fill:0 turn launch end_turn abort ", "not given up");
   refused = "end_replay";
   expect(refusal(replayed).kind == Kind::core, "its end went unnoticed");
   done();
@@ -330,6 +330,13 @@ void GraphMemory::capture(const std::function<void(void* stream)>& action) {
     ~Ends() { call("end_pool"); }
   } ends;
   action((void*)7);
+}
+void GraphMemory::launch(const std::function<void()>& action) {
+  call("turn");
+  struct Ends {
+    ~Ends() { call("end_turn"); }
+  } ends;
+  action();
 }
 
 }  // namespace penstock_executorch

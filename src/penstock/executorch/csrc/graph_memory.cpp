@@ -2,6 +2,7 @@
 #include "graph_memory.h"
 
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -52,9 +53,13 @@ void release_pool(int32_t, PoolId) {}
 #endif
 
 struct CaptureStream {
-  explicit CaptureStream(c10::Stream stream) : stream(stream) {}
+  explicit CaptureStream(c10::Stream stream) : stream(stream), launched(c10::kCUDA) {}
   c10::Stream stream;
   std::mutex alone;
+  // From the wait for `launched` to its record: another thread's launch between the two would wait for nobody.
+  std::mutex launching;
+  // After the last launch.
+  c10::Event launched;
 };
 
 // One for each device, for good: torch keeps a workspace for each stream that products ran on, 32 MiB on a large GPU, as
@@ -89,6 +94,20 @@ void GraphMemory::capture(const std::function<void(void* stream)>& action) {
     ~Ends() { end_pool(memory.device_index_, memory.pool_); }
   } ends{*this};
   action(current_stream("cuda", device_index_));
+}
+
+void GraphMemory::launch(const std::function<void()>& action) {
+  CaptureStream& on = capture_stream(device_index_);
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(on.stream.device());
+  std::lock_guard<std::mutex> alone(on.launching);
+  on.launched.block(stream);
+  try {
+    action();
+  } catch (...) {
+    on.launched.record(stream);
+    throw;
+  }
+  on.launched.record(stream);
 }
 
 std::shared_ptr<GraphMemory> graph_memory_of(void* session, int32_t device_index) {

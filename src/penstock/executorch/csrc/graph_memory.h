@@ -22,6 +22,9 @@ class GraphMemory {
   // Calls `action` with the device's stream for captures, as torch's current one; what this thread allocates meanwhile
   // lies here. One at a time on each device.
   void capture(const std::function<void(void* stream)>& action);
+  // Calls `action`, which launches a graph on torch's current stream, where it begins when the device is done with the
+  // last one, of any program: graphs that were captured on one stream may have scratch memory of torch's in common.
+  void launch(const std::function<void()>& action);
 
  private:
   int32_t device_index_;

@@ -46,7 +46,9 @@ bool Replays::replay(const Shapes& shapes, void* stream) {
   if (core().session_begin_replay(session_, found->graph, stream)) throw_core_failure();
   try {
     code_.fill_pass(found->tensors);
-    if (core().session_launch(session_)) throw_core_failure();
+    memory_.launch([&] {
+      if (core().session_launch(session_)) throw_core_failure();
+    });
     code_.show_pass(found->tensors);
   } catch (const std::exception& error) {
     give_run_up(session_, method_, error);
