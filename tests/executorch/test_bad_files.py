@@ -189,7 +189,7 @@ def test_the_stock_runtime_refuses_them_too(found: Found) -> None:
     assert stock == {name: case.stock for name, case in cases.items() if case.stock == "refused"}
     assert runs == "ran" or torch.__version__ < "2.13"
     assert "lack 1 of the 12 weights" in log
-    assert "in the data file, the program needs" in log
+    assert "the data files do not fit the program: '" in log
 
 
 def test_a_file_that_is_shortened_while_it_is_in_use_fails_the_run(files: tuple[Path, Path], tmp_path: Path) -> None:

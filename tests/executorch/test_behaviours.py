@@ -142,14 +142,23 @@ def inputs(player: Player, files: Files, folder: Path) -> None:
 
 
 def weights_that_do_not_fit(player: Player, files: Files, folder: Path) -> None:
-    changes: list[tuple[type[PenstockError], dict[str, Any]]] = [
-        (MissingWeightError, {"leave_out": "weight"}),
-        (WeightMismatchError, {"change": {"name": "weight", "shape": (WIDTH // 2, WIDTH * 2)}}),
-        (WeightMismatchError, {"change": {"name": "weight", "dtype": "int32"}}),
+    needs = rf"'weight' is %s, needs float32\[{WIDTH}, {WIDTH}\]"
+    changes: list[tuple[type[PenstockError], str, dict[str, Any]]] = [
+        (MissingWeightError, r"lacks? 1 of the \d weights of the program: 'weight'", {"leave_out": "weight"}),
+        (
+            WeightMismatchError,
+            needs % rf"float32\[{WIDTH // 2}, {WIDTH * 2}\]",
+            {"change": {"name": "weight", "shape": (WIDTH // 2, WIDTH * 2)}},
+        ),
+        (
+            WeightMismatchError,
+            needs % rf"int32\[{WIDTH}, {WIDTH}\]",
+            {"change": {"name": "weight", "dtype": "int32"}},
+        ),
     ]
-    for kind, change in changes:
+    for kind, said, change in changes:
         path = rewrite_weights(files.described, files.weights, folder / "other.ptd", **change)
-        with pytest.raises(kind, match="weight"):
+        with pytest.raises(kind, match=said):
             player.open(files.program, path, files.floor_bytes)
 
 

@@ -9,9 +9,9 @@
 
 #include "load_error.h"
 #include "mapping.h"
-#include "memory_order.h"
 #include "packed_entry.h"
 #include "penstock_records.h"
+#include "tensor_layout.h"
 
 namespace penstock_executorch {
 namespace {
@@ -20,25 +20,24 @@ using executorch::runtime::FreeableBuffer;
 using executorch::runtime::NamedDataMap;
 
 void check_layout(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
-  if ((int64_t)bytes != weight.bytes)
-    throw LoadError(Kind::weight_mismatch, "weight '" + name + "' has " + std::to_string(bytes) +
-                                             " bytes in the data file, the program needs " +
-                                             std::to_string(weight.bytes));
-  // A packed entry has none, which ExecuTorch's reader does not expect: it would crash.
-  auto layout = data.get_tensor_layout(name);
-  if (!layout.ok())
-    throw LoadError(Kind::weight_mismatch, "weight '" + name + "' has no dtype and shape in the data file");
-  std::vector<int64_t> shape(layout->sizes().begin(), layout->sizes().end());
-  std::vector<int64_t> order(layout->dim_order().begin(), layout->dim_order().end());
-  auto scalar_type = (int64_t)layout->scalar_type();
-  if (shape != weight.shape || scalar_type != weight.scalar_type ||
-      memory_order(shape, order) != memory_order(weight.shape, weight.dim_order))
-    throw LoadError(Kind::weight_mismatch, "weight '" + name + "' is of scalar type " +
-                                             std::to_string(scalar_type) + " and shape " + listed(shape) +
-                                             " with dim order " + listed(order) +
-                                             " in the data file, the program needs scalar type " +
-                                             std::to_string(weight.scalar_type) + " and shape " + listed(weight.shape) +
-                                             " with dim order " + listed(weight.dim_order));
+  std::string found = std::to_string(bytes) + " bytes";
+  // A packed entry has no layout, which ExecuTorch's reader does not expect: it would crash.
+  if ((int64_t)bytes == weight.bytes) {
+    auto layout = data.get_tensor_layout(name);
+    if (!layout.ok()) {
+      found += " without a dtype and a shape";
+    } else {
+      const std::vector<int64_t> shape(layout->sizes().begin(), layout->sizes().end());
+      const std::vector<int64_t> order(layout->dim_order().begin(), layout->dim_order().end());
+      const auto scalar_type = (int64_t)layout->scalar_type();
+      if (shape == weight.shape && scalar_type == weight.scalar_type &&
+          memory_order(shape, order) == memory_order(weight.shape, weight.dim_order))
+        return;
+      found = layout_text(scalar_type, shape, order);
+    }
+  }
+  throw LoadError(Kind::weight_mismatch, "the data files do not fit the program: '" + name + "' is " + found + ", needs " +
+                                           layout_text(weight.scalar_type, weight.shape, weight.dim_order));
 }
 
 void place_packed(WeightsPlace& place, const Payload& payload, const std::vector<std::optional<PackedEntry>>& packed) {
@@ -98,12 +97,10 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
     if (!is_there) missing.push_back(weight.name);
   }
   if (!missing.empty()) {
-    std::string names;
-    for (size_t i = 0; i < missing.size() && i < 8; ++i) names += (i ? ", '" : "'") + missing[i] + "'";
-    if (missing.size() > 8) names += " and " + std::to_string(missing.size() - 8) + " more";
     throw LoadError(Kind::missing_weight, "the data files lack " + std::to_string(missing.size()) + " of the " +
                                             std::to_string(payload.weights.size()) + " weights of the program: " +
-                                            names + " (was the program's own .ptd given?)");
+                                            joined(missing, [](const std::string& name) { return "'" + name + "'"; }) +
+                                            " (was the program's own .ptd given?)");
   }
   Mappings mappings;
   for (size_t i = 0; i < held.size(); ++i) {

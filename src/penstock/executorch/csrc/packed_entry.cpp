@@ -6,7 +6,7 @@
 
 #include "core.h"
 #include "load_error.h"
-#include "memory_order.h"
+#include "tensor_layout.h"
 
 namespace penstock_executorch {
 namespace {
@@ -64,11 +64,9 @@ PackedEntry read_packed_entry(const std::string& name, const WeightFacts& weight
     refuse(name, "has no checksum of its layout: an earlier Penstock packed it. Pack it again: penstock unpack, and then "
                  "penstock pack");
   if (header.layout != layout_checksum(weight) || header.raw_bytes != (uint64_t)weight.bytes)
-    throw LoadError(Kind::weight_mismatch, "packed weight '" + name + "' is of another dtype, shape or dim order in the " +
-                                             "data file, with " + std::to_string(header.raw_bytes) +
-                                             " bytes; the program needs scalar type " +
-                                             std::to_string(weight.scalar_type) + " and shape " + listed(weight.shape) +
-                                             " with dim order " + listed(weight.dim_order));
+    throw LoadError(Kind::weight_mismatch, "the data files do not fit the program: packed '" + name + "' is " +
+                                             std::to_string(header.raw_bytes) + " bytes of another layout, needs " +
+                                             layout_text(weight.scalar_type, weight.shape, weight.dim_order));
   const bool is_kind = std::any_of(std::begin(kDtypes), std::end(kDtypes), [&](const PackedDtype& each) {
     return weight.scalar_type == each.scalar_type && header.version == each.version && header.kind == each.kind;
   });
