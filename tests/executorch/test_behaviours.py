@@ -20,6 +20,7 @@ from penstock.errors import (
     BudgetError,
     InputError,
     MissingWeightError,
+    PackageError,
     PenstockError,
     WeightMismatchError,
     WeightsChangedError,
@@ -167,7 +168,7 @@ def weights_cut_off(player: Player, files: Files, folder: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(PenstockError) as refusal:
         player.open(files.program, path, files.floor_bytes)
-    assert isinstance(refusal.value, (WeightsFileError, penstock.errors.PackageError))
+    assert isinstance(refusal.value, (WeightsFileError, PackageError))
 
 
 def weights_changed_while_loaded(player: Player, files: Files, folder: Path) -> None:
@@ -186,7 +187,42 @@ def weights_changed_while_loaded(player: Player, files: Files, folder: Path) -> 
     assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
 
 
+def weights_that_are_not_there(player: Player, files: Files, folder: Path) -> None:
+    with pytest.raises(PenstockError):
+        player.open(files.program, folder / "nothing.ptd", files.floor_bytes)
+
+
+def programs_cut_off(player: Player, files: Files, folder: Path) -> None:
+    path = Path(shutil.copy(files.program, folder / files.program.name))
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(PackageError):
+        player.open(path, files.weights, files.floor_bytes)
+
+
+def methods_that_there_are_not(player: Player, files: Files, folder: Path) -> None:
+    player.open(files.program, files.weights, files.floor_bytes)
+    x = rows(6)
+    with pytest.raises(InputError):
+        player.run("nothing", x)
+    assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+
+
+def counters(player: Player, files: Files, folder: Path) -> None:
+    """Every byte of the weight that a run reads was copied, or was there."""
+    player.open(files.program, files.weights, files.floor_bytes)
+    x, weight_bytes = rows(7), WIDTH * WIDTH * 4
+    for runs in (1, 2, 3):
+        player.run("add" if runs % 2 else "read", x)
+        assert player.figure("runs") == runs
+        found = [player.figure(name) for name in ("bytes_streamed", "bytes_hit", "bytes_in_place")]
+        assert sum(found) == runs * weight_bytes and min(found) >= 0
+
+
 BEHAVIOURS = [
+    weights_that_are_not_there,
+    programs_cut_off,
+    methods_that_there_are_not,
+    counters,
     budgets,
     budgets_below_the_floor,
     budgets_that_are_none,
