@@ -11,6 +11,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.plan.packed import SlotSizes, with_packed
 from penstock.plan.plan import DIRECT, Block, MethodPlan, Piece, Plan, Range, Slots, Store
+from penstock.record import VERSION
 from penstock.runtime.records import Numbers, packed_numbers, plan_numbers
 from tests.native.session import make_session
 from tests.runtime.packed_models import PackedModel, packed_chain
@@ -46,7 +47,7 @@ def records_of_packed_weights_are_refused(folder: Path) -> None:
     version, count, weight, raw, kind, data, first, second, _, end = range(10)
     assert sound[end] == blocks.begins_bytes[-1] and sound[end + 1] == 1
     damages: list[tuple[Mapping[int, int], str]] = [
-        ({version: 8}, "are of version 8, needs version 9"),
+        ({version: VERSION - 1}, f"are of version {VERSION - 1}, needs version {VERSION}"),
         ({count: -1}, "is -1, needs to be in [0,"),
         ({count: 1}, f"have {len(sound)} numbers, and end after {end + 1}"),
         ({count: 2**62}, "needs to be in [0,"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.runtime.builds import COMPILER, SOURCES
+from tests.runtime.builds import COMPILER, HEADERS, SOURCES
 
 PROGRAM = """
 #include <new>
@@ -23,6 +23,7 @@ int main() {
 def test_nothing_is_thrown_and_a_wait_is_tried_twice(tmp_path: Path) -> None:
     (tmp_path / "main.cpp").write_text(PROGRAM)
     program = tmp_path / "main"
-    command = [COMPILER, "-std=c++17", f"-I{SOURCES}", str(tmp_path / "main.cpp"), "-o", str(program)]
+    includes = [f"-I{SOURCES}", f"-I{HEADERS}"]
+    command = [COMPILER, "-std=c++17", *includes, str(tmp_path / "main.cpp"), "-o", str(program)]
     subprocess.run(command, check=True)
     assert subprocess.run([str(program)]).returncode == 5

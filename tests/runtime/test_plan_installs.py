@@ -16,6 +16,7 @@ from penstock.errors import PenstockError
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.plan import Block, Copy, Plan, Range
 from penstock.plan.planner import Planner
+from penstock.record import VERSION
 from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.records import Numbers, plan_numbers
 from tests.runtime.modules import SCRIPTS, floor_of, play
@@ -211,7 +212,7 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
         (twice, r"copy \d enters twice"),
         (fewer, r"is fetched after 0 of the 1 copies of its stay; the others are issued behind it"),
         (huge_blocks, "needs to be in"),
-        (earlier, "the records of the plan are of version 7, needs version 9"),
+        (earlier, f"the records of the plan are of version 7, needs version {VERSION}"),
         (beyond, r"needs to be in \[1, 2\)"),
         (odd_block, r"block 0 has 4097 bytes, a page has 4096"),
     ]
