@@ -202,7 +202,7 @@ def programs_cut_off(player: Player, files: Files, folder: Path) -> None:
 def methods_that_there_are_not(player: Player, files: Files, folder: Path) -> None:
     player.open(files.program, files.weights, files.floor_bytes)
     x = rows(6)
-    with pytest.raises(InputError):
+    with pytest.raises(PenstockError):
         player.run("nothing", x)
     assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
 
