@@ -97,12 +97,13 @@ def check(told: Told, program: Path, weights: Path) -> None:
             plan = found.pop(0)
             assert clamp == said.clamp
             assert plan.startswith("plan ") and plan.endswith(f"weights from {weights}, held in memory")
-            is_same = f" in the file takes {format_bytes(said.plan_bytes)}, " in plan
+            # The file may have a plan that was made for another budget and fits this one, too, of as many bytes or more.
+            is_same = summary == said.summary
             same_plans += is_same
-            # The file may have a plan that was made for another budget, holds more, and fits this one, too.
-            assert summary == said.summary if is_same else PLAN.sub("", summary) == PLAN.sub("", said.summary)
+            assert is_same or PLAN.sub("", summary) == PLAN.sub("", said.summary)
+            assert not is_same or f" in the file takes {format_bytes(said.plan_bytes)}, " in plan
         assert not found
-    assert same_plans > len(budgets)
+    assert same_plans > len(budgets) // 2
 
 
 @pytest.mark.parametrize("name", ["chain", "split", "decoder", "hazards", "twin"])
