@@ -97,7 +97,7 @@ def check(told: Told, program: Path, weights: Path) -> None:
             plan = found.pop(0)
             assert clamp == said.clamp
             assert plan.startswith("plan ") and plan.endswith(f"weights from {weights}, held in memory")
-            # The file may have a plan that was made for another budget and fits this one, too, of as many bytes or more.
+            # The file may have a plan that was made for another budget: it fits this one, too, and takes no less.
             is_same = summary == said.summary
             same_plans += is_same
             assert is_same or PLAN.sub("", summary) == PLAN.sub("", said.summary)
