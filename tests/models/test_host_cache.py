@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import penstock
 from penstock.errors import BelowFloorError, ModelError, PenstockError
+from penstock.models.host_attention import NAME
 from penstock.models.stateful import make_stateful, traceable
 from tests.models.checkpoints import FAST, load_with_transformers, save_checkpoint
 from tests.models.comparison import prompt, same
@@ -159,6 +161,25 @@ def test_what_is_computed(family: str) -> None:
 def test_other_attention_is_refused(family: str, why: str) -> None:
     with pytest.raises(ModelError, match=why):
         make_stateful(build(family, meta=True), slots=100, batch=1, host_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"softcap": 50.0}, "takes softcap; host_cache=True is for models in which every token"),
+        ({"sliding_window": 16, "s_aux": torch.zeros(2)}, "takes s_aux, sliding_window;"),
+        ({"starts": torch.zeros(1, 1, dtype=torch.int64)}, "takes a mask of its own, such as a window;"),
+        ({"starts": None}, "takes a mask of its own"),
+    ],
+)
+def test_what_changes_who_sees_what_is_refused_by_name(given: dict[str, Any], why: str) -> None:
+    q, near, far = torch.ones(1, 2, 1, 16), torch.zeros(2, 1, 2, 64, 16), torch.zeros(2, 1, 2, 64, 16)
+    starts = {"starts": torch.zeros(1, dtype=torch.int64)}
+    attend = ALL_ATTENTION_FUNCTIONS[NAME]
+    attended, _ = attend(None, q, near, far, **starts, sliding_window=None, use_cache=True)
+    assert attended.shape == (1, 1, 2, 16)
+    with pytest.raises(ModelError, match=why):
+        attend(None, q, near, far, **{**starts, **given})
 
 
 def test_a_model_is_refused_before_it_is_compiled(
