@@ -35,6 +35,7 @@ DELEGATE_HEADERS = (
     "c10/core/CachingDeviceAllocator.h",
     "c10/core/Device.h",
     "c10/core/DeviceGuard.h",
+    "c10/core/Event.h",
     "c10/core/StreamGuard.h",
     "c10/core/impl/VirtualGuardImpl.h",
     "c10/cuda/CUDACachingAllocator.h",
