@@ -70,18 +70,20 @@ def test_a_program_as_json(cli: Cli, by_hand: Path) -> None:
 
 
 def test_experts_without_slots_are_named(cli: Cli, tmp_path: Path) -> None:
-    """At no budget they have any: one method takes them by index, and the other reads all of some."""
+    """At no budget they have any: one method takes both by one index, and the other takes one of them alone."""
     names = ("up", "down", "more")
     weights = [Weight(name, "float32", (8, 1024), (0, 1)) for name in names]
     methods = []
-    for method, routing in (("prefill", None), ("decode", 0)):
-        reads = ((0, "up", routing), (1, "down", 0), (2, "more", 2))
-        accesses = tuple(Access(n, name, gathered=by is not None, routing=by) for n, name, by in reads if method or n)
+    for method in ("prefill", "decode"):
+        reads = (
+            [(1, "down", 0), (2, "more", 2)] if method == "prefill" else [(0, "up", 0), (1, "down", 0), (2, "more", 2)]
+        )
+        accesses = tuple(Access(number, name, gathered=True, routing=by) for number, name, by in reads)
         steps = tuple(Step("one", (access.number,)) for access in accesses)
         methods.append(dataclasses.replace(a_method(name=method), schedule=Schedule(method, accesses, steps)))
     made = a_program(methods, weights, ())
     path = write_metadata(tmp_path / "experts.pt2", made)
-    reason = "method 'prefill' reads all of 'up'"
+    reason = "'up' is taken by its index in one place, and in another it is not"
     assert cli("inspect", path, "--json").document["without_slots"] == {"up": reason, "down": reason}
     shown = " ".join(cli("inspect", path).stdout.split())
     assert f"up has no slots: {reason}" in shown and "more has no slots" not in shown

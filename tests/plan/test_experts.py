@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from penstock.plan.experts import (
     HitRates,
     Slots,
     allocate_slots,
+    bytes_before_held,
     find_banks,
     table_bytes,
     why_no_slots,
@@ -22,6 +24,7 @@ from penstock.plan.experts import (
 )
 from penstock.plan.plan import DIRECT, NO_SLOTS, MethodPlan, Placement, Plan
 from penstock.plan.planner import Planner
+from penstock.plan.tuning import DEFAULT_HIT_RATES, SLOTS_BEFORE_HELD_PART
 from penstock.schedule import Schedule
 from penstock.weight import Weight, are_experts
 from tests.plan.expert_programs import PAGE, ExpertProgram, expert_programs, schedule_of, stacked
@@ -44,22 +47,21 @@ def test_every_plan_is_proved_and_within_its_budget(program: ExpertProgram, part
 
 
 def is_bank(program: ExpertProgram, names: frozenset[str]) -> bool:
-    """Every method that reads one of them reads all by one index, before it reads any by the next; as is said of a
-    bank, and not as find_banks does it."""
+    """Every method that takes rows of one of them takes rows of all by one index, before it takes any by the next; as
+    is said of a bank, and not as find_banks does it."""
     weights = [program.weights[name] for name in names]
     if not all(map(are_experts, weights)) or len({weight.shape[0] for weight in weights}) != 1:
         return False
     for schedule in program.schedules:
-        reads = [(access.weight, access.routing) for access in schedule.accesses if access.weight in names]
+        taken_by = [(access.weight, access.routing) for access in schedule.accesses if access.routing is not None]
+        reads = [(name, by) for name, by in taken_by if name in names]
         # By the same index nothing else is taken.
-        taken = {access.weight for access in schedule.accesses if (access.routing in {by for _, by in reads} - {None})}
+        taken = {name for name, by in taken_by if by in {by for _, by in reads}}
         if taken - names or len(reads) % len(names):
             return False
         for begin in range(0, len(reads), len(names)):
             part = reads[begin : begin + len(names)]
             if {name for name, _ in part} != names or len({routing for _, routing in part}) != 1:
-                return False
-            if part[0][1] is None:
                 return False
         if len({routing for _, routing in reads}) != len(reads) // len(names):
             return False
@@ -97,17 +99,16 @@ def with_rows(schedule: Schedule) -> Schedule:
     return replace(schedule, accesses=tuple(accesses))
 
 
+@pytest.mark.parametrize("other", [None, ROWS], ids=["all of one", "other rows of one"])
+def test_what_else_a_method_reads_of_them_is_no_matter(other: int | None) -> None:
+    weights = {one: stacked(one, 8, 4096) for one in "abc"}
+    reads: list[Reads] = [[("a", 0), ("b", 0), ("c", 1)], [("a", other), ("c", 4)]]
+    schedules = [with_rows(schedule_of(f"method{number}", one)) for number, one in enumerate(reads)]
+    assert why_no_slots(schedules, weights) == {}
+    assert [bank.names for bank in find_banks(schedules, weights, weights.keys())] == [("a", "b"), ("c",)]
+
+
 REASONS: dict[str, tuple[list[Reads], set[str], str]] = {
-    "a method reads one whole": (
-        [[("a", 0), ("b", 0), ("c", 1)], [("a", None), ("c", 4)]],
-        {"a", "b"},
-        "method 'method1' reads all of 'a'",
-    ),
-    "a method takes other rows of one": (
-        [[("a", 0), ("b", 0), ("c", 1)], [("a", ROWS), ("c", 4)]],
-        {"a", "b"},
-        "method 'method1' takes rows of 'a', and not all by one index",
-    ),
     "one is taken twice": (
         [[("a", 0), ("b", 0), ("a", 0), ("c", 1)]],
         {"a", "b"},
@@ -303,3 +304,91 @@ def test_default_rates_rise_with_the_part_that_has_slots() -> None:
         assert rates.at(experts) == 1.0 and rates.at(0) == 0.0
         assert all(rates.at(n) <= rates.at(n + 1) for n in range(0, experts, max(1, experts // 50)))
     assert ExpertBank(("a",), 4096, 16).fewest_slots == -(-4096 * Fraction(1, 20) // 1)
+
+
+def prompt_and_token(layers: int, experts: int, row_bytes: int, dense_bytes: int) -> ExpertProgram:
+    """A prompt reads all experts, as it has to where they are quantized; a token takes rows of them."""
+    weights: dict[str, Weight] = {}
+    reads: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
+    for layer in range(layers):
+        dense = f"dense{layer}"
+        weights[dense] = Weight(dense, "uint8", (dense_bytes,), (0,))
+        names = [f"up{layer}", f"down{layer}"]
+        weights |= {name: stacked(name, experts, row_bytes) for name in names}
+        reads["prefill"] += [(dense, None), *((name, None) for name in names)]
+        reads["decode"] += [(dense, None), *((name, layer) for name in names)]
+    return ExpertProgram(tuple(schedule_of(method, one) for method, one in reads.items()), weights)
+
+
+def test_experts_that_a_prompt_reads_whole_have_slots_before_any_is_held_for_it() -> None:
+    """What else is read comes first; then slots, up to 38% of the experts; then experts that the prompt need not have
+    streamed; and in the end everything."""
+    program = prompt_and_token(layers=6, experts=32, row_bytes=2 * PAGE, dense_bytes=8 * PAGE)
+    made = planner(program)
+    expert_bytes = sum(weight.nbytes for weight in program.weights.values() if are_experts(weight))
+    parts: list[float] = []
+    streamed: list[int] = []
+    for share in range(21):
+        budget_bytes = made.floor_bytes + (made.full_bytes - made.floor_bytes) * share // 20
+        plan = made.plan(budget_bytes)
+        check_plan(plan, program.schedules, program.weights, budget_bytes=budget_bytes)
+        slots_bytes = sum(bank.slots * bank.row_bytes for bank in plan.banks)
+        assert slots_bytes <= 0.42 * expert_bytes
+        parts.append(slots_bytes / expert_bytes)
+        streamed.append(plan.method("prefill").warm.bytes_streamed)
+        in_slots = {member.weight for bank in plan.banks for member in bank.members}
+        for placement in plan.method("decode").placements:
+            # Whatever is held for the prompt is not held twice.
+            assert placement.has_slots == (placement.weight in in_slots)
+        if slots_bytes and share < 20:
+            assert plan.method("decode").warm.bytes_streamed == 0, "all that is dense is held before any slot"
+    top = parts.index(max(parts))
+    assert parts[0] == 0 and parts[-1] == 0 and max(parts) > 0.3 and 0 < top < 20
+    assert parts[:top] == sorted(parts[:top])
+    assert all(after <= 1.005 * before for before, after in pairwise(streamed)) and streamed[-1] == 0
+    assert streamed[top] >= 0.9 * expert_bytes
+
+
+def test_a_bank_is_of_those_that_are_not_held() -> None:
+    """A weight of a bank that lies there whole, for the prompt, takes no slots; the others share theirs."""
+    reads: dict[str, list[tuple[str, int | None]]] = {"prefill": [], "decode": []}
+    weights: dict[str, Weight] = {}
+    for layer in range(6):
+        names = {f"small{layer}": 1040, f"large{layer}": 2 * PAGE}
+        weights |= {name: stacked(name, 16, row_bytes) for name, row_bytes in names.items()}
+        reads["prefill"] += [(name, None) for name in names]
+        reads["decode"] += [(name, layer) for name in names]
+    schedules = [schedule_of(method, one) for method, one in reads.items()]
+    made = Planner(schedules, weights, page_bytes=PAGE, placement="auto")
+    members: set[str] = set()
+    for share in range(20):
+        budget_bytes = made.floor_bytes + (made.full_bytes - made.floor_bytes) * share // 20
+        plan = made.plan(budget_bytes)
+        check_plan(plan, schedules, weights, budget_bytes=budget_bytes)
+        members |= {member.weight for bank in plan.banks for member in bank.members}
+    assert members == {f"large{layer}" for layer in range(6)}
+
+
+def test_the_part_that_has_slots_before_any_is_held_follows_from_the_rates() -> None:
+    """Of a token 1 expert of 16, and 64 tokens after each prompt: what a byte more saves of the link from one prompt to
+    the next, in slots and held."""
+    uses = 64 / 16
+    for (low, low_rate), (high, high_rate) in pairwise(DEFAULT_HIT_RATES):
+        in_slots = (high_rate - low_rate) / (high - low) * uses
+        held = ((1 - low_rate) * uses + 1) / (1 - low)
+        assert (in_slots > held) == (high <= SLOTS_BEFORE_HELD_PART)
+
+
+@settings(max_examples=300)
+@given(bank_lists(), st.lists(st.integers(-(2**20), 2**26), min_size=2, max_size=8))
+def test_more_memory_never_leaves_less_for_what_streams(banks: list[ExpertBank], spares: list[int]) -> None:
+    banks = [replace(bank, streams=bool(number % 3)) for number, bank in enumerate(banks)]
+    all_bytes = sum(bank.experts * bank.row_bytes for bank in banks if bank.streams)
+    left = []
+    for spare_bytes in sorted(spares):
+        kept_bytes = bytes_before_held(banks, spare_bytes)
+        assert 0 <= kept_bytes <= max(min(spare_bytes, SLOTS_BEFORE_HELD_PART * all_bytes), 0)
+        assert kept_bytes == 0 or spare_bytes < all_bytes
+        left.append(spare_bytes - kept_bytes)
+    # But for rounding to bytes.
+    assert all(after >= before - 1 for before, after in pairwise(left))

@@ -1,8 +1,10 @@
 """Experts in a plan: which weights make a bank, how many slots each bank gets, and where these lie.
 
-A bank is weights whose rows are taken by one index in every method: the stacked expert weights of a layer. Where they
-are read in host memory, some of their experts may be kept in slots, which the device fills and replaces by use. What a
-slot saves falls with every slot more, so slots go to the bank where the next one saves most of what crosses the link.
+A bank is weights whose rows are taken by one index in every method that takes some: the stacked expert weights of a
+layer. Where they are read in host memory, some of their experts may be kept in slots, which the device fills and
+replaces by use. What a slot saves falls with every slot more, so slots go to the bank where the next one saves most of
+what crosses the link. Other methods may read all of such a weight: a prompt, whose experts have to be dequantized. It
+then streams for these.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from penstock.plan.plan import Bank, BankMember, Block, MethodPlan, Placement, Plan, Range
-from penstock.plan.tuning import DEFAULT_HIT_RATES, FEWEST_SLOTS_PART
+from penstock.plan.tuning import DEFAULT_HIT_RATES, FEWEST_SLOTS_PART, SLOTS_BEFORE_HELD_PART
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight, are_experts
 
@@ -77,6 +79,9 @@ class ExpertBank:
     names: tuple[str, ...]
     experts: int
     row_bytes: int
+    # Whether some of it streams for others, that read all of it. Where there is room for all of it, it is held for
+    # these, and it is not this bank's to be held once more.
+    streams: bool = False
 
     @property
     def fewest_slots(self) -> int:
@@ -103,10 +108,10 @@ class _Groups:
 def find_banks(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight], host_read: Collection[str]
 ) -> list[ExpertBank]:
-    """Of the weights in `host_read`, of which every access is made in host memory.
+    """Of the weights in `host_read`, of which every access that takes rows by one index does so in host memory.
 
-    Weights make a bank where every method that reads one of them reads all of them, by one index, before it takes rows
-    of any by the next. Others are read in host memory without slots.
+    Weights make a bank where every method that takes rows of one of them takes rows of all of them, by one index,
+    before it takes rows of any by the next. Others are read in host memory without slots.
     """
     sets, refused = _taken_together(schedules, weights)
     banks: list[ExpertBank] = []
@@ -134,14 +139,6 @@ def _taken_together(
         for name in names:
             refused.setdefault(name, reason)
 
-    otherwise: dict[str, str] = {}
-    for schedule in schedules:
-        for access in schedule.accesses:
-            if access.routing is None:
-                reason = f"method {schedule.method!r} reads all of {access.weight!r}"
-                if access.gathered:
-                    reason = f"method {schedule.method!r} takes rows of {access.weight!r}, and not all by one index"
-                otherwise.setdefault(access.weight, reason)
     for schedule in schedules:
         method = f"method {schedule.method!r}"
         groups: dict[int, _Groups] = {}
@@ -154,9 +151,6 @@ def _taken_together(
         last_of: dict[str, int] = {}
         for group in sorted(groups.values(), key=lambda group: group.begin):
             names = tuple(dict.fromkeys(group.names))
-            for name in names:
-                if name in otherwise:
-                    refuse(names, otherwise[name])
             for name in names:
                 known = sets.setdefault(name, names)
                 together = {*known, *names}
@@ -182,9 +176,9 @@ def allocate_slots(
     banks: Sequence[ExpertBank], spare_bytes: int, page_bytes: int, hit_rates: Mapping[str, HitRates]
 ) -> Slots:
     """Slot by slot to the bank where the next one saves the most of what crosses the link, and of equals to the one
-    that has fewest. A bank with a slot for every expert lies there whole."""
+    that has fewest. A bank with a slot for every expert lies there whole, unless it streams for others."""
     by_name = {bank.names[0]: bank for bank in banks}
-    rates = {name: hit_rates.get(name) or HitRates.usual(bank.experts) for name, bank in by_name.items()}
+    rates = {name: _rates_of(bank, hit_rates) for name, bank in by_name.items()}
     given = dict.fromkeys(by_name, 0)
     # Slots are in one block, and what lies there whole in another: each is rounded up to pages by itself.
     slots_bytes = whole_bytes = 0
@@ -199,6 +193,8 @@ def allocate_slots(
         _, before, name = heappop(waiting)
         bank = by_name[name]
         after = max(before + 1, bank.fewest_slots)
+        if bank.streams and after == bank.experts:
+            continue
         slots_after, whole_after = slots_bytes - _slots_bytes(bank, before), whole_bytes
         if after < bank.experts:
             slots_after += _slots_bytes(bank, after)
@@ -212,6 +208,35 @@ def allocate_slots(
             heappush(waiting, offer(name))
     whole = tuple(one for name, slots in given.items() if slots == by_name[name].experts for one in by_name[name].names)
     return Slots({name: slots for name, slots in given.items() if 0 < slots < by_name[name].experts}, whole)
+
+
+def _rates_of(bank: ExpertBank, hit_rates: Mapping[str, HitRates]) -> HitRates:
+    """They were measured of this bank, or of one that had more weights, when some of these were not held."""
+    return next((hit_rates[name] for name in bank.names if name in hit_rates), None) or HitRates.usual(bank.experts)
+
+
+def without_held(
+    banks: Sequence[ExpertBank], weights: Mapping[str, Weight], host_read: Collection[str]
+) -> list[ExpertBank]:
+    """What is left of the banks where only these weights are read in host memory, and all others are held."""
+    found: list[ExpertBank] = []
+    for bank in banks:
+        names = tuple(name for name in bank.names if name in host_read)
+        if names:
+            row_bytes = sum(weights[name].nbytes for name in names) // bank.experts
+            found.append(replace(bank, names=names, row_bytes=row_bytes))
+    return found
+
+
+def bytes_before_held(banks: Sequence[ExpertBank], spare_bytes: int) -> int:
+    """Of memory in which experts that stream for others could be held: what their slots get.
+
+    Slots come first, up to a part of the experts. Beyond that the planner holds some of them for those others, whose
+    slots are not needed any more; so they get less and less, and nothing where all are held.
+    """
+    all_bytes = sum(bank.experts * bank.row_bytes for bank in banks if bank.streams)
+    part = SLOTS_BEFORE_HELD_PART
+    return max(0, min(spare_bytes, int(part * all_bytes), int(part / (1 - part) * (all_bytes - spare_bytes))))
 
 
 def _slots_bytes(bank: ExpertBank, slots: int) -> int:

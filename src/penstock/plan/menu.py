@@ -18,11 +18,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.plan.calibration import Calibration
-from penstock.plan.experts import ExpertBank, HitRates, allocate_slots, find_banks, with_slots
+from penstock.plan.experts import (
+    ExpertBank,
+    HitRates,
+    allocate_slots,
+    bytes_before_held,
+    find_banks,
+    with_slots,
+    without_held,
+)
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.in_place import (
     FreePages,
@@ -38,7 +46,7 @@ from penstock.plan.in_place import (
 )
 from penstock.plan.packed import Begins, SlotSizes, slot_sizes, with_packed
 from penstock.plan.pages import Demand
-from penstock.plan.plan import Plan
+from penstock.plan.plan import NO_SLOTS, Plan
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -93,10 +101,32 @@ class Menu:
     def host_times(self, calibration: Calibration | None) -> HostTimes:
         return host_times(self.schedules, calibration) if self.splits else {}
 
-    def finished(self, plan: Plan, budget_bytes: int, times: HostTimes, slots: SlotSizes | None = None) -> Plan:
+    @cached_property
+    def streamed_experts(self) -> frozenset[str]:
+        """Weights whose experts may have slots, and that stream for others, which read all of them."""
+        return (
+            frozenset(name for bank in self._banks if bank.streams for name in bank.names) & self.demand.nbytes.keys()
+        )
+
+    def pages_for_experts(self, budget_pages: int, floor_pages: int) -> int:
+        """Of the budget, what is kept for slots of streamed experts. Everything else comes first: it is read whole."""
+        names = self.streamed_experts
+        pair_pages = -(-self.demand.peak_pair_bytes(names) // self.page_bytes)
+        others_pages = max(self.demand.held_pages_without(names) + pair_pages, floor_pages)
+        return bytes_before_held(self._banks, (budget_pages - others_pages) * self.page_bytes) // self.page_bytes
+
+    def finished(
+        self,
+        plan: Plan,
+        budget_bytes: int,
+        times: HostTimes,
+        slots: SlotSizes | None = None,
+        expert_pages: int = 0,
+    ) -> Plan:
         """The plan of what streams or is held, and all other rows in what it leaves of the budget."""
         if slots is not None and any(method.copies for method in plan.methods):
-            room_bytes = budget_bytes // self.page_bytes * self.page_bytes - slots.total_bytes - plan.device_bytes
+            taken_bytes = slots.total_bytes + plan.device_bytes + expert_pages * self.page_bytes
+            room_bytes = budget_bytes // self.page_bytes * self.page_bytes - taken_bytes
             plan = with_packed(plan, self.begins, slots, room_bytes)
         if not any(map(self._is_in_place, self._accesses)):
             return plan
@@ -108,8 +138,10 @@ class Menu:
         unheld = set(plan.direct_weights)
         split, tables = ([self.weights[name] for name in names if name in unheld] for names in self._in_place_rows)
         plan = self._with_held(plan, allocate_prefixes(split, [], times, self._free_pages(plan, budget_bytes)))
-        slots = allocate_slots(self._banks, budget_bytes - plan.device_bytes, self.page_bytes, self.hit_rates)
-        plan = with_slots(plan, self.schedules, self.weights, self._banks, slots)
+        unheld = {one.weight for method in plan.methods for one in method.placements if one.bank == NO_SLOTS}
+        banks = without_held(self._banks, self.weights, unheld)
+        slots = allocate_slots(banks, budget_bytes - plan.device_bytes, self.page_bytes, self.hit_rates)
+        plan = with_slots(plan, self.schedules, self.weights, banks, slots)
         plan = self._with_held(plan, Prefixes({}, slots.whole))
         in_slots = {member.weight for bank in plan.banks for member in bank.members}
         tables = [one for one in tables if one.name not in in_slots.union(slots.whole)]
@@ -128,8 +160,11 @@ class Menu:
 
     @cached_property
     def _banks(self) -> list[ExpertBank]:
-        others = {access.weight for access in self._accesses if not self.in_place(access) or self.split(access)}
-        return find_banks(self.schedules, self.weights, {access.weight for access in self._accesses} - others)
+        by_index = [access for access in self._accesses if access.routing is not None]
+        elsewhere = {access.weight for access in by_index if not self.in_place(access)}
+        streamed = {access.weight for access in self._accesses if not self._is_in_place(access)}
+        found = find_banks(self.schedules, self.weights, {access.weight for access in by_index} - elsewhere)
+        return [replace(bank, streams=not streamed.isdisjoint(bank.names)) for bank in found]
 
     def _is_in_place(self, access: Access) -> bool:
         return self.in_place(access) or self.split(access)

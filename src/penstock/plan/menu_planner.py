@@ -128,19 +128,24 @@ class MenuPlanner:
     def _searched(self, judge: Judge, budget_bytes: int) -> Found:
         """Small weights stream only where nothing else fits: a copy of one is mostly overhead."""
         slots = self._menu.slots(budget_bytes, self._streaming_floor_bytes) if self._menu.begins else []
-        room_pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // self._page_bytes
+        slots_bytes = slots[0].total_bytes if slots else 0
+        room_pages = (budget_bytes - slots_bytes) // self._page_bytes
+        expert_pages = 0
+        if self._menu.streamed_experts:
+            expert_pages = self._menu.pages_for_experts(room_pages, self._lowest.total_pages)
+            room_pages -= expert_pages
         laid = self._sets.kept(room_pages)
         sets = [*self._sets.fitting(room_pages), *(one.streaming for one in laid)]
         for is_small in (False, True):
             some = [one for one in sets if self._demand.any_small(one.stays) is is_small]
             some_laid = [one for one in laid if self._demand.any_small(one.suffixes) is is_small]
-            found = Search(judge, budget_bytes, slots, some, some_laid).run()
+            found = Search(judge, budget_bytes, slots, some, some_laid, expert_pages).run()
             if found:
                 break
         else:
             more_pages = room_pages - self._lowest.total_pages
             lowest = replace(self._lowest, ring_pages=self._lowest.ring_pages + more_pages)
-            found = Search(judge, budget_bytes, slots, [], [lowest]).run()
+            found = Search(judge, budget_bytes, slots, [], [lowest], expert_pages).run()
         best = least(found)
         if best.plan.slots is None:
             return best

@@ -108,7 +108,7 @@ class Judge:
 
 class Search:
     """`sets` of weights that may stream, and drafts of some that are `laid` already. They share the budget with what
-    packed weights pass through, one of `slots`, and with all other rows."""
+    packed weights pass through, one of `slots`, with pages that are kept for experts, and with all other rows."""
 
     def __init__(
         self,
@@ -117,6 +117,7 @@ class Search:
         slots: Sequence[SlotSizes],
         sets: Sequence[Streaming],
         laid: Sequence[Draft] = (),
+        expert_pages: int = 0,
     ) -> None:
         self._judge = judge
         self._budget_bytes = budget_bytes
@@ -125,7 +126,8 @@ class Search:
         self._laid = laid
         self._best_s = math.inf
         demand = judge.menu.demand
-        self._pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // demand.page_bytes
+        self._expert_pages = expert_pages
+        self._pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // demand.page_bytes - expert_pages
         # Each draft takes a while then.
         self._is_short = demand.access_count > MANY_ACCESSES
         trials = MEASURED_TRIALS if judge.is_measured and not judge.is_draft else NOMINAL_TRIALS
@@ -213,7 +215,8 @@ class Search:
         if plan is None:
             return None
         self._trials_left -= 1
-        plan = self._judge.menu.finished(plan, self._budget_bytes, self._judge.host_times, self._slots)
+        given = self._budget_bytes, self._judge.host_times, self._slots, self._expert_pages
+        plan = self._judge.menu.finished(plan, *given)
         self._found.append(Found(self._judge.seconds(plan), plan, point))
         self._best_s = min(self._best_s, self._found[-1].seconds)
         return self._found[-1]
