@@ -1,8 +1,9 @@
-// Records changed at random, read as the core and the ExecuTorch delegate read them. Each is refused by the reader's own
+// Records changed at random, and what has one behind a header, read as the core and the ExecuTorch delegate read them. Each is refused by the reader's own
 // error, or is a plan that the check accepts or refuses; whatever else happens ends the program. For builds with
 // sanitizers, and nothing may ask for more memory at once than a multiple of what the record has.
 //
 //   record_fuzz CORPUS CASES SEED WEIGHT_BYTES...
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -14,17 +15,42 @@
 #include <string>
 #include <vector>
 
-#include "description.h"
+#include "core.h"
 #include "driver/driver.h"
 #include "load_error.h"
 #include "packed/packed_records.h"
+#include "packed_entry.h"
+#include "payload.h"
 #include "penstock_records.h"
 #include "plan/plan_check.h"
 #include "plan/plan_records.h"
 
+namespace penstock_executorch {
+
+// Of the core these readers ask for nothing else.
+const Core& core() {
+  static const Core made = [] {
+    Core found{};
+    found.checksum = penstock_checksum;
+    return found;
+  }();
+  return made;
+}
+
+}  // namespace penstock_executorch
+
 namespace {
 
 using Numbers = std::vector<int64_t>;
+using penstock_executorch::Kind;
+
+// How what has a header of its own is read, and by which errors it may be refused.
+struct Reader {
+  std::function<void(const Numbers&)> read;
+  std::vector<Kind> refusals = {Kind::package};
+  // Whether its third number is a checksum of all that follows.
+  bool is_sealed = false;
+};
 using Random = std::mt19937_64;
 
 constexpr int64_t kPageBytes = 4096;
@@ -38,6 +64,8 @@ Numbers corpus(const std::string& path) {
   std::memcpy(found.data(), bytes.data(), found.size() * sizeof(int64_t));
   return found;
 }
+
+size_t size_of(const Numbers& numbers) { return numbers.size() * sizeof(int64_t); }
 
 int64_t odd_number(Random& random) {
   constexpr int64_t kCorners[] = {0, 1, -1, -2, 2, 7, 255, 4096, 4095, 65536, INT32_MAX, int64_t{1} << 32, int64_t{1} << 40,
@@ -108,30 +136,61 @@ int main(int count, char** arguments) {
       check_plan(found, kPageBytes);
     }
   };
-  const auto description = [](const Numbers& numbers) {
-    penstock_executorch::read_description(numbers.data(), numbers.size() * sizeof(int64_t));
-  };
-  std::map<std::string, std::function<void(const Numbers&)>> readers;
-  for (const char* name : {"plan-0", "plan-1", "plan-2", "plan-3", "plan-4"}) readers[name] = plan;
-  readers["lru"] = [&](const Numbers& numbers) { read_lru(numbers.data(), numbers.size(), weight_bytes); };
-  readers["packed"] = [&](const Numbers& numbers) { read_packed(numbers.data(), numbers.size(), places); };
-  readers["description"] = description;
+  // What changed plans for packed weights are read for.
+  const Numbers payload_bytes = corpus(folder + "/payload.record");
+  const auto payload = penstock_executorch::read_payload(payload_bytes.data(), size_of(payload_bytes));
+  penstock_executorch::PackedWeights packed;
+  packed.numbers = corpus(folder + "/packed.record");
+  const penstock_executorch::WeightFacts halves{"halves", {"halves"}, 15, {32776}, {0}, 65552};
+
+  std::map<std::string, Reader> readers;
+  for (const char* name : {"plan-0", "plan-1", "plan-2", "plan-3", "plan-4"}) readers[name] = {plan};
+  readers["lru"] = {[&](const Numbers& numbers) { read_lru(numbers.data(), numbers.size(), weight_bytes); }};
+  readers["packed"] = {[&](const Numbers& numbers) { read_packed(numbers.data(), numbers.size(), places); }};
+  readers["description"] = {
+      [](const Numbers& numbers) { penstock_executorch::read_description(numbers.data(), size_of(numbers)); }};
+  readers["payload"] = {
+      [](const Numbers& numbers) { penstock_executorch::read_payload(numbers.data(), size_of(numbers)); },
+      {Kind::package},
+      true};
+  readers["delegate-ref"] = {
+      [](const Numbers& numbers) { penstock_executorch::read_delegate_ref(numbers.data(), size_of(numbers)); },
+      {Kind::package},
+      true};
+  readers["packed-plans"] = {
+      [&](const Numbers& numbers) {
+        penstock_executorch::read_packed_plans(numbers.data(), size_of(numbers), payload, packed);
+      },
+      {Kind::weights_file},
+      true};
+  readers["packed-entry"] = {
+      [&](const Numbers& numbers) {
+        using namespace penstock_executorch;
+        // Any other is taken for a weight that is not packed, and its length is judged as that of one.
+        if (!is_packed_entry(halves, numbers.data(), size_of(numbers))) throw RecordError("not packed");
+        read_packed_entry(halves.name, halves, numbers.data(), size_of(numbers));
+      },
+      {Kind::weights_file, Kind::weight_mismatch}};
 
   for (const auto& [name, reader] : readers) {
     const Numbers sound = corpus(folder + "/" + name + ".record");
     long by_reader = 0, by_check = 0, accepted = 0;
     for (long number = 0; number < cases / (long)readers.size() + 1; ++number) {
       // Of exactly its size, so that a sanitizer sees what is read behind it. The first is as it stands.
-      const Numbers changed = number ? damaged(random, sound) : sound;
+      Numbers changed = number ? damaged(random, sound) : sound;
+      // By who computes the checksum anew, or by chance.
+      if (reader.is_sealed && changed.size() > 3 && random() % 4)
+        changed[2] = (int64_t)penstock_checksum(changed.data() + 3, (int64_t)size_of(changed) - 24);
       const Numbers numbers(changed.begin(), changed.end());
       is_reading = true;
       try {
-        reader(numbers);
+        reader.read(numbers);
         ++accepted;
       } catch (const RecordError&) {
         ++by_reader;
       } catch (const penstock_executorch::LoadError& error) {
-        if (error.kind != penstock_executorch::Kind::package) fail(name + " was refused as something else", numbers);
+        if (std::find(reader.refusals.begin(), reader.refusals.end(), error.kind) == reader.refusals.end())
+          fail(name + " was refused as something else", numbers);
         ++by_reader;
       } catch (const CoreError& error) {
         if (error.failure != Failure::usage) fail(name + " was refused as something else", numbers);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import struct
 import tempfile
 import zipfile
 from array import array
@@ -13,6 +14,7 @@ from penstock.archive import CODE_FOLDER, METADATA_FILE, CodeFile
 from penstock.executorch.description import (
     DelegateInput,
     DelegateMethod,
+    DelegateRef,
     Description,
     IndexSlice,
     InputIndex,
@@ -21,7 +23,8 @@ from penstock.executorch.description import (
     SharedWeight,
 )
 from penstock.executorch.file_seal import append_seal
-from penstock.executorch.payload import StoredPlan, pack_payload
+from penstock.executorch.packed_plans import PLANS_MAGIC, PackedPlans
+from penstock.executorch.payload import StoredPlan, pack_delegate_ref, pack_payload, record_seal, sealed_parts
 from penstock.plan.experts import Slots, find_banks, with_slots
 from penstock.plan.packed import BLOCK_BYTES, SlotSizes, with_packed
 from penstock.plan.plan import Plan
@@ -32,6 +35,7 @@ from penstock.runtime.records import lru_numbers, packed_numbers, plan_numbers
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import State, Weight
 from penstock.weights import layout_identity
+from penstock.weights.packed_format import BLOCK_RAW_BYTES, HEADER, MAGIC, UNIT_BYTES, VERSIONS, layout_checksum
 from penstock.weights.packing import Blocks
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -168,6 +172,14 @@ def expert_plan() -> Plan:
     return with_slots(plan, schedules, weights, banks, Slots({bank.names[0]: 3 for bank in banks}))
 
 
+def packed_entry() -> bytes:
+    """A header and a table, with next to no blocks: what these hold, another reader judges."""
+    shape, sizes = (BLOCK_RAW_BYTES // 2 + 8,), (1, 1)
+    layout = layout_checksum("bfloat16", shape, (0,))
+    header = HEADER.pack(MAGIC, VERSIONS[BFLOAT16], BFLOAT16, 2 * shape[0], BLOCK_RAW_BYTES, len(sizes), layout)
+    return header + struct.pack("<4I", *sizes, 0, 0) + bytes(UNIT_BYTES * len(sizes))
+
+
 def records() -> dict[str, bytes]:
     """One of each kind that the core and the delegate read, and a plan for each way to place weights."""
     weights = streamed_weights()
@@ -180,11 +192,19 @@ def records() -> dict[str, bytes]:
     plans.append(expert_plan())
     blocks = Blocks(BFLOAT16, 2 * BLOCK_BYTES + 5000, 7 * PAGE, array("q", (0, 46_000, 92_000, 96_000)))
     lru = lru_numbers(streaming_schedules(), weights, budget_bytes=20 * PAGE, granularity_bytes=PAGE)
+    packed = bytes(packed_numbers([(1, 6 * PAGE, blocks), (3, 6 * PAGE, blocks)]))
+    description = shared_description()
+    packed_plans = to_record(PackedPlans(description.program, record_seal(packed), description.plan_tables))
     return {
         **{f"plan-{number}": bytes(plan_numbers(plan, weights)) for number, plan in enumerate(plans)},
         "lru": bytes(lru),
-        "packed": bytes(packed_numbers([(1, 6 * PAGE, blocks), (3, 6 * PAGE, blocks)])),
-        "description": to_record(shared_description()),
+        "packed": packed,
+        "description": to_record(description),
+        # With a header each, which holds a checksum of the rest; the last with one of its own.
+        "payload": pack_payload(description, PLANS, bytes(80)),
+        "delegate-ref": pack_delegate_ref(DelegateRef("payload", "forward", 1)),
+        "packed-plans": sealed_parts(PLANS_MAGIC, packed_plans, b"".join(plan.numbers for plan in PLANS), b""),
+        "packed-entry": packed_entry(),
     }
 
 
