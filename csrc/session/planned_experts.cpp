@@ -2,6 +2,7 @@
 // decided on the device, in the order of the compute stream: so what a kernel is to read is there before it runs (S2), and
 // what it reads is overwritten after it (S1), without any event.
 #include <algorithm>
+#include <cstring>
 
 #include "abi/torch_abi.h"
 #include "experts/expert_operands.h"
@@ -156,22 +157,25 @@ void PlannedSession::multiply_groups(const GroupedRequest& request, TensorHandle
   *out = operands.release_result();
 }
 
-std::vector<unsigned char> PlannedSession::table_now(int64_t bank) {
+const std::vector<unsigned char>& PlannedSession::table_now(int64_t bank) {
   const BankRecord& record = plan_.banks[(size_t)bank];
-  std::vector<unsigned char> table(table_layout((int)record.experts, (int)record.slots).bytes);
   drain();
-  driver_.copy_to_host(table.data(), table_of(bank), table.size(), copy_stream_);
+  read_back_.resize(table_layout((int)record.experts, (int)record.slots).bytes);
+  driver_.copy_to_host(read_back_.data(), table_of(bank), read_back_.size(), copy_stream_);
   driver_.synchronize_stream(copy_stream_);
-  return table;
+  return read_back_;
 }
 
 std::vector<ExpertCounts> PlannedSession::counts_now() {
   std::vector<ExpertCounts> counts(plan_.banks.size());
   if (counts.empty()) return counts;
   drain();
+  read_back_.resize(counts.size() * sizeof(ExpertCounts));
   for (size_t b = 0; b < counts.size(); ++b)
-    driver_.copy_to_host(&counts[b], table_of((int64_t)b), sizeof counts[b], copy_stream_);
+    driver_.copy_to_host(read_back_.data() + b * sizeof(ExpertCounts), table_of((int64_t)b), sizeof(ExpertCounts),
+                         copy_stream_);
   driver_.synchronize_stream(copy_stream_);
+  std::memcpy(counts.data(), read_back_.data(), read_back_.size());
   return counts;
 }
 
@@ -186,7 +190,7 @@ std::vector<HitRate> PlannedSession::logged_hits(int64_t bank, const std::vector
   if (bank < 0 || bank >= (int64_t)plan_.banks.size())
     throw CoreError(Failure::usage, "there is no bank " + std::to_string(bank));
   const BankRecord& record = plan_.banks[(size_t)bank];
-  const std::vector<unsigned char> table = table_now(bank);
+  const std::vector<unsigned char>& table = table_now(bank);
   std::vector<HitRate> found;
   for (int64_t count : slots) {
     if (count < 1 || count > record.experts)

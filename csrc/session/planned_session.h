@@ -130,7 +130,7 @@ class PlannedSession final : public StreamingSession {
   void choose(const AccessRecord& access, Address index, int64_t rows, bool by_ends);
   MoveCall move_of(int64_t position, int64_t experts, int64_t row_bytes, Address index, int64_t rows) const;
   void take_rows(int64_t position, int64_t experts, int64_t row_bytes, Address index, int64_t rows, Address out);
-  std::vector<unsigned char> table_now(int64_t bank);
+  const std::vector<unsigned char>& table_now(int64_t bank);
   const LinearRecipe& recipe(const LinearCase& which);
   void forget_many_recipes();
 
@@ -156,6 +156,8 @@ class PlannedSession final : public StreamingSession {
   bool must_empty_tables_ = false;
   // What plans before the present one have counted.
   Counters retired_;
+  // What tables are read into. It stays: where waiting for a copy failed, the copy may be made later.
+  std::vector<unsigned char> read_back_;
   int64_t device_bytes_ = 0;
   int64_t peak_device_bytes_ = 0;
 };

@@ -24,7 +24,12 @@ from penstock.plan.experts import (
 )
 from penstock.plan.plan import DIRECT, NO_SLOTS, MethodPlan, Placement, Plan
 from penstock.plan.planner import Planner
-from penstock.plan.tuning import DEFAULT_HIT_RATES, SLOTS_BEFORE_HELD_PART
+from penstock.plan.tuning import (
+    DEFAULT_HIT_RATES,
+    EXPERTS_OF_A_TOKEN,
+    SLOTS_BEFORE_HELD_PART,
+    TOKENS_AFTER_PROMPT,
+)
 from penstock.schedule import Schedule
 from penstock.weight import Weight, are_experts
 from tests.plan.expert_programs import PAGE, ExpertProgram, expert_programs, schedule_of, stacked
@@ -370,9 +375,8 @@ def test_a_bank_is_of_those_that_are_not_held() -> None:
 
 
 def test_the_part_that_has_slots_before_any_is_held_follows_from_the_rates() -> None:
-    """Of a token 1 expert of 16, and 64 tokens after each prompt: what a byte more saves of the link from one prompt to
-    the next, in slots and held."""
-    uses = 64 / 16
+    """What a byte more saves of the link from one prompt to the next, in slots and held."""
+    uses = TOKENS_AFTER_PROMPT * EXPERTS_OF_A_TOKEN
     for (low, low_rate), (high, high_rate) in pairwise(DEFAULT_HIT_RATES):
         in_slots = (high_rate - low_rate) / (high - low) * uses
         held = ((1 - low_rate) * uses + 1) / (1 - low)

@@ -466,6 +466,29 @@ def counts_wait_for_what_they_count(folder: Path) -> None:
 
 
 @scenario
+def a_count_that_nobody_waited_for_comes_into_memory_that_is_there(folder: Path) -> None:
+    """Waiting for it fails, and the copy is made afterwards: a sanitizer would see where to."""
+    with ExpertRig(layers(folder)) as rig:
+        rig.install_plan(rig.model.with_slots(3, 3))
+        rig.run(0)
+        session = rig.session
+        reads: list[Callable[[], object]] = [
+            session.expert_counts,
+            lambda: session.expert_hits(1, [1, 3]),
+            session.stats,
+        ]
+        for read in reads:
+            known = read()
+            with rig.late_copies():
+                # The first waits for what is counted.
+                rig.driver.fail_at(2, call="synchronize_stream")
+                refused(read, DriverCallError)
+                rig.driver.fail_at(0)
+                assert read() == known
+        rig.run(1)
+
+
+@scenario
 def kernels_are_loaded_with_a_plan_that_needs_them(folder: Path) -> None:
     """And with no other: a plan that holds every expert takes none."""
     model = layers(folder)

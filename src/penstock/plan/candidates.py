@@ -196,7 +196,8 @@ class Draft:
         copies = Counter[str]()
         for schedule, method in zip(demand.schedules, self.streaming.methods, strict=True):
             if schedule.method in calibration.step_s:
-                copies.update([live.weight for live in method.live_ranges])
+                runs = menu.runs.get(schedule.method, 1)
+                copies.update([live.weight for live in method.live_ranges] * runs)
         link_bytes = 0.0
         for name, count in copies.items():
             nbytes = demand.nbytes[name] - (demand.pages[name] - self.suffixes[name]) * demand.page_bytes

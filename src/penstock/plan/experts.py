@@ -15,8 +15,14 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from penstock.plan.plan import Bank, BankMember, Block, MethodPlan, Placement, Plan, Range
-from penstock.plan.tuning import DEFAULT_HIT_RATES, FEWEST_SLOTS_PART, SLOTS_BEFORE_HELD_PART
+from penstock.plan.plan import NO_SLOTS, Bank, BankMember, Block, MethodPlan, Placement, Plan, Range
+from penstock.plan.tuning import (
+    DEFAULT_HIT_RATES,
+    EXPERTS_OF_A_TOKEN,
+    FEWEST_SLOTS_PART,
+    SLOTS_BEFORE_HELD_PART,
+    TOKENS_AFTER_PROMPT,
+)
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight, are_experts
 
@@ -35,7 +41,7 @@ def table_bytes(experts: int, slots: int) -> int:
 class HitRates:
     """Of one bank: which part of what is asked for is in slots, by the number of slots; from none on, rising."""
 
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[float, float], ...]
     # How many experts it is asked for, beside the mean of all banks.
     share: float = 1.0
 
@@ -47,9 +53,9 @@ class HitRates:
         return cls(tuple(points.items()))
 
     @cached_property
-    def hull(self) -> tuple[tuple[int, float], ...]:
+    def hull(self) -> tuple[tuple[float, float], ...]:
         """The least concave curve above the points: what is measured is not quite so, and would hold slots back."""
-        found: list[tuple[int, float]] = []
+        found: list[tuple[float, float]] = []
         for point in self.points:
             while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-1], point):
                 found.pop()
@@ -68,7 +74,7 @@ class HitRates:
         return self.hull[-1][1]
 
 
-def _slope(low: tuple[int, float], high: tuple[int, float]) -> float:
+def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
     return (high[1] - low[1]) / (high[0] - low[0])
 
 
@@ -226,6 +232,32 @@ def without_held(
             row_bytes = sum(weights[name].nbytes for name in names) // bank.experts
             found.append(replace(bank, names=names, row_bytes=row_bytes))
     return found
+
+
+def bytes_after_prompt(
+    plan: Plan,
+    schedules: Sequence[Schedule],
+    names: Collection[str],
+    hit_rates: Mapping[str, HitRates],
+) -> float:
+    """What tokens are taken to read over the link, after a prompt that reads these experts whole."""
+    missed = [0.0] * len(plan.banks)
+    for number, bank in enumerate(plan.banks):
+        members = tuple(member.weight for member in bank.members)
+        missed[number] = 1.0 - _rates_of(ExpertBank(members, bank.experts, bank.row_bytes), hit_rates).at(bank.slots)
+    read_bytes = 0.0
+    for schedule, method in zip(schedules, plan.methods, strict=True):
+        for access, placed in zip(schedule.accesses, method.placements, strict=True):
+            if access.routing is not None and placed.bank is not None and access.weight in names:
+                read_bytes += placed.nbytes * (1.0 if placed.bank == NO_SLOTS else missed[placed.bank])
+    return read_bytes * EXPERTS_OF_A_TOKEN * TOKENS_AFTER_PROMPT
+
+
+def guessed_bytes_after_prompt(streamed_bytes: int, slots_bytes: int) -> float:
+    """The same of so many bytes of experts with so many of slots, before there is a plan."""
+    part = min(slots_bytes / streamed_bytes, 1.0) if streamed_bytes else 1.0
+    missed = 1.0 - HitRates(DEFAULT_HIT_RATES).at(part)
+    return streamed_bytes * missed * EXPERTS_OF_A_TOKEN * TOKENS_AFTER_PROMPT
 
 
 def bytes_before_held(banks: Sequence[ExpertBank], spare_bytes: int) -> int:

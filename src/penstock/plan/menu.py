@@ -26,6 +26,7 @@ from penstock.plan.experts import (
     ExpertBank,
     HitRates,
     allocate_slots,
+    bytes_after_prompt,
     bytes_before_held,
     find_banks,
     with_slots,
@@ -47,6 +48,7 @@ from penstock.plan.in_place import (
 from penstock.plan.packed import Begins, SlotSizes, slot_sizes, with_packed
 from penstock.plan.pages import Demand
 from penstock.plan.plan import NO_SLOTS, Plan
+from penstock.plan.tuning import TOKENS_AFTER_PROMPT
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -114,6 +116,23 @@ class Menu:
         pair_pages = -(-self.demand.peak_pair_bytes(names) // self.page_bytes)
         others_pages = max(self.demand.held_pages_without(names) + pair_pages, floor_pages)
         return bytes_before_held(self._banks, (budget_pages - others_pages) * self.page_bytes) // self.page_bytes
+
+    @cached_property
+    def runs(self) -> dict[str, int]:
+        """How often each method is taken to run for one run of the others: those that take streamed experts by index
+        are for the tokens behind a prompt."""
+        by_index = {
+            schedule.method
+            for schedule in self.schedules
+            for access in schedule.accesses
+            if access.routing is not None and access.weight in self.streamed_experts
+        }
+        return dict.fromkeys(by_index, TOKENS_AFTER_PROMPT)
+
+    def bytes_after_prompt(self, plan: Plan) -> float:
+        """Of streamed experts, over the link in these runs: of which the simulator knows nothing."""
+        names = self.streamed_experts
+        return bytes_after_prompt(plan, self.schedules, names, self.hit_rates) if names else 0.0
 
     def finished(
         self,

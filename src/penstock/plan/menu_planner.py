@@ -171,8 +171,11 @@ class MenuPlanner:
         return self.seconds(self.plan(budget_bytes, calibration, is_draft=True), calibration)
 
     def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
-        """By measured times; without, the sum over nominal machines."""
+        """By which plans are compared: of measured times, or without of all nominal machines."""
         return self._judge(calibration).seconds(plan)
+
+    def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
+        return self._judge(calibration).predicted_s(plan)
 
 
 def _resident(demand: Demand) -> Plan:

@@ -115,7 +115,7 @@ class Planner:
         return (below.planner if below is not None and is_below else self._lowest).plan(budget_bytes, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        return self._widest.seconds(plan, calibration)
+        return self._widest.predicted_s(plan, calibration)
 
     def lower_placements(self) -> dict[str, int]:
         """Floors of the placements that read weights in host memory, where they are below that of this one."""

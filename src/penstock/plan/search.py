@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from penstock.plan.calibration import Calibration
 from penstock.plan.candidates import EVEN, Draft, Streaming, draft, least_ring
+from penstock.plan.experts import guessed_bytes_after_prompt
 from penstock.plan.in_place import HostTimes
 from penstock.plan.menu import Menu
 from penstock.plan.packed import SlotSizes
@@ -77,11 +78,26 @@ class Judge:
     def judges_as(self, other: Judge) -> bool:
         return self.calibrations == other.calibrations and self.is_draft == other.is_draft
 
-    def seconds(self, plan: Plan) -> float:
+    def predicted_s(self, plan: Plan) -> float:
         return sum(predicted_s(plan, self.menu.schedules, one) for one in self.calibrations)
+
+    def seconds(self, plan: Plan) -> float:
+        """By which plans are compared."""
+        menu, expert_bytes = self.menu, self.menu.bytes_after_prompt(plan)
+        return sum(
+            predicted_s(plan, menu.schedules, one, menu.runs) + expert_bytes / one.link.bytes_per_s
+            for one in self.calibrations
+        )
 
     def least_s(self, drafted: Draft, budget_pages: int) -> float:
         return sum(drafted.least_s(one, self.menu, budget_pages) for one in self.calibrations)
+
+    def guessed_expert_s(self, drafted: Draft, expert_pages: int) -> float:
+        """What a draft is judged by beside the times of runs, before it is laid."""
+        streamed = self.menu.streamed_experts & drafted.suffixes.keys()
+        streamed_bytes = sum(self.menu.weights[name].nbytes for name in streamed)
+        expert_bytes = guessed_bytes_after_prompt(streamed_bytes, expert_pages * self.menu.page_bytes)
+        return sum(expert_bytes / one.link.bytes_per_s for one in self.calibrations)
 
     def bound_s(self, budget_bytes: int) -> float:
         """No plan takes less: a method's weights cross the link once, but for what the budget holds; and all steps."""
@@ -170,9 +186,9 @@ class Search:
         )
 
     def _starts(self) -> list[tuple[float, Point]]:
-        """With the least time that each takes."""
+        """With the least time that each takes, by which they are tried."""
         return [
-            (drafted[0], point)
+            (drafted[0] + self._judge.guessed_expert_s(drafted[1], self._expert_pages), point)
             for number, streaming in enumerate(self._sets)
             for cap in self._caps(streaming)
             for ahead in self._first_aheads(cap)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from penstock.plan.calibration import Calibration, Link
@@ -22,6 +23,9 @@ from penstock.schedule import Schedule
 # How one run follows another. "ahead": the host issues the next run while the device is still at work on this one.
 # "synchronised": the host first waits for the end of the compute stream.
 Boundary = Literal["ahead", "synchronised"]
+
+# Every method once.
+NO_RUNS: Mapping[str, int] = MappingProxyType({})
 
 # Of two moments, as a fraction of a run: sums of the same times in another order differ by less, anything real by more.
 _SAME = 1e-9
@@ -110,15 +114,22 @@ def simulate(
     return _timing(method, streams.link_busy_s, ends[0], ends[runs // 2 - 1], ends[-1], settled=False)
 
 
-def predicted_s(plan: Plan, schedules: Sequence[Schedule], calibration: Calibration) -> float:
-    """One warm run of every method that was calibrated, back to back with others of its own."""
+def predicted_s(
+    plan: Plan, schedules: Sequence[Schedule], calibration: Calibration, runs: Mapping[str, int] = NO_RUNS
+) -> float:
+    """A warm run of every method that was calibrated, or so many `runs`, back to back with others of its own."""
     steps_take_time = any(map(any, calibration.step_s.values())) or calibration.direct_step_s
     if not steps_take_time and plan.slots is None:
         # Steps that take no time hold no copy up: each waits for steps whose own copies came before it.
         timed = (method for method in plan.methods if method.method in calibration.step_s)
-        return sum(calibration.link.copy_s(copy.link_bytes) for method in timed for copy in method.copies)
+        return sum(
+            runs.get(method.method, 1) * calibration.link.copy_s(copy.link_bytes)
+            for method in timed
+            for copy in method.copies
+        )
     return sum(
-        simulate(
+        runs.get(method.method, 1)
+        * simulate(
             method,
             schedule,
             step_s=calibration.step_s[method.method],

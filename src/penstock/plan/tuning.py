@@ -107,9 +107,12 @@ WORTHWHILE_TIMES = 1.5
 DEFAULT_HIT_RATES = ((0.0, 0.0), (0.06, 0.37), (0.19, 0.74), (0.38, 0.89), (0.64, 0.96), (1.0, 1.0))
 # With fewer slots than that part of the experts next to nothing hits: they are read in place.
 FEWEST_SLOTS_PART = Fraction(1, 20)
-# Of experts that another method reads whole, so many have slots before any are held for it. By the rates above, with 1
-# expert of 16 for a token and 64 tokens after each prompt, up to there a slot saves more of the link than as many bytes
-# that are held, and beyond it less.
+# Of experts that a prompt reads whole and a token by index: which part of them is a token's, and how many tokens come
+# after each prompt. The first is Qwen3-30B-A3B's, the second nobody knows.
+EXPERTS_OF_A_TOKEN = 1 / 16
+TOKENS_AFTER_PROMPT = 64
+# Of such experts so many have slots before any are held for the prompt. By the numbers above, up to there a slot saves
+# more of the link than as many bytes that are held, and beyond it less.
 SLOTS_BEFORE_HELD_PART = 0.38
 
 # ---- Machines that stand for all where nothing was measured
