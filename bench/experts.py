@@ -6,7 +6,8 @@
 Layers of Qwen3-30B-A3B's experts (128, 8 of them a token, 2,048 x 768, bf16; with --int4 in 4 bits with a scale for
 each 64), and nothing else: one token, as a CUDA graph. With --whole also the other weights of that model: projections
 of attention, and the output projection of 151,936 words (no cache, and no attention over one); with --prompt a method
-that reads experts in groups. Exported on meta from safetensors; the peaks of memory are printed.
+that reads experts in groups, or whole where they are in 4 bits. Exported on meta from safetensors; the peaks of memory
+are printed.
 
 The routing is made, since no trained weights are at hand: a token keeps each expert of the one before with probability
 `stay`, and else draws by Zipf's law (tests.experts.routed.routing); the first hundred tokens do not count. "Held" is
@@ -104,9 +105,11 @@ class Layer(nn.Module):
         halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.bfloat16) - 8
         return (halves.unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
 
-    def _matrices(self, name: str, ids: Tensor) -> Tensor:
-        taken = getattr(self, name)[ids]
-        return self._unpacked(taken, getattr(self, f"{name}_scales")[ids]) if self.shape.int4 else taken
+    def _matrices(self, name: str, ids: Tensor | None) -> Tensor:
+        """Of these experts, or of all."""
+        weights = getattr(self, name), *([getattr(self, f"{name}_scales")] if self.shape.int4 else [])
+        taken = weights if ids is None else tuple(weight[ids] for weight in weights)
+        return self._unpacked(*taken) if self.shape.int4 else taken[0]
 
     def _mixed(self, x: Tensor) -> Tensor:
         if not self.shape.attention:
@@ -132,8 +135,9 @@ class Layer(nn.Module):
         experts, order = torch.sort(ids.reshape(-1))
         rows = F.rms_norm(x, (self.shape.hidden,))[order // top]
         ends = (experts[:, None] == torch.arange(self.shape.experts, device=x.device)).sum(0).cumsum(0).to(torch.int32)
-        gate, linear = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), ends).chunk(2, -1)
-        out = torch._grouped_mm(F.silu(gate) * linear, self.down.transpose(-2, -1), ends)
+        gate_up, down = (self._matrices(name, None).transpose(-2, -1) for name in ("gate_up", "down"))
+        gate, linear = torch._grouped_mm(rows, gate_up, ends).chunk(2, -1)
+        out = torch._grouped_mm(F.silu(gate) * linear, down, ends)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=x.device)
         return x + out[back].view(x.shape[0], top, -1).sum(1)
@@ -217,7 +221,8 @@ class AnonymousPeak:
 
 
 def prepare(shape: Shape, folder: Path, device: str, prompt: int) -> Path:
-    path = folder / f"experts-{shape.layers}{'-int4' if shape.int4 else ''}{'-whole' if shape.words else ''}.pt2"
+    kinds = {"int4": shape.int4, "whole": shape.words, "prompt": prompt}
+    path = folder / f"experts-{shape.layers}{''.join(f'-{kind}' for kind in kinds if kinds[kind])}.pt2"
     if path.exists():
         return path
     checkpoint = write_checkpoint(shape, folder / f"{path.stem}-checkpoint", device)
@@ -351,7 +356,8 @@ def measure_prompt(shape: Shape, path: Path, given: argparse.Namespace, device: 
             held = module.budget_bytes
         wanted = out if wanted is None else wanted
         row = {"tokens": given.prompt, "budget_bytes": held, "seconds": seconds, "equal": torch.equal(out, wanted)}
-        found.append({**row, "expert_bytes": last.expert_bytes, "hits": last.expert_hits, "misses": last.expert_misses})
+        row |= {"expert_bytes": last.expert_bytes, "hits": last.expert_hits, "misses": last.expert_misses}
+        found.append({**row, "streamed_bytes": last.bytes_streamed})
         print(found[-1], flush=True)
     return found
 
@@ -367,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--int4", action="store_true")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--budgets", type=numbers, default=[], help="in GiB, in the place of --held")
-    parser.add_argument("--prompt", type=int, default=0, help="with --whole and bf16: tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=0, help="with --whole: tokens of a prompt")
     parser.add_argument("--small", action="store_true", help="a model that a test can run")
     parser.add_argument("--work", type=Path, help="where the program is made; kept")
     given = parser.parse_args(arguments)

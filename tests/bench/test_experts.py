@@ -11,7 +11,7 @@ from bench import expert_rules, experts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--prompt", "24"], ["--int4"]])
+@pytest.mark.parametrize("options", [["--prompt", "24"], ["--int4"], ["--int4", "--prompt", "24"]])
 def test_all_ways_give_the_same_bits(options: list[str], tmp_path: Path) -> None:
     budgets = ["--budgets", "0.0006,0.0018"] if "--int4" not in options else ["--budgets", "0.0005,0.0008"]
     small = ["--out", str(tmp_path), "--small", "--whole", "--tokens", "20", "--stay", "0.6", *budgets]

@@ -20,11 +20,11 @@ TOKENS = 60
 
 
 class Quantized(nn.Module):
-    """Weight-only: numbers with a scale for each group of them."""
+    """Weight-only: numbers with a scale for each group of them, and with a zero too where `zeros`, as HQQ has them."""
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, bits: int, zeros: bool = False) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.zeros = bits, zeros
         generator = torch.Generator().manual_seed(bits)
         for layer in range(SHAPE.layers):
             for name, rows, columns in (("up", SHAPE.inner, SHAPE.hidden), ("down", SHAPE.hidden, SHAPE.inner)):
@@ -33,6 +33,9 @@ class Quantized(nn.Module):
                 scales = torch.rand(SHAPE.experts, rows, columns // GROUP, generator=generator) * 0.01
                 self.register_buffer(f"{name}_{layer}", numbers.view(torch.int8) if bits == 8 else numbers)
                 self.register_buffer(f"{name}_scales_{layer}", scales)
+                if zeros:
+                    middle = torch.rand(scales.shape, generator=generator) * 15
+                    self.register_buffer(f"{name}_zeros_{layer}", middle)
 
     def matrices(self, name: str, layer: int, ids: Tensor | None) -> Tensor:
         """Of these experts, or of all."""
@@ -40,8 +43,13 @@ class Quantized(nn.Module):
         if ids is not None:
             numbers, scales = numbers[ids], scales[ids]
         if self.bits == 4:
-            numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2).to(torch.int8) - 8
-        return (numbers.unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)).flatten(-2)
+            numbers = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2).to(torch.int8)
+            numbers = numbers if self.zeros else numbers - 8
+        grouped = numbers.unflatten(-1, (-1, GROUP))
+        if self.zeros:
+            zeros = getattr(self, f"{name}_zeros_{layer}")
+            grouped = grouped - (zeros if ids is None else zeros[ids]).unsqueeze(-1)
+        return (grouped * scales.unsqueeze(-1)).flatten(-2)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         for layer in range(SHAPE.layers):
@@ -50,9 +58,9 @@ class Quantized(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_experts_have_slots(bits: int, tmp_path: Path) -> None:
-    model = Quantized(bits).eval()
+@pytest.mark.parametrize(("bits", "zeros"), [(8, False), (4, False), (4, True)])
+def test_quantized_experts_have_slots(bits: int, zeros: bool, tmp_path: Path) -> None:
+    model = Quantized(bits, zeros).eval()
     x = torch.randn(TOKENS, SHAPE.hidden, generator=torch.Generator().manual_seed(1))
     ids = routing(SHAPE, TOKENS, stay=0.5, seed=1)
     with torch.no_grad():
@@ -68,7 +76,7 @@ def test_quantized_experts_have_slots(bits: int, tmp_path: Path) -> None:
         with penstock.Module(path, int(full_bytes * part)) as module:
             assert module.plan is not None
             banks = module.plan.banks
-            # Though each use takes its own row of `ids`. Scales of an expert are too small for slots.
+            # Though each use takes its own row of `ids`. Scales and zeros of an expert are too small for slots.
             members = [sorted(member.weight for member in bank.members) for bank in banks]
             assert sorted(members) == [["down_0", "up_0"], ["down_1", "up_1"]]
             layers = [int(names[0][-1]) for names in members]
