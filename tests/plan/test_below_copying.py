@@ -56,8 +56,9 @@ def test_auto_splits_below_the_floor_of_copying() -> None:
         check_plan(plan, [schedule], weights, budget_bytes=budget)
         assert plan.split_weights or plan.direct_weights
         assert nominal_s(plan, schedule, weights) <= limit_s
-    with pytest.raises(BelowFloorError):
+    with pytest.raises(BelowFloorError, match=f"the floor is {auto.floor_bytes} bytes: with less, reading") as refusal:
         auto.plan(auto.floor_bytes - 1)
+    assert refusal.value.floor_bytes == auto.floor_bytes and str(auto.copying_bytes) in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def test_the_part_that_has_slots_before_any_is_held_follows_from_the_rates() -> 
 @settings(max_examples=300)
 @given(bank_lists(), st.lists(st.integers(-(2**20), 2**26), min_size=2, max_size=8))
 def test_more_memory_never_leaves_less_for_what_streams(banks: list[ExpertBank], spares: list[int]) -> None:
-    banks = [replace(bank, streams=bool(number % 3)) for number, bank in enumerate(banks)]
+    banks = [replace(bank, streamed=frozenset(bank.names if number % 3 else ())) for number, bank in enumerate(banks)]
     all_bytes = sum(bank.experts * bank.row_bytes for bank in banks if bank.streams)
     left = []
     for spare_bytes in sorted(spares):

@@ -13,9 +13,11 @@ import penstock
 from penstock.errors import PenstockError
 from penstock.plan.calibration import Calibration, Link
 from penstock.plan.plan import Block, Copy, MethodPlan, Piece, Placement, Plan, Range, Stay
+from penstock.plan.planner import Planner
 from penstock.runtime import plan_installer as installer_file
 from penstock.runtime.calibration import calibration_of, check_calibration
 from penstock.runtime.plan_installer import FIRST_RUNS
+from penstock.runtime.policy import PlannedPolicy
 from penstock.runtime.session import TraceSpan
 from penstock.schedule import Access, Schedule, Step
 from tests.runtime.modules import SCRIPTS, Watched, play, same
@@ -199,6 +201,29 @@ def test_the_first_runs_are_measured_and_planned_by(
             module.reset_state()
             assert same(play(Watched(module), SCRIPTS["decoder"]), resident_bits("decoder"))
         assert caplog.text == ""
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_first_runs_change_a_plan_by_what_plans_are_compared_by(
+    is_faster: bool, decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where experts have slots that is not what one run of each method takes: tokens are more than prompts."""
+    with penstock.Module(decoder, "1GiB") as module:
+        budget, floor = (module.floor_bytes + module.budget_bytes) // 2, module.floor_bytes
+    with penstock.Module(decoder, floor) as module:
+        other = module.plan
+    with penstock.Module(decoder, budget, calibration="first-runs") as module:
+        first = module.plan
+        assert first != other
+        new_s, old_s = (1.0, 2.0) if is_faster else (2.0, 1.0)
+        monkeypatch.setattr(PlannedPolicy, "seconds", lambda *given: old_s if given[1] == first else new_s)
+        monkeypatch.setattr(PlannedPolicy, "predicted_s", lambda *given: new_s if given[1] == first else old_s)
+        monkeypatch.setattr(Planner, "plan", lambda *_: other)
+        for _ in range(FIRST_RUNS):
+            module.reset_state()
+            play(module.run_method, SCRIPTS["decoder"])
+        assert module.calibration is not None
+        assert module.plan == (other if is_faster else first)
 
 
 def test_first_runs_make_way(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from tests.runtime.rig import PAGE
 
 EXPERTS = 64
 NAMES = ("a", "b")
+TOGETHER = {name: (name,) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +56,9 @@ def test_a_bank_with_enough_calls_stands_beside_one_without(model: ExpertModel) 
         before = slots_by(model, {})
         run(rig, 0, tokens(62))
         run(rig, 1, tokens(60))
-        assert measured_hit_rates(rig.session, plan, {}) == {}
+        assert measured_hit_rates(rig.session, plan, {}, TOGETHER) == {}
         run(rig, 0, tokens(1))
-        rates = measured_hit_rates(rig.session, plan, {})
+        rates = measured_hit_rates(rig.session, plan, {}, TOGETHER)
         assert set(rates) == set(NAMES) and rates["b"].points == HitRates.usual(EXPERTS).points
         table = ReferenceTable(EXPERTS, EXPERTS)
         counts = [table.take(call) for call in [*tokens(62), *tokens(1)]][15:]
@@ -74,19 +77,19 @@ def test_slots_go_to_the_bank_that_is_asked_more_often(model: ExpertModel) -> No
             run(rig, 0, tokens(number + 1)[-1:])
             if number % 4 == 3:
                 run(rig, 1, tokens(number // 4 + 1)[-1:])
-        rates = measured_hit_rates(rig.session, plan, {})
+        rates = measured_hit_rates(rig.session, plan, {}, TOGETHER)
         assert rates["a"].share == pytest.approx(4 * rates["b"].share, rel=0.02)
         often, rarely = slots_by(model, rates)
         assert often > rarely + 8
         # The other way round nobody asks for the first: what is known of it stays, and it gets what is left.
         rig.install_plan(plan)
         run(rig, 1, tokens(100))
-        turned = measured_hit_rates(rig.session, plan, rates)
+        turned = measured_hit_rates(rig.session, plan, rates, TOGETHER)
         assert turned["a"].points == rates["a"].points and (turned["a"].share, turned["b"].share) == (0.0, 2.0)
         # How often a bank without slots is asked is not counted: the next plan takes it for one like others.
         alone = rig.install_plan(model.with_slots(0, 16))
         run(rig, 1, tokens(100))
-        again = measured_hit_rates(rig.session, alone, turned)
+        again = measured_hit_rates(rig.session, alone, turned, TOGETHER)
         assert again["a"].points == rates["a"].points and (again["a"].share, again["b"].share) == (1.0, 1.0)
 
 
@@ -94,15 +97,15 @@ def test_after_a_failed_run_the_log_begins_anew_and_what_was_learned_stays(model
     with ExpertRig(model) as rig:
         plan = rig.install_plan(model.with_slots(16, 16))
         run(rig, 0, tokens(300))
-        learned = measured_hit_rates(rig.session, plan, {})
+        learned = measured_hit_rates(rig.session, plan, {}, TOGETHER)
         assert learned["a"].at(EXPERTS) > 0.4
         rig.begin()
         rig.give_up()
         for count in (0, 1, 61):
             run(rig, 0, tokens(count))
-            assert measured_hit_rates(rig.session, plan, learned) == {}
+            assert measured_hit_rates(rig.session, plan, learned, TOGETHER) == {}
         run(rig, 0, tokens(1))
-        again = measured_hit_rates(rig.session, plan, learned)
+        again = measured_hit_rates(rig.session, plan, learned, TOGETHER)
         assert again["a"].at(EXPERTS) > 0.4 and again["a"].points != learned["a"].points
 
 
@@ -111,16 +114,40 @@ def test_a_call_that_asks_for_most_experts_is_logged_whole(model: ExpertModel) -
     with ExpertRig(model) as rig:
         plan = rig.install_plan(model.with_slots(16, 0))
         run(rig, 0, [[(t * 13 + n) % EXPERTS for n in range(33)] for t in range(100)])
-        rates = measured_hit_rates(rig.session, plan, {})["a"]
+        rates = measured_hit_rates(rig.session, plan, {}, TOGETHER)["a"]
         assert rates.at(EXPERTS) == 1.0 and rates.at(32) > 0.2
+
+
+def test_what_was_learned_of_a_bank_holds_when_some_of_it_lies_there_whole(tmp_path: Path) -> None:
+    """Its first weight is another then; and what is learned anew is true of all."""
+    names = ("up", "down")
+    shapes = dict.fromkeys([*names, "apart"], (EXPERTS, 1024))
+    schedules = [schedule_of("both", [*((name, 0) for name in names), ("apart", 1)])]
+    model = write_experts(tmp_path / "weights.ptd", schedules, shapes)
+    together = {**dict.fromkeys(names, names), "apart": ("apart",)}
+    with ExpertRig(model) as rig:
+        plan = rig.install_plan(model.with_slots(16, 16))
+        run(rig, 0, tokens(100))
+        learned = measured_hit_rates(rig.session, plan, {}, together)
+        assert learned["up"] == learned["down"] and learned["up"].points != HitRates.usual(EXPERTS).points
+        # As where "up" is held: of the first bank too little is logged, of the other enough.
+        (first, second) = plan.banks
+        left = dataclasses.replace(plan, banks=(dataclasses.replace(first, members=first.members[1:]), second))
+        counts = [rig.session.expert_hits(number, [16])[0] for number in range(2)]
+        played = {0: (1, 2, 3), 1: counts[1]}
+        session = SimpleNamespace(
+            expert_counts=rig.session.expert_counts, expert_hits=lambda number, slots: [played[number]] * len(slots)
+        )
+        again = measured_hit_rates(session, left, learned, together)  # type: ignore[arg-type]
+        assert again["up"] == again["down"] and again["down"].points == learned["up"].points
 
 
 def test_without_slots_nothing_is_learned(model: ExpertModel) -> None:
     with ExpertRig(model) as rig:
         plan = rig.install_plan(model.with_slots(0, 0))
         run(rig, 0, tokens(100))
-        assert measured_hit_rates(rig.session, plan, {}) == {}
-        assert measured_hit_rates(rig.session, None, {}) == {}
+        assert measured_hit_rates(rig.session, plan, {}, TOGETHER) == {}
+        assert measured_hit_rates(rig.session, None, {}, TOGETHER) == {}
 
 
 @pytest.mark.parametrize("together", ["", "ab", "abcdef"])

@@ -66,8 +66,13 @@ class Streaming:
 
     @cached_property
     def stays(self) -> Counter[str]:
-        """By weight: how many stays its accesses make, over all methods."""
-        return Counter([live.weight for method in self.methods for live in method.live_ranges])
+        """By weight: how many stays its accesses make, over all runs of all methods."""
+        found = Counter[str]()
+        for schedule, method in zip(self.demand.schedules, self.methods, strict=True):
+            runs = self.demand.runs.get(schedule.method, 1)
+            for live in method.live_ranges:
+                found[live.weight] += runs
+        return found
 
     @cached_property
     def whole(self) -> dict[str, int]:

@@ -85,9 +85,13 @@ class ExpertBank:
     names: tuple[str, ...]
     experts: int
     row_bytes: int
-    # Whether some of it streams for others, that read all of it. Where there is room for all of it, it is held for
-    # these, and it is not this bank's to be held once more.
-    streams: bool = False
+    # What of it streams for others, that read all of it. Where there is room for all of it, it is held for these, and
+    # it is not this bank's to be held once more.
+    streamed: frozenset[str] = frozenset()
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.streamed)
 
     @property
     def fewest_slots(self) -> int:
@@ -126,6 +130,11 @@ def find_banks(
             experts = weights[name].shape[0]
             banks.append(ExpertBank(names, experts, sum(weights[one].nbytes for one in names) // experts))
     return banks
+
+
+def taken_together(schedules: Sequence[Schedule], weights: Mapping[str, Weight]) -> dict[str, tuple[str, ...]]:
+    """By weight of which experts are taken, those that are taken by the same index."""
+    return _taken_together(schedules, weights)[0]
 
 
 def why_no_slots(schedules: Sequence[Schedule], weights: Mapping[str, Weight]) -> dict[str, str]:
@@ -217,7 +226,7 @@ def allocate_slots(
 
 
 def _rates_of(bank: ExpertBank, hit_rates: Mapping[str, HitRates]) -> HitRates:
-    """They were measured of this bank, or of one that had more weights, when some of these were not held."""
+    """They were measured by any weights of this bank: by all of them, or when others were held."""
     return next((hit_rates[name] for name in bank.names if name in hit_rates), None) or HitRates.usual(bank.experts)
 
 
@@ -230,7 +239,7 @@ def without_held(
         names = tuple(name for name in bank.names if name in host_read)
         if names:
             row_bytes = sum(weights[name].nbytes for name in names) // bank.experts
-            found.append(replace(bank, names=names, row_bytes=row_bytes))
+            found.append(replace(bank, names=names, row_bytes=row_bytes, streamed=bank.streamed.intersection(names)))
     return found
 
 

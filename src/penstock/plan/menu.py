@@ -45,10 +45,12 @@ from penstock.plan.in_place import (
     with_in_place,
     with_prefixes,
 )
+from penstock.plan.live_ranges import live_ranges
 from penstock.plan.packed import Begins, SlotSizes, slot_sizes, with_packed
 from penstock.plan.pages import Demand
 from penstock.plan.plan import NO_SLOTS, Plan
-from penstock.plan.tuning import TOKENS_AFTER_PROMPT
+from penstock.plan.ring import peak_load
+from penstock.plan.tuning import LOOKAHEAD_BYTES, LOOKAHEAD_PART, TOKENS_AFTER_PROMPT
 from penstock.schedule import Access, Schedule
 from penstock.weight import Weight
 
@@ -69,12 +71,16 @@ class Menu:
     split: Takes = _none
     # Packed weights, which stream packed, and may stay so.
     begins: Begins = field(default_factory=dict)
-    # What was measured of experts, by the first weight of their bank.
+    # What was measured of experts, by weight of their bank.
     hit_rates: Mapping[str, HitRates] = field(default_factory=dict)
 
     @cached_property
     def demand(self) -> Demand:
         """Of what streams where it is not resident. Other accesses read nothing of it."""
+        return replace(self._demand, runs=self.runs)
+
+    @cached_property
+    def _demand(self) -> Demand:
         return Demand.of(*stand_ins(self.schedules, self.weights, self._is_in_place), self.page_bytes)
 
     @cached_property
@@ -105,17 +111,33 @@ class Menu:
 
     @cached_property
     def streamed_experts(self) -> frozenset[str]:
-        """Weights whose experts may have slots, and that stream for others, which read all of them."""
-        return (
-            frozenset(name for bank in self._banks if bank.streams for name in bank.names) & self.demand.nbytes.keys()
-        )
+        """Weights whose experts may have slots, and that stream for others, which read all of them, once for many
+        tokens. Not those that are held for these whatever happens, nor those that tokens read whole as well."""
+        demand = self._demand
+        names = {name for bank in self._banks if bank.streams for name in bank.names}
+        names &= demand.nbytes.keys() - demand.pinned
+        for schedule in self.schedules:
+            if any(access.routing is not None and access.weight in names for access in schedule.accesses):
+                names -= {access.weight for access in schedule.accesses if not self._is_in_place(access)}
+        always = [live_ranges(schedule, names).always for schedule in demand.schedules]
+        return frozenset(names).difference(*always)
 
     def pages_for_experts(self, budget_pages: int, floor_pages: int) -> int:
         """Of the budget, what is kept for slots of streamed experts. Everything else comes first: it is read whole."""
-        names = self.streamed_experts
-        pair_pages = -(-self.demand.peak_pair_bytes(names) // self.page_bytes)
-        others_pages = max(self.demand.held_pages_without(names) + pair_pages, floor_pages)
-        return bytes_before_held(self._banks, (budget_pages - others_pages) * self.page_bytes) // self.page_bytes
+        names, page_bytes = self.streamed_experts, self.page_bytes
+        pair_pages = -(-self.demand.peak_pair_bytes(names) // page_bytes)
+        ahead_pages = max(1, min(LOOKAHEAD_BYTES // page_bytes, budget_pages // LOOKAHEAD_PART))
+        ring_pages = max(pair_pages, self._experts_load + ahead_pages)
+        others_pages = max(self.demand.held_pages_without(names) + ring_pages, floor_pages)
+        # Of one expert there are no slots: it is held or not.
+        banks = [one for one in without_held(self._banks, self.weights, names) if one.fewest_slots < one.experts]
+        return bytes_before_held(banks, (budget_pages - others_pages) * page_bytes) // page_bytes
+
+    @cached_property
+    def _experts_load(self) -> int:
+        """Ring pages of the step that reads the most of streamed experts."""
+        methods = [live_ranges(schedule, self.streamed_experts) for schedule in self.demand.schedules]
+        return peak_load(methods, self.demand.pages, leads=False)
 
     @cached_property
     def runs(self) -> dict[str, int]:
@@ -181,9 +203,9 @@ class Menu:
     def _banks(self) -> list[ExpertBank]:
         by_index = [access for access in self._accesses if access.routing is not None]
         elsewhere = {access.weight for access in by_index if not self.in_place(access)}
-        streamed = {access.weight for access in self._accesses if not self._is_in_place(access)}
+        streamed = frozenset(access.weight for access in self._accesses if not self._is_in_place(access))
         found = find_banks(self.schedules, self.weights, {access.weight for access in by_index} - elsewhere)
-        return [replace(bank, streams=not streamed.isdisjoint(bank.names)) for bank in found]
+        return [replace(bank, streamed=streamed.intersection(bank.names)) for bank in found]
 
     def _is_in_place(self, access: Access) -> bool:
         return self.in_place(access) or self.split(access)

@@ -167,9 +167,6 @@ class MenuPlanner:
                 floor_bytes=self.floor_bytes,
             )
 
-    def least_s(self, budget_bytes: int, calibration: Calibration | None) -> float:
-        return self.seconds(self.plan(budget_bytes, calibration, is_draft=True), calibration)
-
     def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
         """By which plans are compared: of measured times, or without of all nominal machines."""
         return self._judge(calibration).seconds(plan)

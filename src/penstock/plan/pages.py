@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES, round_up
@@ -47,6 +47,8 @@ class Demand:
     page_bytes: int
     nbytes: Mapping[str, int]
     pinned: frozenset[str]
+    # How often a method runs for one run of others; once, where it is not named.
+    runs: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(schedules: Sequence[Schedule], weights: Mapping[str, Weight], page_bytes: int) -> Demand:

@@ -107,14 +107,27 @@ class Planner:
         if self._placement != "auto" or self._begins:
             return plan
         others = self._over_the_link(budget_bytes, calibration)
-        return min([plan, *others], key=lambda plan: self._widest.seconds(plan, calibration)) if others else plan
+        return min([plan, *others], key=lambda plan: self.seconds(plan, calibration)) if others else plan
 
     def _tight_plan(self, budget_bytes: int, calibration: Calibration | None) -> Plan:
         below = self._below_copying(calibration) if budget_bytes < self.copying_bytes else None
-        is_below = below is not None and below.floor_bytes <= budget_bytes
-        return (below.planner if below is not None and is_below else self._lowest).plan(budget_bytes, calibration)
+        if below is None:
+            return self._lowest.plan(budget_bytes, calibration)
+        if budget_bytes < below.floor_bytes:
+            raise BelowFloorError(
+                f"the budget is {budget_bytes} bytes, but the floor is {below.floor_bytes} bytes: with less, reading "
+                f"over the link takes too long beside copying, for which the floor is {self.copying_bytes} bytes",
+                budget_bytes=budget_bytes,
+                floor_bytes=below.floor_bytes,
+            )
+        return below.planner.plan(budget_bytes, calibration)
+
+    def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
+        """By which plans are compared: methods that run often count as often, and with what experts miss."""
+        return self._widest.seconds(plan, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
+        """One run of each method."""
         return self._widest.predicted_s(plan, calibration)
 
     def lower_placements(self) -> dict[str, int]:
@@ -167,7 +180,7 @@ class Planner:
                 plan = one.plan(budget_bytes, calibration, is_draft=True)
             except BelowFloorError:
                 continue  # fewer weights to place are not always easier to place; then it is no choice here
-            drafts.append((self._widest.seconds(plan, calibration), index, one))
+            drafts.append((self.seconds(plan, calibration), index, one))
         return [one.plan(budget_bytes, calibration) for _, _, one in sorted(drafts)[:DRAFTS_KEPT]]
 
     @cached_property
@@ -190,7 +203,12 @@ class Planner:
         timed = calibration if calibration is not None and calibration.direct_step_s else None
         if self._below is None or self._below[0] != timed:
             choices = [*self._with_more_split[-1:], *(self._with_more_in_place[-1:] if timed is not None else ())]
-            self._below = timed, _below_copying(self._lowest, choices, self._page_bytes, timed)
+
+            # By one yardstick: what menus take for frequent depends on what streams in them.
+            def least_s(one: MenuPlanner, budget_bytes: int) -> float:
+                return self.seconds(one.plan(budget_bytes, timed, is_draft=True), timed)
+
+            self._below = timed, _below_copying(self._lowest, choices, self._page_bytes, least_s)
         return self._below[1]
 
     def _menu(self, in_place: Takes, split: Takes = lambda access: False) -> MenuPlanner:
@@ -224,20 +242,24 @@ class Planner:
 
 
 def _below_copying(
-    copying: MenuPlanner, others: Sequence[MenuPlanner], page_bytes: int, calibration: Calibration | None
+    copying: MenuPlanner,
+    others: Sequence[MenuPlanner],
+    page_bytes: int,
+    least_s: Callable[[MenuPlanner, int], float],
 ) -> BelowCopying | None:
-    """Of the others, the one with the lowest floor that is worth having; None: none has a lower one than copying."""
+    """Of the others, the one with the lowest floor that is worth having; None: none has a lower one than copying.
+    `least_s`: what a draft takes at a budget."""
     lower = [one for one in others if one.floor_bytes < copying.floor_bytes]
     if not lower:
         return None
-    limit_s = WORTHWHILE_TIMES * copying.least_s(copying.floor_bytes, calibration)
+    limit_s = WORTHWHILE_TIMES * least_s(copying, copying.floor_bytes)
     found: BelowCopying | None = None
     for one in lower:
         most_bytes = copying.floor_bytes if found is None else found.floor_bytes
 
         def is_worth_it(pages: int, one: MenuPlanner = one) -> bool:
             try:
-                return one.least_s(pages * page_bytes, calibration) <= limit_s
+                return least_s(one, pages * page_bytes) <= limit_s
             except BelowFloorError:
                 return False
 

@@ -55,9 +55,12 @@ def slots_summary(program: Program, plan: Plan | None) -> list[str]:
     return [f"no slots for {weights} of experts (penstock inspect says why)"] if names else []
 
 
-def measured_hit_rates(session: Session, plan: Plan | None, known: Mapping[str, HitRates]) -> dict[str, HitRates]:
-    """`known`, by the first weight of each bank, with what the banks of this plan have logged since it was installed;
-    empty where none of them was used enough. Waits for the device."""
+def measured_hit_rates(
+    session: Session, plan: Plan | None, known: Mapping[str, HitRates], together: Mapping[str, tuple[str, ...]]
+) -> dict[str, HitRates]:
+    """`known`, by weight, with what the banks of this plan have logged since it was installed; empty where none of them
+    was used enough. It holds for all weights that are taken `together`, also those that lie whole on the device now.
+    Waits for the device."""
     uses = expert_uses(session, plan)
     rates: dict[str, HitRates] = {}
     for number, use in enumerate(uses):
@@ -75,5 +78,5 @@ def measured_hit_rates(session: Session, plan: Plan | None, known: Mapping[str, 
     for use in uses:
         name = use.weights[0]
         one = rates.get(name) or known.get(name) or HitRates.usual(use.experts)
-        found[name] = replace(one, share=(use.hits + use.misses) / mean)
+        found |= dict.fromkeys(together[name], replace(one, share=(use.hits + use.misses) / mean))
     return found

@@ -101,7 +101,8 @@ class PlanInstaller:
     def _learn(self) -> None:
         """From what experts were asked for under the plan that goes."""
         if isinstance(self._policy, PlannedPolicy):
-            self._policy.learn(measured_hit_rates(self._session, self.plan, self._policy.hit_rates))
+            policy = self._policy
+            policy.learn(measured_hit_rates(self._session, self.plan, policy.hit_rates, policy.taken_together))
 
     def record_first_runs(self) -> None:
         if self._planned().takes_link:  # else there is nothing to plan by
@@ -120,7 +121,8 @@ class PlanInstaller:
         installed = policy.arrange(budget_bytes, calibration)
         assert installed.plan is not None
         before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, installed.plan))
-        better = after_s < before_s * (1 - WORTHWHILE_GAIN)
+        # Plans are made for more tokens than prompts, where experts are: a run of each method does not tell.
+        better = policy.seconds(installed.plan, calibration) < policy.seconds(plan, calibration) * (1 - WORTHWHILE_GAIN)
         if better:
             self._install(installed)
         self.calibration = calibration

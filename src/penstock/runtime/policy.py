@@ -11,7 +11,7 @@ from functools import cached_property
 from penstock.errors import BelowFloorError, PenstockError
 from penstock.plan.calibration import Calibration
 from penstock.plan.check import check_plan
-from penstock.plan.experts import HitRates
+from penstock.plan.experts import HitRates, taken_together
 from penstock.plan.floor import floor_bytes
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner, lower_placements_text
@@ -81,7 +81,7 @@ class Policy(ABC):
 
 
 class PlannedPolicy(Policy):
-    # What was seen of experts, by the first weight of their bank.
+    # What was seen of experts, by weight of their bank.
     hit_rates: Mapping[str, HitRates] = {}
 
     @cached_property
@@ -95,6 +95,11 @@ class PlannedPolicy(Policy):
             begins=self._packed.begins,
             hit_rates=self.hit_rates,
         )
+
+    @cached_property
+    def taken_together(self) -> dict[str, tuple[str, ...]]:
+        """By weight of which experts are taken, those that are taken by the same index."""
+        return taken_together(self._schedules, self._weights)
 
     def learn(self, hit_rates: Mapping[str, HitRates]) -> None:
         """Plans from now on are made by it."""
@@ -120,6 +125,10 @@ class PlannedPolicy(Policy):
         """The only way from a plan to what a session installs: none goes there that the check has not seen."""
         check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins)
         return InstalledPlan(self._program, plan_numbers(plan, self._weights), plan)
+
+    def seconds(self, plan: Plan, calibration: Calibration) -> float:
+        """By which plans are compared."""
+        return self._planner.seconds(plan, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
