@@ -3,6 +3,8 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
+
 namespace penstock {
 namespace {
 
@@ -58,6 +60,9 @@ void find_cuda(Lookup& in) {
 }  // namespace
 
 std::string load_torch_abi() {
+  // Programs may be loaded in several threads at once.
+  static std::mutex lock;
+  std::lock_guard<std::mutex> hold(lock);
   if (loaded) return "";
   // NOLOAD: only the torch that the process already runs on will do.
   void* cpu = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);

@@ -4,18 +4,13 @@
 #include <algorithm>
 
 #include "driver/driver.h"
+#include "open/amounts.h"
 #include "open/byte_text.h"
 
 namespace penstock {
 namespace {
 
 constexpr int64_t kLeastReserveBytes = int64_t{256} << 20, kMib = int64_t{1} << 20;
-
-// Amounts that are not negative, some of them from a file; no sum of them overflows.
-int64_t sum_of(int64_t a, int64_t b) {
-  int64_t sum = 0;
-  return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
-}
 
 int64_t automatic_bytes(PenstockBudget& budget) {
   const int64_t other_bytes = sum_of(sum_of(budget.activation_bytes, budget.state_bytes), budget.reserve_bytes);

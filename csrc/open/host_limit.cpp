@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "driver/driver.h"
+#include "open/amounts.h"
 
 namespace penstock {
 namespace {
@@ -159,6 +160,7 @@ struct PinnedFiles {
   struct Entry {
     int64_t count = 0;
     int64_t bytes = 0;
+    bool has_come = false;
   };
   std::mutex lock;
   std::map<std::pair<dev_t, ino_t>, Entry> files;
@@ -168,6 +170,14 @@ struct PinnedFiles {
 PinnedFiles& pinned_files() {
   static PinnedFiles* made = new PinnedFiles;
   return *made;
+}
+
+int64_t bytes_of_files(bool have_come) {
+  std::lock_guard<std::mutex> hold(pinned_files().lock);
+  int64_t total = 0;
+  for (const auto& [key, entry] : pinned_files().files)
+    if (entry.has_come == have_come) total += entry.bytes;
+  return total;
 }
 
 }  // namespace
@@ -181,7 +191,11 @@ HostLimit host_limit(const std::string& root, int64_t pinned) {
 }
 
 void check_host_memory(int64_t needed_bytes, const std::string& purpose, const std::string& root) {
-  const HostLimit limit = host_limit(root, pinned_bytes());
+  HostLimit limit = host_limit(root, pinned_bytes());
+  if (const int64_t coming = bytes_of_files(false)) {
+    limit.available_bytes = std::max<int64_t>(0, limit.available_bytes - coming);
+    limit.source += " less " + std::to_string(coming) + " bytes of weights that are being loaded";
+  }
   if (needed_bytes <= limit.available_bytes) return;
   const std::string available = std::to_string(limit.available_bytes);
   throw CoreError(Failure::host_memory, std::to_string(needed_bytes) + " bytes of host memory are needed for " + purpose +
@@ -190,15 +204,27 @@ void check_host_memory(int64_t needed_bytes, const std::string& purpose, const s
                                           " bytes, or raise the limit");
 }
 
-PinnedFile::PinnedFile(const std::string& path) {
+std::unique_lock<std::mutex> host_memory_turn() {
+  static std::mutex turn;
+  return std::unique_lock<std::mutex>(turn);
+}
+
+PinnedFile::PinnedFile(const std::string& path, int64_t extra_bytes, const std::string& root) {
+  const auto turn = host_memory_turn();
+  check_host_memory(sum_of(bytes_to_pin(path, root), extra_bytes), path + ", all of which is held in memory", root);
   const struct stat status = status_of(path);
   key_ = {status.st_dev, status.st_ino};
   // What lies on a memory file system is no file cache, and was never counted as available.
-  const int64_t bytes = is_memory_file(status.st_dev, "/") ? 0 : (int64_t)status.st_size;
+  const int64_t bytes = is_memory_file(status.st_dev, root) ? 0 : (int64_t)status.st_size;
   std::lock_guard<std::mutex> hold(pinned_files().lock);
   PinnedFiles::Entry& entry = pinned_files().files[key_];
   entry.count += 1;
   entry.bytes = std::max(entry.bytes, bytes);
+}
+
+void PinnedFile::has_come() {
+  std::lock_guard<std::mutex> hold(pinned_files().lock);
+  pinned_files().files.at(key_).has_come = true;
 }
 
 PinnedFile::~PinnedFile() {
@@ -207,12 +233,7 @@ PinnedFile::~PinnedFile() {
   if (--found->second.count == 0) pinned_files().files.erase(found);
 }
 
-int64_t pinned_bytes() {
-  std::lock_guard<std::mutex> hold(pinned_files().lock);
-  int64_t total = 0;
-  for (const auto& [key, entry] : pinned_files().files) total += entry.bytes;
-  return total;
-}
+int64_t pinned_bytes() { return bytes_of_files(true); }
 
 int64_t bytes_to_pin(const std::string& path, const std::string& root) {
   const struct stat status = status_of(path);

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -28,18 +29,26 @@ HostLimit host_limit(const std::string& root, int64_t pinned_bytes);
 // Refuses, before anything is pinned, what would exceed the limit. `purpose` reads on from "for".
 void check_host_memory(int64_t needed_bytes, const std::string& purpose, const std::string& root = "/");
 
-// A weights file that this process holds pinned, so that later checks know of it; counted once however often it is.
+// Held from a check until what was checked is allocated: loads in other threads must not be told that it is available.
+[[nodiscard]] std::unique_lock<std::mutex> host_memory_turn();
+
+// A weights file that this process holds pinned, or is about to, so that other checks know of it; counted once however often
+// it is. Refused where it exceeds the limit, with `extra_bytes` beside it.
 class PinnedFile {
  public:
-  explicit PinnedFile(const std::string& path);
+  PinnedFile(const std::string& path, int64_t extra_bytes, const std::string& root = "/");
   ~PinnedFile();
   PinnedFile(const PinnedFile&) = delete;
   PinnedFile& operator=(const PinnedFile&) = delete;
+
+  // All of it has been brought into memory: it is part of what the machine says.
+  void has_come();
 
  private:
   std::pair<dev_t, ino_t> key_;
 };
 
+// Of files that have come.
 int64_t pinned_bytes();
 // What registering this file takes of the limit: its size, less what is there for good already.
 int64_t bytes_to_pin(const std::string& path, const std::string& root = "/");

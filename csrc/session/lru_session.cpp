@@ -127,13 +127,16 @@ int64_t LruSession::footprint_bytes(int64_t weight) const {
 void LruSession::release(Held& held, int64_t weight) {
   // S1: what takes these bytes next stands behind the last reader, because it stands behind this wait.
   if (held.has_been_read) driver_.wait(copy_stream_, held.read);
-  if (poison_) driver_.fill(held.address, kPoison, (size_t)record_.weights[weight].bytes, copy_stream_);
   Address address = held.address;
-  // Gone whatever the pool says: a release that reports a failure may have been made all the same.
+  // Gone whatever the driver says: what reports a failure may have been done all the same, and then the next run must not
+  // take what is left there for the weight.
   held.address = 0;
   held.unread = false;
   held.has_been_read = false;
   held_bytes_ -= footprint_bytes(weight);
+  Undo give_back([&] { driver_.pool_release(pool_, address, copy_stream_); });
+  if (poison_) driver_.fill(address, kPoison, (size_t)record_.weights[weight].bytes, copy_stream_);
+  give_back.keep();
   PoolTimer timer(run_);
   driver_.pool_release(pool_, address, copy_stream_);
 }

@@ -9,6 +9,7 @@
 #include "abi/torch_abi.h"
 #include "cuda/cuda_driver.h"
 #include "driver/cleanup.h"
+#include "open/amounts.h"
 #include "open/budget_choice.h"
 #include "open/build_check.h"
 #include "open/byte_text.h"
@@ -44,12 +45,6 @@ int32_t guarded(Action&& action) noexcept {
     last_text = error.what();
   }
   return 1;
-}
-
-// Amounts that are not negative; no sum of them overflows.
-int64_t sum_of(int64_t a, int64_t b) {
-  int64_t sum = 0;
-  return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
 }
 
 // In slices, between which whoever waits is told.
@@ -168,17 +163,17 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
     if (asked->host_cap_bytes >= 0) {
       const StagingSizes sizes = staging_sizes(asked->host_cap_bytes, std::thread::hardware_concurrency());
       made->host_bytes = sizes.buffers * sizes.buffer_bytes;
+      const auto turn = host_memory_turn();
       check_host_memory(sum_of(made->host_bytes, asked->extra_host_bytes), "the staging buffers", asked->root);
       made->map(path, asked->extents, asked->extent_count);
       made->stage(sizes);
     } else {
-      check_host_memory(sum_of(bytes_to_pin(path, asked->root), asked->extra_host_bytes),
-                        path + ", all of which is held in memory", asked->root);
+      made->pinned = std::make_unique<PinnedFile>(path, asked->extra_host_bytes, asked->root);
       require_registration(*made->driver, *asked);
       made->map(path, asked->extents, asked->extent_count);
       made->host_bytes = (int64_t)made->file->bytes();
       bring_in(*made->file, asked->on_bytes);
-      made->pinned = std::make_unique<PinnedFile>(path);
+      made->pinned->has_come();
       made->register_chunks(
           chunk_ends(made->places.all(), made->host_bytes, kRegistrationLimitBytes, (int64_t)host_page_bytes()));
     }

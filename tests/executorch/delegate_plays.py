@@ -513,6 +513,11 @@ def a_run_that_fails(program: Program) -> None:
                     check_run(other, 3)
                 fail_later("copy_to_device", failure, 0)
                 assert number > 3, "a run has several copies"
+        # What the run has computed cannot be returned.
+        few, row = [torch.zeros(1, TWIN_WIDTH).int()], whole_numbers(1, TWIN_WIDTH, seed=1)
+        refusal = refused(lambda: narrow.execute((row,), few), PACKAGE, said="ExecuTorch expects 3")
+        must_be_reset(narrow, refusal.text)
+        check_run(narrow, 1)
         for call in ("session_begin", "session_end"):
             library().probe_refuse(call.encode())
             refusal = refused(lambda: check_run(narrow, 1), CORE)

@@ -32,8 +32,8 @@ struct Fakes {
   std::atomic<bool> is_below_floor{false};
   // What was done to change a plan, in the order of the calls.
   std::string changes;
-  // The next call of summary is refused; the next of counters waits until it is let go.
-  std::atomic<bool> refuses_summary{false}, holds_counters{false};
+  // The next call of summary is refused; calls of counters wait until they are let go, and so does the next of install.
+  std::atomic<bool> refuses_summary{false}, holds_counters{false}, holds_install{false};
 
   void pass(bool held) {
     std::unique_lock<std::mutex> hold(lock);
@@ -134,6 +134,7 @@ Core fake() {
   core.session_install = [](void* session, const int64_t*, int64_t) {
     fakes.installs++;
     fakes.changes += "install ";
+    fakes.pass(fakes.holds_install.exchange(false));
     if (fakes.refused_installs > 0 && fakes.refused_installs--) return 1;
     return static_cast<Session*>(session)->path == "bad plan" ? 1 : 0;
   };
@@ -278,6 +279,24 @@ void no_budget_is_taken_twice() {
   expect(fakes.most == 1, "two sessions had the budget at once");
 }
 
+void whoever_asks_a_session_is_waited_for() {
+  fakes.most = 0;
+  auto old = place("asked", 0);
+  auto found = sessions().find("");
+  expect(found.size() == 1, "a session is not found");
+  Sessions::PlaceRef next;
+  {
+    Worker closing([&] { old.reset(); });
+    closing.await_blocked();
+    Worker loading([&] { next = place("asked", 0); });
+    loading.await_blocked();
+    expect(!closing.done() && !loading.done() && fakes.open == 1, "a session was given up, or made, beside one that is in use");
+    expect(sessions().find("").empty(), "a session is found that is given up");
+    found.clear();
+  }
+  expect(next && fakes.most == 1, "two sessions had the budget at once");
+}
+
 void a_load_that_fails_leaves_nothing() {
   for (const char* path : {"bad", "bad plan"})
     for (int time = 0; time < 2; ++time) {
@@ -354,6 +373,46 @@ void a_budget_is_set_between_runs() {
   installs = fakes.installs;
   expect(refusal_of(session, 6000) == Kind::none && fakes.installs == installs + 1, "no plan was put in the place of none");
   expect(refusal_of(session, 9000) == Kind::none && is_at(8192, 1), "more than everything was not taken for everything");
+}
+
+void two_budgets_are_set_one_after_the_other() {
+  SessionRequest request;
+  request.group = "two budgets";
+  auto held = place("file", 0, request);
+  ProgramSession& session = **held;
+  fakes.stop();
+  fakes.holds_install = true;
+  {
+    Worker first([&] { expect(refusal_of(session, 4096) == Kind::none, "a budget was refused"); });
+    fakes.await_stopped(1);
+    const int installs = fakes.installs;
+    Worker second([&] { expect(refusal_of(session, 8192) == Kind::none, "a budget was refused"); });
+    second.await_blocked();
+    expect(!second.done() && fakes.installs == installs, "two plans were installed at once");
+    fakes.go_on();
+  }
+  // By what the first has left, not by what was there when the second began to wait.
+  expect(fakes.changes.ends_with("install give_back install "), "the plan of the first is there, and said to be the second's");
+  expect(session.facts().plan == 1 && session.facts().budget_bytes == 8192, "the plan that is there is said to be another");
+}
+
+void no_plan_is_said_to_be_there_that_may_not_be() {
+  SessionRequest request;
+  request.group = "no plan";
+  auto held = place("file", 0, request);
+  ProgramSession& session = **held;
+  int given_up = 0;
+  session.plan_memory()[&request] = [&] {
+    if (++given_up == 2) throw std::bad_alloc();
+  };
+  fakes.refused_installs = 1;
+  try {
+    session.set_budget({4096, false});
+    expect(false, "nothing was refused");
+  } catch (const std::bad_alloc&) {
+  }
+  const int installs = fakes.installs;
+  expect(refusal_of(session, 8192) == Kind::none && fakes.installs == installs + 1, "no plan was put in the place of none");
 }
 
 void whoever_keeps_memory_for_a_plan_gives_it_up() {
@@ -456,8 +515,11 @@ int main() {
   a_load_holds_up_nobody_else();
   who_shares_a_session_waits_for_its_load();
   no_budget_is_taken_twice();
+  whoever_asks_a_session_is_waited_for();
   a_load_that_fails_leaves_nothing();
   a_budget_is_set_between_runs();
+  two_budgets_are_set_one_after_the_other();
+  no_plan_is_said_to_be_there_that_may_not_be();
   whoever_keeps_memory_for_a_plan_gives_it_up();
   an_automatic_budget_is_set();
   who_only_asks_is_no_run();

@@ -24,6 +24,7 @@ EQUIVALENT = {
     f"{place}: {HOLD}({lock}); left out{number}": NEEDS_THREAD
     for place, lock, count in (
         ("sharing.h Sharing", "lock_", 5),
+        ("sharing.h Sharing", "all.lock_", 1),
         ("session_budget.cpp set_budget", "facts_lock_", 2),
     )
     for number in ("", *(f" ({n})" for n in range(2, count + 1)))

@@ -37,7 +37,11 @@ int32_t penstock_test_bytes_to_pin(const char* path, const char* root, int64_t* 
   return to_status([&] { *out = penstock::bytes_to_pin(path, root); });
 }
 
-void* penstock_test_pin(const char* path) { return new penstock::PinnedFile(path); }
+void* penstock_test_pin(const char* path) {
+  auto* made = new penstock::PinnedFile(path, 0);
+  made->has_come();
+  return made;
+}
 void penstock_test_unpin(void* pinned) { delete static_cast<penstock::PinnedFile*>(pinned); }
 
 // Probes with answers of their own, that another program than the core's gives.

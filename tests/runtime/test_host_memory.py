@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from penstock.budget import format_bytes
 from penstock.errors import HostMemoryError, WeightsChangedError
 from penstock.native import core
+from penstock.runtime import session as session_file
 from penstock.runtime.driver import open_soft_driver
 from penstock.runtime.host_memory import memory_limit_bytes
+from penstock.runtime.progress import Progress
 from penstock.runtime.session import FileSource, Session
 from tests.native.driver import DriverFailure, Failure
 from tests.native.opening import bytes_to_pin, check_host_memory, chunk_ends, pinned, staging_sizes
-from tests.runtime.fake_machine import machine, v2
+from tests.runtime.fake_machine import limited, machine, v2
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
@@ -155,6 +157,45 @@ def test_a_file_that_is_memory_already_takes_none(tmp_path: Path) -> None:
     (root / "proc/self/mountinfo").write_text(line.format("tmpfs"))
     assert bytes_to_pin(path, root) == max(0, status.st_size - status.st_blocks * 512)
     assert bytes_to_pin(path, root) < status.st_size
+
+
+def opened(path: Path, cap_bytes: int | None = None) -> None:
+    """And closed."""
+    with closing(open_soft_driver(PAGE)) as driver:
+        source = FileSource(path, ((0, 10),), cap_bytes, 0)
+        Session.opened(driver, source, lru=False, device_index=0, poison=False).close()
+
+
+@pytest.mark.parametrize("cap_bytes", [None, 3 * MIB])
+def test_two_loads_at_once_are_not_given_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap_bytes: int | None
+) -> None:
+    """The second begins when the first has been promised its memory, and before the machine knows of it."""
+    monkeypatch.setattr(session_file, "HOST_ROOT", limited(tmp_path / "root", 6 * MIB))
+    first, second = tmp_path / "a.ptd", tmp_path / "b.ptd"
+    for path in (first, second):
+        path.write_bytes(bytes(4 * MIB))
+    told: list[str] = []
+
+    class Meanwhile(Progress):
+        def show(self, nbytes: int) -> None:
+            if self._path != first or told:
+                return
+            told.append("")
+            with pytest.raises(HostMemoryError) as refused:
+                opened(second, cap_bytes)
+            told.append(str(refused.value))
+            opened(first)  # its memory is taken already
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(session_file, "Progress", Meanwhile)
+    with pytest.raises(KeyboardInterrupt):
+        opened(first)
+    assert told[1].startswith(f"{cap_bytes or 4 * MIB} bytes of host memory are needed for")
+    assert f"and {2 * MIB} are available by" in told[1]
+    assert f" less {4 * MIB} bytes of weights that are being loaded" in told[1]
+    # The load that was given up holds nothing.
+    opened(second, cap_bytes)
 
 
 def test_chunks_end_between_weights() -> None:

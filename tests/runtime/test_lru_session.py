@@ -182,6 +182,30 @@ def test_another_access_than_the_recorded_one(zoo: dict[str, Model]) -> None:
         assert rig.session.stats()[0].bytes_streamed >= sum(weight.nbytes for weight in model.weights.values())
 
 
+@pytest.mark.parametrize(("copy", "fill"), [(copy, fill) for copy in (1, 2, 3) for fill in range(1, copy + 1)])
+def test_what_a_failed_copy_has_left_is_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: int, fill: int
+) -> None:
+    """Also where poison cannot be laid over it."""
+    model = write_model(tmp_path / "w", [chain("a", "b", "c")], dict.fromkeys("abc", PAGE))
+    with Rig(model, lru=True) as rig:
+        rig.install_lru(3 * PAGE)
+        give_up = rig.session.abort
+
+        def abort() -> PenstockError | None:
+            rig.driver.fail_at(fill, call="fill")
+            return give_up()
+
+        rig.driver.fail_at(copy, call="copy_to_device")
+        with monkeypatch.context() as patch, pytest.raises(RunFailed, match="a test asked for this failure"):
+            patch.setattr(rig.session, "abort", abort)
+            rig.run(check=False)
+        assert rig.driver.failed_call() == "fill"
+        rig.driver.fail_at(0)
+        rig.run()
+        assert rig.session.stats()[0].bytes_streamed == 3 * PAGE
+
+
 def test_pinned_weights_that_do_not_fit(tmp_path: Path) -> None:
     model = write_model(tmp_path / "w", [chain("!a", "!b")], {"a": 3 * PAGE, "b": 2 * PAGE})
     with Rig(model, lru=True) as rig:

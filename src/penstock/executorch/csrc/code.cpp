@@ -253,11 +253,16 @@ void CompiledCode::copy_outputs(const std::vector<TensorView>& to, TransferMemor
 }
 
 void CompiledCode::forget() {
-  // The next run writes into the same memory. What a device that is lost says to this is not news: the run has failed.
+  // The next run writes into the same memory. Twice: drivers also report the failure of earlier work here, without having
+  // waited. What a device that is lost says to this is not news: the run has failed.
   try {
     parts_->await_moves();
   } catch (const std::exception&) {
-    parts_->is_moving = false;
+    try {
+      parts_->await_moves();
+    } catch (const std::exception&) {
+      parts_->is_moving = false;
+    }
   }
   parts_->given.clear();
   parts_->inputs.clear();

@@ -277,6 +277,32 @@ void compute(Delegate& delegate, void* stream) {
   if (core().session_end(session)) throw_core_failure();
 }
 
+// What the run has computed, into the memory behind its inputs.
+void return_outputs(Delegate& delegate, Span<EValue*> args) {
+  const size_t inputs = delegate.method.inputs.size();
+  const size_t outputs = (size_t)delegate.method.outputs;
+  if (delegate.code->output_count() != outputs)
+    throw LoadError(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
+                                     " tensors, its record lists " + std::to_string(outputs));
+  std::vector<TensorView> results;
+  for (size_t i = 0; i < outputs; ++i) {
+    Tensor to = args[inputs + i]->toTensor();
+    std::vector<int64_t> found = delegate.code->output_sizes(i);
+    std::vector<SizesType> sizes(found.begin(), found.end());
+    if (executorch::runtime::resize_tensor(to, {sizes.data(), sizes.size()}) != Error::Ok)
+      throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name + " has shape " +
+                                       listed(found) + ", for which ExecuTorch planned no room");
+    TensorView view = view_of(to);
+    if (view.scalar_type != delegate.code->output_scalar_type(i))
+      throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name +
+                                       " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
+                                       ", ExecuTorch expects " +
+                                       std::to_string(view.scalar_type));
+    results.push_back(std::move(view));
+  }
+  delegate.code->copy_outputs(results, *delegate.transfers);
+}
+
 void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   size_t inputs = delegate.method.inputs.size();
   size_t outputs = (size_t)delegate.method.outputs;
@@ -319,30 +345,12 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
       compute(delegate, stream);
       if (replays) replays->capture(shapes);
     }
+    // What this waits for may fail as well, and then nobody knows how far the run came.
+    return_outputs(delegate, args);
   } catch (const std::exception& error) {
     if (state) state->mark_invalid("method '" + delegate.method.name + "' failed: " + error.what());
     throw;
   }
-  if (delegate.code->output_count() != outputs)
-    throw LoadError(Kind::package, delegate.method.name + " returned " + std::to_string(delegate.code->output_count()) +
-                                     " tensors, its record lists " + std::to_string(outputs));
-  std::vector<TensorView> results;
-  for (size_t i = 0; i < outputs; ++i) {
-    Tensor to = args[inputs + i]->toTensor();
-    std::vector<int64_t> found = delegate.code->output_sizes(i);
-    std::vector<SizesType> sizes(found.begin(), found.end());
-    if (executorch::runtime::resize_tensor(to, {sizes.data(), sizes.size()}) != Error::Ok)
-      throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name + " has shape " +
-                                       listed(found) + ", for which ExecuTorch planned no room");
-    TensorView view = view_of(to);
-    if (view.scalar_type != delegate.code->output_scalar_type(i))
-      throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name +
-                                       " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
-                                       ", ExecuTorch expects " +
-                                       std::to_string(view.scalar_type));
-    results.push_back(std::move(view));
-  }
-  delegate.code->copy_outputs(results, *delegate.transfers);
 }
 
 class PenstockBackend final : public executorch::runtime::BackendInterface {

@@ -299,7 +299,8 @@ int32_t penstock_executorch_reset_state(const char* group) {
 int32_t penstock_executorch_link(const char* group, const char* delegate,
                                  void (*visit)(const PenstockLinkSample*, void*), void* context) {
   return to_status([&] {
-    show_records(penstock_executorch::only_session(group, delegate)->link(), visit, context);
+    const std::vector<int64_t> numbers = penstock_executorch::only_session(group, delegate)->link();
+    show_records(numbers, visit, context);
     return Error::Ok;
   });
 }
@@ -314,7 +315,8 @@ int32_t penstock_executorch_start_trace(const char* group, const char* delegate)
 int32_t penstock_executorch_stop_trace(const char* group, const char* delegate,
                                        void (*visit)(const PenstockSpan*, void*), void* context) {
   return to_status([&] {
-    show_records(penstock_executorch::only_session(group, delegate)->stop_trace(), visit, context);
+    const std::vector<int64_t> numbers = penstock_executorch::only_session(group, delegate)->stop_trace();
+    show_records(numbers, visit, context);
     return Error::Ok;
   });
 }

@@ -24,11 +24,12 @@ bool ProgramSession::installs(size_t plan) {
 }
 
 void ProgramSession::set_budget(const BudgetRequest& asked) {
-  SessionFacts made = facts();
-  const std::string stays = "the budget of " + format_bytes(made.budget_bytes) + " stays";
-  const std::unique_lock<std::mutex> idle = between_runs(stays + "; set another one");
-  if (is_tracing_) throw LoadError(Kind::busy, "runs are being traced by the plan that is there: " + stays +
+  const auto stays = [this] { return "the budget of " + format_bytes(facts().budget_bytes) + " stays"; };
+  const std::unique_lock<std::mutex> idle = between_runs(stays() + "; set another one");
+  if (is_tracing_) throw LoadError(Kind::busy, "runs are being traced by the plan that is there: " + stays() +
                                                  "; stop the trace before you set another one");
+  // Only now: another thread may have set a budget while this one waited.
+  SessionFacts made = facts();
   int64_t held_bytes = 0, peak_bytes = 0;
   if (core().session_memory(handle(), &held_bytes, &peak_bytes)) throw_core_failure();
   const PenstockBudget budget =
@@ -39,7 +40,10 @@ void ProgramSession::set_budget(const BudgetRequest& asked) {
   made.source = budget.origin;
   made.plan = (int64_t)choose_plan(plans_, made.floor_bytes, made.budget_bytes);
   made.plan_bytes = plans_[(size_t)made.plan].device_bytes;
-  if ((!has_plan_ || (size_t)made.plan != before) && !installs((size_t)made.plan)) {
+  const bool is_there = has_plan_ && (size_t)made.plan == before;
+  // Until one is known to be there: what gives memory up may throw.
+  has_plan_ = is_there;
+  if (!is_there && !installs((size_t)made.plan)) {
     const auto failure = (Failure)core().failure();
     const std::string reason = core().failure_text();
     has_plan_ = installs(before);

@@ -94,16 +94,31 @@ class Sharing {
     return lent_.count(group) != 0;
   }
 
-  // What was made for a group.
+  // What was made for a group. Whoever gives one of it up waits until it is let go here.
   std::vector<std::shared_ptr<Thing>> find(const std::string& group) {
-    std::lock_guard<std::mutex> hold(lock_);
     std::vector<std::shared_ptr<Thing>> found;
+    std::lock_guard<std::mutex> hold(lock_);
+    found.reserve(made_.size());  // what was found is not let go under the lock
     for (auto& [key, shared] : made_)
-      if (std::get<3>(key) == group) found.push_back(shared->thing);
+      if (std::get<3>(key) == group) found.push_back(asked(shared->thing));
     return found;
   }
 
  private:
+  struct Asked {
+    Sharing& all;
+    std::shared_ptr<Thing> thing;
+    ~Asked() {
+      std::lock_guard<std::mutex> hold(all.lock_);
+      thing.reset();
+      all.changed_.notify_all();
+    }
+  };
+  std::shared_ptr<Thing> asked(const std::shared_ptr<Thing>& thing) {
+    const auto holds = std::make_shared<Asked>(*this, thing);
+    return {holds, holds->thing.get()};
+  }
+
   void leave(Place& place) {
     std::unique_lock<std::mutex> hold(lock_);
     place.shared_->taken.erase(place.method_);
@@ -112,7 +127,16 @@ class Sharing {
     changed_.wait(hold, [&] { return !busy_.count(*place.key_); });
     if (!place.shared_->taken.empty()) return;
     std::erase_if(made_, [&](const auto& each) { return each.second == place.shared_; });
-    busy_with(*place.key_, hold, [&] { place.shared_->thing.reset(); });
+    busy_with(*place.key_, hold, [&] { give_up(place.shared_->thing); });
+  }
+
+  // Nobody finds it any more; whoever has found it still uses what the next one of the same would have.
+  void give_up(std::shared_ptr<Thing>& thing) {
+    {
+      std::unique_lock<std::mutex> hold(lock_);
+      changed_.wait(hold, [&] { return thing.use_count() == 1; });
+    }
+    thing.reset();
   }
 
   // What takes as long as reading weights does is done without the lock, and whoever wants one of the same key waits until it
