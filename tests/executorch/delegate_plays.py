@@ -640,6 +640,10 @@ def sessions_that_are_lent(program: Program) -> None:
     """As Module has it: nothing is made, and what is lent is not given back."""
     with loaded(program, at_floor(program, "lends"), "wide", "narrow") as ours:
         before = bytes(made())
+        assert not library().penstock_executorch_lend(b"lacks", made().session, 0, (ctypes.c_int64 * 1)(0), 1)
+        lacking: dict[str, Option] = {"weight_offload_group": "lacks"}
+        refused(lambda: Delegate(program, "narrow", lacking), PACKAGE, said="no session was made for delegate 1 of")
+        library().penstock_executorch_reclaim(b"lacks")
         assert not library().penstock_executorch_lend(b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2)
         loud: dict[str, Option] = {"weight_offload_group": "borrows"}
         refused(lambda: Delegate(program, "narrow", loud), PACKAGE, said="no state was made")
@@ -688,7 +692,7 @@ def programs_for_something_else(program: Program) -> None:
         refused(tried({}, delegate_ref), PACKAGE, said="which its delegate names")
     refused(tried({}, {"payload": "penstock.program.nobody"}), PACKAGE, said="holds no penstock.program.nobody")
     refused(lambda: Delegate(program, "wide", with_data=False), MISSING_WEIGHT, said="without any data")
-    refused(tried({"page_bytes": 1000}), CORE)
+    refused(tried({"page_bytes": 1000}), CORE, said="a granularity of 1000 bytes")
     # A floor of as many bytes as the core's number for memory that is not there.
     low = {"plan_tables": (replace(program.whole, floor_bytes=2), *program.description.plan_tables[1:])}
     below = {**at_floor(program, "else"), BUDGET_OPTION: "1"}
@@ -809,7 +813,8 @@ def a_program_for_a_gpu(program: Program) -> None:
     other = {**changes, "built_with": {**changes["built_with"], "capability": "9.0"}}
     refused(lambda: Delegate(program, "wide", loud, changes=other, with_code=False), BUILD, said="capability 9.0")
     library().probe_refuse(b"cuda_create")
-    refused(lambda: Delegate(program, "wide", loud, changes=changes), CORE)
+    # In the core's words, which in this case are none.
+    assert refused(lambda: Delegate(program, "wide", loud, changes=changes), CORE).detail == Failure.NONE
     # The stand-in for the driver knows no contexts, as the process that tries registration finds.
     with drivers_wrapped_by("wrap_gpu"):
         tried = "cannot be registered with device 1: libcuda.so.1 has no function cuDevicePrimaryCtxRetain"

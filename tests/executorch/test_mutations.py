@@ -50,6 +50,7 @@ REPLAYED = "!replays || !replays->replay(shapes, stream)"
 INTERRUPTED = "written < 0 && errno == EINTR"
 EQUIVALENT: dict[str, str] = {
     f"delegate.cpp load: delegate_ref.number < 0 left out of {TICKET}": "as a size it is above every other",
+    "delegate.cpp load: if (has_state) taken for true": "a method without state reads none of what it is lent",
     "delegate.cpp load: bytes->Free() left out": "the buffer does it itself when it goes, in the same moment",
     f"code.cpp PackageFile: if ({INTERRUPTED}) taken for false": NEEDS_SIGNAL,
     f"code.cpp PackageFile: written < 0 left out of {INTERRUPTED}": NEEDS_SIGNAL,
@@ -60,6 +61,7 @@ EQUIVALENT: dict[str, str] = {
     **{
         f"delegate.cpp {fault}": "graphs are on a GPU only: tests/executorch/test_graphs.py"
         for fault in (
+            "load: if (request.cuda_graph) taken for false",
             "load: if (delegate->graph_memory) taken for false",
             "execute_delegate: session.is_tracing() taken for true",
             "execute_delegate: session.is_tracing() taken for false",
