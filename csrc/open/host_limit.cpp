@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "driver/driver.h"
@@ -156,28 +157,54 @@ struct stat status_of(const std::string& path) {
   return status;
 }
 
-struct PinnedFiles {
-  struct Entry {
+// What this process has been promised, and what of it the machine does not say is in use.
+struct Promises {
+  struct File {
     int64_t count = 0;
-    int64_t bytes = 0;
+    // Of the file cache, once it has come; until then, of what is available.
+    int64_t pinned_bytes = 0;
+    int64_t coming_bytes = 0;
     bool has_come = false;
   };
+  // Held while a promise is checked and made, which takes as long as reading a few small files.
   std::mutex lock;
-  std::map<std::pair<dev_t, ino_t>, Entry> files;
+  std::map<std::pair<dev_t, ino_t>, File> files;
+  int64_t rest_bytes = 0;
+
+  int64_t pinned_bytes() const {
+    int64_t total = 0;
+    for (const auto& [key, file] : files) total += file.has_come ? file.pinned_bytes : 0;
+    return total;
+  }
+  int64_t coming_bytes() const {
+    int64_t total = rest_bytes;
+    for (const auto& [key, file] : files) total += file.has_come ? 0 : file.coming_bytes;
+    return total;
+  }
+  int64_t bytes_to_pin(const struct stat& status, const std::string& root) const {
+    if (files.count({status.st_dev, status.st_ino})) return 0;
+    if (is_memory_file(status.st_dev, root)) return std::max<int64_t>(0, (int64_t)status.st_size - status.st_blocks * 512);
+    return (int64_t)status.st_size;
+  }
+  void require(int64_t needed_bytes, const std::string& purpose, const std::string& root) const {
+    HostLimit limit = host_limit(root, pinned_bytes());
+    if (const int64_t coming = coming_bytes()) {
+      limit.available_bytes = std::max<int64_t>(0, limit.available_bytes - coming);
+      limit.source += ", less " + std::to_string(coming) + " bytes for what is being loaded";
+    }
+    if (needed_bytes <= limit.available_bytes) return;
+    const std::string available = std::to_string(limit.available_bytes);
+    throw CoreError(Failure::host_memory, std::to_string(needed_bytes) + " bytes of host memory are needed for " +
+                                            purpose + ", and " + available + " are available by " + limit.source +
+                                            "; give a cap of host memory of at most " + available +
+                                            " bytes, or raise the limit");
+  }
 };
 
 // Never destroyed: sessions may go after static objects do.
-PinnedFiles& pinned_files() {
-  static PinnedFiles* made = new PinnedFiles;
+Promises& promises() {
+  static Promises* made = new Promises;
   return *made;
-}
-
-int64_t bytes_of_files(bool have_come) {
-  std::lock_guard<std::mutex> hold(pinned_files().lock);
-  int64_t total = 0;
-  for (const auto& [key, entry] : pinned_files().files)
-    if (entry.has_come == have_come) total += entry.bytes;
-  return total;
 }
 
 }  // namespace
@@ -190,59 +217,58 @@ HostLimit host_limit(const std::string& root, int64_t pinned) {
   return least;
 }
 
-void check_host_memory(int64_t needed_bytes, const std::string& purpose, const std::string& root) {
-  HostLimit limit = host_limit(root, pinned_bytes());
-  if (const int64_t coming = bytes_of_files(false)) {
-    limit.available_bytes = std::max<int64_t>(0, limit.available_bytes - coming);
-    limit.source += " less " + std::to_string(coming) + " bytes of weights that are being loaded";
-  }
-  if (needed_bytes <= limit.available_bytes) return;
-  const std::string available = std::to_string(limit.available_bytes);
-  throw CoreError(Failure::host_memory, std::to_string(needed_bytes) + " bytes of host memory are needed for " + purpose +
-                                          ", and " + available + " are available by " + limit.source +
-                                          "; give a cap of host memory of at most " + available +
-                                          " bytes, or raise the limit");
+HostShare::HostShare(int64_t bytes, const std::string& purpose, const std::string& root) {
+  std::lock_guard<std::mutex> hold(promises().lock);
+  promises().require(bytes, purpose, root);
+  promises().rest_bytes += bytes;
+  promised_bytes_ = bytes;
 }
 
-std::unique_lock<std::mutex> host_memory_turn() {
-  static std::mutex turn;
-  return std::unique_lock<std::mutex>(turn);
-}
-
-PinnedFile::PinnedFile(const std::string& path, int64_t extra_bytes, const std::string& root) {
-  const auto turn = host_memory_turn();
-  check_host_memory(sum_of(bytes_to_pin(path, root), extra_bytes), path + ", all of which is held in memory", root);
+std::unique_ptr<HostShare> HostShare::of_file(const std::string& path, int64_t extra_bytes, const std::string& root) {
   const struct stat status = status_of(path);
-  key_ = {status.st_dev, status.st_ino};
-  // What lies on a memory file system is no file cache, and was never counted as available.
-  const int64_t bytes = is_memory_file(status.st_dev, root) ? 0 : (int64_t)status.st_size;
-  std::lock_guard<std::mutex> hold(pinned_files().lock);
-  PinnedFiles::Entry& entry = pinned_files().files[key_];
-  entry.count += 1;
-  entry.bytes = std::max(entry.bytes, bytes);
+  std::unique_ptr<HostShare> made(new HostShare);
+  std::lock_guard<std::mutex> hold(promises().lock);
+  const int64_t bytes = promises().bytes_to_pin(status, root);
+  promises().require(sum_of(bytes, extra_bytes), path + ", all of which is held in memory", root);
+  Promises::File& file = promises().files[{status.st_dev, status.st_ino}];
+  if (!file.count++) {
+    file.coming_bytes = bytes;
+    // What lies on a memory file system is no file cache, and was never counted as available.
+    file.pinned_bytes = is_memory_file(status.st_dev, root) ? 0 : (int64_t)status.st_size;
+  }
+  promises().rest_bytes += extra_bytes;
+  made->file_ = {status.st_dev, status.st_ino};
+  made->promised_bytes_ = extra_bytes;
+  return made;
 }
 
-void PinnedFile::has_come() {
-  std::lock_guard<std::mutex> hold(pinned_files().lock);
-  pinned_files().files.at(key_).has_come = true;
+HostShare::~HostShare() {
+  rest_is_allocated();
+  if (!file_) return;
+  std::lock_guard<std::mutex> hold(promises().lock);
+  auto found = promises().files.find(*file_);
+  if (--found->second.count == 0) promises().files.erase(found);
 }
 
-PinnedFile::~PinnedFile() {
-  std::lock_guard<std::mutex> hold(pinned_files().lock);
-  auto found = pinned_files().files.find(key_);
-  if (--found->second.count == 0) pinned_files().files.erase(found);
+void HostShare::file_has_come() {
+  std::lock_guard<std::mutex> hold(promises().lock);
+  promises().files.at(*file_).has_come = true;
 }
 
-int64_t pinned_bytes() { return bytes_of_files(true); }
+void HostShare::rest_is_allocated() {
+  std::lock_guard<std::mutex> hold(promises().lock);
+  promises().rest_bytes -= std::exchange(promised_bytes_, 0);
+}
+
+int64_t pinned_bytes() {
+  std::lock_guard<std::mutex> hold(promises().lock);
+  return promises().pinned_bytes();
+}
 
 int64_t bytes_to_pin(const std::string& path, const std::string& root) {
   const struct stat status = status_of(path);
-  {
-    std::lock_guard<std::mutex> hold(pinned_files().lock);
-    if (pinned_files().files.count({status.st_dev, status.st_ino})) return 0;
-  }
-  if (is_memory_file(status.st_dev, root)) return std::max<int64_t>(0, (int64_t)status.st_size - status.st_blocks * 512);
-  return (int64_t)status.st_size;
+  std::lock_guard<std::mutex> hold(promises().lock);
+  return promises().bytes_to_pin(status, root);
 }
 
 }  // namespace penstock

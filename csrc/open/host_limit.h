@@ -5,7 +5,8 @@
 #include <sys/types.h>
 
 #include <cstdint>
-#include <mutex>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -26,29 +27,31 @@ struct HostLimit {
 // kernel still lists it as file cache, so `pinned_bytes` are taken off. Throws CoreError(host_memory).
 HostLimit host_limit(const std::string& root, int64_t pinned_bytes);
 
-// Refuses, before anything is pinned, what would exceed the limit. `purpose` reads on from "for".
-void check_host_memory(int64_t needed_bytes, const std::string& purpose, const std::string& root = "/");
-
-// Held from a check until what was checked is allocated: loads in other threads must not be told that it is available.
-[[nodiscard]] std::unique_lock<std::mutex> host_memory_turn();
-
-// A weights file that this process holds pinned, or is about to, so that other checks know of it; counted once however often
-// it is. Refused where it exceeds the limit, with `extra_bytes` beside it.
-class PinnedFile {
+// The host memory of one load: refused where it exceeds the limit, before anything is pinned, and counted from then on, in
+// one step. So of two loads at once the second is checked against what the first leaves. Throws CoreError(host_memory).
+class HostShare {
  public:
-  PinnedFile(const std::string& path, int64_t extra_bytes, const std::string& root = "/");
-  ~PinnedFile();
-  PinnedFile(const PinnedFile&) = delete;
-  PinnedFile& operator=(const PinnedFile&) = delete;
+  // Of buffers that are still to be allocated. `purpose` reads on from "for".
+  HostShare(int64_t bytes, const std::string& purpose, const std::string& root = "/");
+  // A whole weights file, counted once however often it is loaded, and so many bytes beside it.
+  static std::unique_ptr<HostShare> of_file(const std::string& path, int64_t extra_bytes, const std::string& root = "/");
+  ~HostShare();
+  HostShare(const HostShare&) = delete;
+  HostShare& operator=(const HostShare&) = delete;
 
-  // All of it has been brought into memory: it is part of what the machine says.
-  void has_come();
+  // All of the file is in the file cache now: it is among pinned_bytes().
+  void file_has_come();
+  // Whatever else was promised is allocated: the machine counts it as used, page by page as it is touched.
+  void rest_is_allocated();
 
  private:
-  std::pair<dev_t, ino_t> key_;
+  HostShare() = default;
+
+  std::optional<std::pair<dev_t, ino_t>> file_;
+  int64_t promised_bytes_ = 0;
 };
 
-// Of files that have come.
+// Of the weights files that this process has in the file cache.
 int64_t pinned_bytes();
 // What registering this file takes of the limit: its size, less what is there for good already.
 int64_t bytes_to_pin(const std::string& path, const std::string& root = "/");

@@ -18,8 +18,8 @@ namespace penstock {
 // Members are destroyed last to first.
 struct Engine {
   Driver* driver;
-  // Known to be pinned for as long as it may be.
-  std::unique_ptr<PinnedFile> pinned;
+  // Of the host's memory, for as long as any of it may be held. None where nothing was opened here.
+  std::unique_ptr<HostShare> share;
   std::unique_ptr<HostFile> file;
   // Of each weight, by number: where it lies in the file, and its bytes unpacked.
   WeightPlaces places;

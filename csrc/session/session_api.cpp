@@ -163,17 +163,17 @@ void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
     if (asked->host_cap_bytes >= 0) {
       const StagingSizes sizes = staging_sizes(asked->host_cap_bytes, std::thread::hardware_concurrency());
       made->host_bytes = sizes.buffers * sizes.buffer_bytes;
-      const auto turn = host_memory_turn();
-      check_host_memory(sum_of(made->host_bytes, asked->extra_host_bytes), "the staging buffers", asked->root);
+      made->share = std::make_unique<HostShare>(sum_of(made->host_bytes, asked->extra_host_bytes), "the staging buffers",
+                                                asked->root);
       made->map(path, asked->extents, asked->extent_count);
       made->stage(sizes);
     } else {
-      made->pinned = std::make_unique<PinnedFile>(path, asked->extra_host_bytes, asked->root);
+      made->share = HostShare::of_file(path, asked->extra_host_bytes, asked->root);
       require_registration(*made->driver, *asked);
       made->map(path, asked->extents, asked->extent_count);
       made->host_bytes = (int64_t)made->file->bytes();
       bring_in(*made->file, asked->on_bytes);
-      made->pinned->has_come();
+      made->share->file_has_come();
       made->register_chunks(
           chunk_ends(made->places.all(), made->host_bytes, kRegistrationLimitBytes, (int64_t)host_page_bytes()));
     }
@@ -274,6 +274,7 @@ int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t c
     over.session().require_idle();
     if (over.planned) over.planned->install(read_plan(numbers, (size_t)count, over.weight_bytes));
     else over.lru->install(read_lru(numbers, (size_t)count, over.weight_bytes));
+    if (over.share) over.share->rest_is_allocated();
   });
 }
 
@@ -289,6 +290,7 @@ int32_t penstock_session_install_with_slots(void* handle, const int64_t* numbers
     PlanRecord plan = read_plan(numbers, (size_t)count, over.weight_bytes);
     add_slots(plan, slots, slot_bytes, total_bytes);
     over.planned->install(std::move(plan));
+    if (over.share) over.share->rest_is_allocated();
   });
 }
 

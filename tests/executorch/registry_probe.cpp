@@ -297,6 +297,25 @@ void whoever_asks_a_session_is_waited_for() {
   expect(next && fakes.most == 1, "two sessions had the budget at once");
 }
 
+void two_may_leave_at_once() {
+  auto first = place("held", 0), second = place("held", 1);
+  fakes.stop();
+  Sessions::PlaceRef again;
+  {
+    Worker loading([&] { again = place("held", 0, {}); });
+    fakes.await_stopped(1);
+    // Both have left before either may take it down.
+    Worker one([&] { first.reset(); });
+    one.await_blocked();
+    Worker other([&] { second.reset(); });
+    other.await_blocked();
+    expect(!one.done() && !other.done(), "a session was given up while one of the same was made");
+    fakes.go_on();
+  }
+  again.reset();
+  expect(fakes.open == 0, "sessions are left");
+}
+
 void a_load_that_fails_leaves_nothing() {
   for (const char* path : {"bad", "bad plan"})
     for (int time = 0; time < 2; ++time) {
@@ -516,6 +535,7 @@ int main() {
   who_shares_a_session_waits_for_its_load();
   no_budget_is_taken_twice();
   whoever_asks_a_session_is_waited_for();
+  two_may_leave_at_once();
   a_load_that_fails_leaves_nothing();
   a_budget_is_set_between_runs();
   two_budgets_are_set_one_after_the_other();

@@ -30,7 +30,7 @@ int32_t penstock_test_staging_sizes(int64_t cap_bytes, int64_t cores, int64_t* o
 }
 
 int32_t penstock_test_check_host_memory(int64_t needed_bytes, const char* purpose, const char* root) {
-  return to_status([&] { penstock::check_host_memory(needed_bytes, purpose, root); });
+  return to_status([&] { penstock::HostShare(needed_bytes, purpose, root); });
 }
 
 int32_t penstock_test_bytes_to_pin(const char* path, const char* root, int64_t* out) {
@@ -38,11 +38,11 @@ int32_t penstock_test_bytes_to_pin(const char* path, const char* root, int64_t* 
 }
 
 void* penstock_test_pin(const char* path) {
-  auto* made = new penstock::PinnedFile(path, 0);
-  made->has_come();
-  return made;
+  auto made = penstock::HostShare::of_file(path, 0);
+  made->file_has_come();
+  return made.release();
 }
-void penstock_test_unpin(void* pinned) { delete static_cast<penstock::PinnedFile*>(pinned); }
+void penstock_test_unpin(void* pinned) { delete static_cast<penstock::HostShare*>(pinned); }
 
 // Probes with answers of their own, that another program than the core's gives.
 void* penstock_test_answers() { return new penstock::ProbeAnswers; }

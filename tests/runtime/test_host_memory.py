@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from penstock.runtime import session as session_file
 from penstock.runtime.driver import open_soft_driver
 from penstock.runtime.host_memory import memory_limit_bytes
 from penstock.runtime.progress import Progress
+from penstock.runtime.records import plan_numbers
 from penstock.runtime.session import FileSource, Session
 from tests.native.driver import DriverFailure, Failure
 from tests.native.opening import bytes_to_pin, check_host_memory, chunk_ends, pinned, staging_sizes
 from tests.runtime.fake_machine import limited, machine, v2
+from tests.runtime.rig import chain, write_model
 
 GIB, MIB = 1 << 30, 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -159,43 +162,69 @@ def test_a_file_that_is_memory_already_takes_none(tmp_path: Path) -> None:
     assert bytes_to_pin(path, root) < status.st_size
 
 
-def opened(path: Path, cap_bytes: int | None = None) -> None:
-    """And closed."""
+@contextmanager
+def opened(path: Path, cap_bytes: int | None = None, extra_bytes: int = 0) -> Iterator[Session]:
     with closing(open_soft_driver(PAGE)) as driver:
-        source = FileSource(path, ((0, 10),), cap_bytes, 0)
-        Session.opened(driver, source, lru=False, device_index=0, poison=False).close()
+        source = FileSource(path, ((0, 10),), cap_bytes, extra_bytes)
+        with closing(Session.opened(driver, source, lru=False, device_index=0, poison=False)) as session:
+            yield session
+
+
+def refusal(path: Path, cap_bytes: int | None = None, extra_bytes: int = 0) -> str:
+    with pytest.raises(HostMemoryError) as refused, opened(path, cap_bytes, extra_bytes):
+        pass
+    return str(refused.value)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Of 4 MiB, on a machine that has 6."""
+    monkeypatch.setattr(session_file, "HOST_ROOT", limited(tmp_path / "root", 6 * MIB))
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(4 * MIB))
+    return tmp_path / "a", tmp_path / "b"
 
 
 @pytest.mark.parametrize("cap_bytes", [None, 3 * MIB])
 def test_two_loads_at_once_are_not_given_the_same_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap_bytes: int | None
+    two_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, cap_bytes: int | None
 ) -> None:
     """The second begins when the first has been promised its memory, and before the machine knows of it."""
-    monkeypatch.setattr(session_file, "HOST_ROOT", limited(tmp_path / "root", 6 * MIB))
-    first, second = tmp_path / "a.ptd", tmp_path / "b.ptd"
-    for path in (first, second):
-        path.write_bytes(bytes(4 * MIB))
+    first, second = two_files
     told: list[str] = []
 
     class Meanwhile(Progress):
         def show(self, nbytes: int) -> None:
             if self._path != first or told:
                 return
-            told.append("")
-            with pytest.raises(HostMemoryError) as refused:
-                opened(second, cap_bytes)
-            told.append(str(refused.value))
-            opened(first)  # its memory is taken already
-            raise KeyboardInterrupt
+            told.append(refusal(second, cap_bytes))
+            with opened(first):  # its memory is taken already
+                raise KeyboardInterrupt
 
     monkeypatch.setattr(session_file, "Progress", Meanwhile)
-    with pytest.raises(KeyboardInterrupt):
-        opened(first)
-    assert told[1].startswith(f"{cap_bytes or 4 * MIB} bytes of host memory are needed for")
-    assert f"and {2 * MIB} are available by" in told[1]
-    assert f" less {4 * MIB} bytes of weights that are being loaded" in told[1]
+    with pytest.raises(KeyboardInterrupt), opened(first):
+        pass
+    assert told[0].startswith(f"{cap_bytes or 4 * MIB} bytes of host memory are needed for")
+    assert f"and {2 * MIB} are available by" in told[0]
+    assert f", less {4 * MIB} bytes for what is being loaded" in told[0]
     # The load that was given up holds nothing.
-    opened(second, cap_bytes)
+    with opened(second, cap_bytes):
+        pass
+
+
+@pytest.mark.parametrize("cap_bytes", [None, MIB])
+def test_what_is_still_to_be_allocated_is_promised_to_nobody_else(
+    two_files: tuple[Path, Path], tmp_path: Path, cap_bytes: int | None
+) -> None:
+    """A budget on a CPU, and what runs pass through, up to the first plan; with buffers for weights, if any."""
+    first, second = two_files
+    plan = write_model(tmp_path / "model", [chain("a")], {"a": 10}).plan(PAGE)
+    with opened(first, cap_bytes, extra_bytes=MIB) as session:
+        promised = MIB if cap_bytes is None else MIB + session.host_bytes
+        assert f"and {6 * MIB - promised} are available" in refusal(second, extra_bytes=2 * MIB)
+        session.install(plan_numbers(plan, ["a"]))
+        with opened(second, extra_bytes=2 * MIB):
+            pass
 
 
 def test_chunks_end_between_weights() -> None:

@@ -348,7 +348,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
     // What this waits for may fail as well, and then nobody knows how far the run came.
     return_outputs(delegate, args);
   } catch (const std::exception& error) {
-    if (state) state->mark_invalid("method '" + delegate.method.name + "' failed: " + error.what());
+    if (state) state->mark_invalid(delegate.method.name, error.what());
     throw;
   }
 }

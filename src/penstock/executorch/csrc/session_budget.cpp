@@ -93,7 +93,7 @@ std::vector<std::string> ProgramSession::take_news() {
 
 std::unique_lock<std::mutex> ProgramSession::between_runs(const std::string& what) {
   if (is_running_) throw LoadError(Kind::busy, "a run is under way: " + what + " between runs");
-  // Whoever else holds this only asks, and is soon done.
+  // Whoever else holds this asks, or sets a budget, and waits for no run.
   return std::unique_lock<std::mutex>(running_);
 }
 

@@ -125,7 +125,7 @@ class Sharing {
     if (!place.key_) return;
     // Somebody may join while this waits, or take it down.
     changed_.wait(hold, [&] { return !busy_.count(*place.key_); });
-    if (!place.shared_->taken.empty()) return;
+    if (!place.shared_->taken.empty() || !place.shared_->thing) return;
     std::erase_if(made_, [&](const auto& each) { return each.second == place.shared_; });
     busy_with(*place.key_, hold, [&] { give_up(place.shared_->thing); });
   }

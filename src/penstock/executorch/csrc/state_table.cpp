@@ -86,8 +86,14 @@ void StateTable::require_valid() const {
     throw LoadError(Kind::state, "the state may be half written: " + invalid_ + "; reset it first");
 }
 
-void StateTable::mark_invalid(const std::string& reason) {
-  if (!is_lent_) invalid_ = reason;
+void StateTable::mark_invalid(const std::string& method, const char* failure) noexcept {
+  if (is_lent_) return;
+  invalid_ = "a run failed";  // so short that it needs no memory
+  try {
+    invalid_ = "method '" + method + "' failed: " + failure;
+  } catch (const std::bad_alloc&) {
+    // Then that has to do.
+  }
 }
 
 size_t StateTable::number_of(const std::string& name, int64_t bytes) const {

@@ -38,7 +38,7 @@ class StateTable {
 
   // Throws LoadError(state) after a failed run, until reset().
   void require_valid() const;
-  void mark_invalid(const std::string& reason);
+  void mark_invalid(const std::string& method, const char* failure) noexcept;
   // All three wait for the device; `bytes` must be the state's own. They throw LoadError(input or state).
   void read(const std::string& name, void* to, int64_t bytes);
   void write(const std::string& name, const void* from, int64_t bytes);
