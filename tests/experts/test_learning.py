@@ -9,6 +9,7 @@ import torch
 
 import penstock
 from penstock.plan.calibration import Calibration, Link
+from penstock.plan.experts import HitRates, taken_together
 from penstock.runtime.expert_rates import measured_hit_rates
 from tests.experts.tokens import ALL_BYTES, PROMPT, SHAPE, TOKENS, decoded, inputs
 
@@ -29,6 +30,13 @@ def slots(module: penstock.Module) -> list[int]:
     assert module.plan is not None
     found = {bank.members[0].weight: bank.slots for bank in module.plan.banks}
     return [found[name] for name in FIRST_WEIGHTS]
+
+
+def rates_of(module: penstock.Module) -> dict[str, HitRates]:
+    program = module.program
+    schedules = [method.schedule for method in program.methods]
+    together = taken_together(schedules, {weight.name: weight for weight in program.weights})
+    return measured_hit_rates(module._session, module.plan, {}, together)
 
 
 def prompted(module: penstock.Module, count: int) -> None:
@@ -60,13 +68,13 @@ def test_prompts_say_nothing_of_tokens(path: Path) -> None:
         prompted(module, 80)
         skewed(module, 10)
         assert all(use.calls == 90 for use in module.expert_uses())
-        assert measured_hit_rates(module._session, module.plan, {}) == {}
+        assert rates_of(module) == {}
         module.set_budget(HALF)
         assert slots(module) == before
         skewed(module, 62)
-        assert measured_hit_rates(module._session, module.plan, {}) == {}
+        assert rates_of(module) == {}
         skewed(module, 1)
-        rates = measured_hit_rates(module._session, module.plan, {})
+        rates = rates_of(module)
         assert rates[FIRST_WEIGHTS[1]].at(4) > 0.9 > rates[FIRST_WEIGHTS[0]].at(4)
 
 
