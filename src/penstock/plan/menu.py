@@ -112,10 +112,12 @@ class Menu:
     @cached_property
     def streamed_experts(self) -> frozenset[str]:
         """Weights whose experts may have slots, and that stream for others, which read all of them, once for many
-        tokens. Not those that are held for these whatever happens, nor those that tokens read whole as well."""
+        tokens. Not those that such a method holds whatever happens, nor those that tokens read whole as well."""
         demand = self._demand
         names = {name for bank in self._banks if bank.streams for name in bank.names}
         names &= demand.nbytes.keys() - demand.pinned
+        if not names:
+            return frozenset()
         for schedule in self.schedules:
             if any(access.routing is not None and access.weight in names for access in schedule.accesses):
                 names -= {access.weight for access in schedule.accesses if not self._is_in_place(access)}
@@ -129,7 +131,7 @@ class Menu:
         ahead_pages = max(1, min(LOOKAHEAD_BYTES // page_bytes, budget_pages // LOOKAHEAD_PART))
         ring_pages = max(pair_pages, self._experts_load + ahead_pages)
         others_pages = max(self.demand.held_pages_without(names) + ring_pages, floor_pages)
-        # Of one expert there are no slots: it is held or not.
+        # A bank of one expert has no slots: it is held or not.
         banks = [one for one in without_held(self._banks, self.weights, names) if one.fewest_slots < one.experts]
         return bytes_before_held(banks, (budget_pages - others_pages) * page_bytes) // page_bytes
 

@@ -7,7 +7,7 @@ search.py picks the fastest, and assembly.py writes the plan.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,11 +17,11 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.candidates import CandidateSets, Draft, Streaming
 from penstock.plan.menu import Menu
 from penstock.plan.nominal import nominal, with_times_in_place
-from penstock.plan.packed import least_slots_bytes
+from penstock.plan.packed import SlotSizes, least_slots_bytes
 from penstock.plan.pages import Demand
 from penstock.plan.plan import Plan
 from penstock.plan.search import Found, Judge, Search, least
-from penstock.plan.tuning import SMALLER_BUDGETS
+from penstock.plan.tuning import MANY_ACCESSES, SMALLER_BUDGETS
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,26 @@ class MenuPlanner:
         return found[budget_pages]
 
     def _searched(self, judge: Judge, budget_bytes: int) -> Found:
-        """Small weights stream only where nothing else fits: a copy of one is mostly overhead."""
         slots = self._menu.slots(budget_bytes, self._streaming_floor_bytes) if self._menu.begins else []
-        slots_bytes = slots[0].total_bytes if slots else 0
-        room_pages = (budget_bytes - slots_bytes) // self._page_bytes
+        room_pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // self._page_bytes
         expert_pages = 0
         if self._menu.streamed_experts:
             expert_pages = self._menu.pages_for_experts(room_pages, self._lowest.total_pages)
-            room_pages -= expert_pages
+        best = self._searched_beside(judge, budget_bytes, slots, room_pages, expert_pages)
+        # What was kept is a guess: how long the ring gets, and what slots save then, is known only now.
+        is_guess = expert_pages > 0 and not judge.is_draft
+        if is_guess and (self._demand.access_count <= MANY_ACCESSES or self._tokens_copy(best.plan)):
+            best = least([best, self._searched_beside(judge, budget_bytes, slots, room_pages, 0)])
+        return best
+
+    def _tokens_copy(self, plan: Plan) -> bool:
+        return any(plan.method(name).copies for name in self._menu.runs)
+
+    def _searched_beside(
+        self, judge: Judge, budget_bytes: int, slots: Sequence[SlotSizes], room_pages: int, expert_pages: int
+    ) -> Found:
+        """Small weights stream only where nothing else fits: a copy of one is mostly overhead."""
+        room_pages -= expert_pages
         laid = self._sets.kept(room_pages)
         sets = [*self._sets.fitting(room_pages), *(one.streaming for one in laid)]
         for is_small in (False, True):

@@ -113,7 +113,7 @@ class Planner:
         below = self._below_copying(calibration) if budget_bytes < self.copying_bytes else None
         if below is None:
             return self._lowest.plan(budget_bytes, calibration)
-        if budget_bytes < below.floor_bytes:
+        if budget_bytes < below.floor_bytes and below.planner.floor_bytes < below.floor_bytes:
             raise BelowFloorError(
                 f"the budget is {budget_bytes} bytes, but the floor is {below.floor_bytes} bytes: with less, reading "
                 f"over the link takes too long beside copying, for which the floor is {self.copying_bytes} bytes",
@@ -248,7 +248,7 @@ def _below_copying(
     least_s: Callable[[MenuPlanner, int], float],
 ) -> BelowCopying | None:
     """Of the others, the one with the lowest floor that is worth having; None: none has a lower one than copying.
-    `least_s`: what a draft takes at a budget."""
+    `least_s`: what a draft takes at a budget, in seconds."""
     lower = [one for one in others if one.floor_bytes < copying.floor_bytes]
     if not lower:
         return None

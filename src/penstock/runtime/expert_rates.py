@@ -59,8 +59,8 @@ def measured_hit_rates(
     session: Session, plan: Plan | None, known: Mapping[str, HitRates], together: Mapping[str, tuple[str, ...]]
 ) -> dict[str, HitRates]:
     """`known`, by weight, with what the banks of this plan have logged since it was installed; empty where none of them
-    was used enough. It holds for all weights that are taken `together`, also those that lie whole on the device now.
-    Waits for the device."""
+    was used enough. What is learned holds for all weights that are taken `together`, also for those that are held
+    whole now. Waits for the device."""
     uses = expert_uses(session, plan)
     rates: dict[str, HitRates] = {}
     for number, use in enumerate(uses):
