@@ -186,7 +186,8 @@ def test_a_pte_is_read_without_executorch(cli: Cli, tmp_path: Path, by_hand: Pat
     told = cli("inspect", pte(tmp_path / "m.pte", by_hand), "--json").document
     twin = cli("inspect", by_hand, "--json").document
     assert told["plan_bytes"] == [31 * PAGE, 40 * PAGE]
-    other = {"path", "kind", "file_bytes", "plan_bytes"}
+    assert told["weights_file"] == "m.ptd is not there"
+    other = {"path", "kind", "file_bytes", "plan_bytes", "weights_file"}
     assert {k: v for k, v in told.items() if k not in other} == {k: v for k, v in twin.items() if k not in other}
 
 

@@ -118,8 +118,11 @@ def test_a_gpu_that_is_not_here(cli: Cli, program: Path) -> None:
     assert told["asked_bytes"] == gpu["left_bytes"] > told["budget_bytes"] == told["full_bytes"]
     assert told["page_bytes"] == 2 << 20 and gpu["enough"] is True
     # Too small a GPU for what is asked, and too small a GPU for anything.
-    small = cli("plan", program, "--gpu-memory", "300MiB", "--budget", "100MiB", "--json").document
+    small = cli("plan", program, "--gpu-memory", "257MiB", "--budget", "100MiB", "--json").document
     assert small["gpu"]["enough"] is False
+    # A budget is cut to what all weights take before it is asked whether it fits.
+    fits = cli("plan", program, "--gpu-memory", "300MiB", "--budget", "100GiB", "--json").document
+    assert fits["gpu"]["enough"] is True and fits["budget_bytes"] == fits["full_bytes"] < fits["gpu"]["left_bytes"]
     nothing = cli("plan", program, "--gpu-memory", "1MiB", "--json").document["error"]
     assert nothing["class"] == "BelowFloorError" and not re.search(r"-\d", nothing["message"]), "no negative amount"
     refused = cli("plan", program, "--gpu-memory", "257MiB", "--json")

@@ -19,7 +19,8 @@ from penstock.errors import (
     WeightMismatchError,
 )
 from penstock.program import program_to_json
-from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
+from penstock.runtime.compatibility import check_build, read_offloaded, resolve_device
+from penstock.runtime.weights_fit import check_weights
 from penstock.weight import State, Weight
 from penstock.weights import Entry, WeightsIndex
 from tests.runtime.programs import CPU, a_program

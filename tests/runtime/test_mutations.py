@@ -109,6 +109,9 @@ EQUIVALENT = {
     "packed_source.cpp give_up_slots: if (event) taken for true": GIVES_BACK_NOTHING,
     "packed_source.cpp pass_through_in_graph: driver_.wait(link_, slot.freed_in_graph) with the previous "
     "freed_in_graph": LATER_SLOT,
+    "packed_source.cpp pass_through_in_graph: driver_.record(slot.freed_in_graph, stream) too late": (
+        "there are two slots or more: another is filled before anybody waits for this one"
+    ),
     "packed_source.cpp pass_through_in_graph: driver_.record(slot.freed_in_graph, stream) with the previous "
     "freed_in_graph": LATER_SLOT,
     "packed_source.cpp decode_on_host: driver_.synchronize_stream(stream) left out": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.cli.main import main
 from penstock.errors import BelowFloorError, PenstockError, WeightsFileError
 from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.weights import read_index
@@ -63,6 +65,67 @@ def expected(program: Path, raw: Path) -> Tensor:
     with penstock.Module(program, weights=raw) as module:
         found: Tensor = module(TOKENS)
         return found
+
+
+def told(capfd: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    main([*map(str, arguments), "--json"])
+    document: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return document
+
+
+def test_commands_are_about_the_weights_file(program: Path, raw: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Floor, bytes and copies are a module's, with packed weights and without."""
+    floors = []
+    for weights in (program.with_suffix(".ptd"), raw):
+        with penstock.Module(program, weights=weights) as module:
+            floors.append(module.floor_bytes)
+            module.set_budget(module.floor_bytes)
+            for _ in range(2):
+                module(TOKENS)
+            done = module.last_run
+        with pytest.raises(BelowFloorError):
+            penstock.Module(program, floors[-1] - 1, weights=weights)
+        plan = told(capfd, "plan", program, "--weights", weights, "--budget", floors[-1], "--link", "25GB/s")
+        assert plan["floor_bytes"] == floors[-1] and plan["weights_file"].startswith(weights.name)
+        (run,) = plan["methods"]
+        assert (run["bytes_streamed"], run["copies"]) == (done.bytes_streamed, done.copies)
+        assert run["predicted_s"] >= run["bound_s"]
+        below = told(capfd, "plan", program, "--weights", weights, "--budget", floors[-1] - 1)
+        assert below["error"]["class"] == "BelowFloorError"
+        checks = told(capfd, "verify", program, "--weights", weights, "--no-run")["checks"]
+        (floor,) = (check for check in checks if check["name"] == "floor")
+        assert floor["status"] == "pass" and f"{floors[-1]} (auto)" in floor["finding"]
+    assert floors[0] > floors[1]
+    # Without --weights: of the file beside the program.
+    assert told(capfd, "inspect", program)["floor"]["placed_bytes"] == floors[0]
+    refused = told(capfd, "plan", program, "--budget", "1GiB", "--placement", "split")
+    assert "split" in refused["error"]["message"]
+
+
+def test_a_file_that_cannot_be_used_is_named(program: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = shutil.copy(program, tmp_path / "model.pt2")
+    (tmp_path / "model.ptd").write_bytes(b"no weights")
+    found = told(capfd, "inspect", path)["weights_file"]
+    assert found.startswith("model.ptd cannot be used: ")
+    (tmp_path / "model.ptd").unlink()
+    assert told(capfd, "inspect", path)["weights_file"] == "model.ptd is not there"
+    missing = told(capfd, "plan", path, "--budget", "1GiB", "--weights", tmp_path / "other.ptd")
+    assert missing["error"]["class"] == "WeightsFileError"
+
+
+def test_a_baked_budget_below_the_floor_of_packed_weights(program: Path, raw: Path, tmp_path: Path) -> None:
+    """One that unpacked weights would do with is refused at export, and nothing is left behind."""
+    exported = penstock.apply_weight_offload(torch.export.export(Mixed().eval(), (TOKENS,)))
+    with penstock.Module(program, weights=raw) as unpacked, penstock.Module(program) as packed:
+        raw_floor, floor = unpacked.floor_bytes, packed.floor_bytes
+    path = tmp_path / "model.pt2"
+    for budget in (raw_floor, floor - 1):
+        with pytest.raises(BelowFloorError) as refused:
+            penstock.compile(exported, path, device="cpu", pack=True, weight_offload_budget=budget)
+        assert refused.value.floor_bytes == floor and not list(tmp_path.iterdir())
+    penstock.compile(exported, path, device="cpu", pack=True, weight_offload_budget=floor)
+    with penstock.Module(path) as module:
+        assert module.budget_bytes == module.floor_bytes == floor
 
 
 @pytest.mark.parametrize("options", [{}, {"host_memory": STAGING_CAP_BYTES}, {"placement": "stream"}], ids=str)

@@ -18,7 +18,7 @@ import click
 from penstock.cli.interrupt import private_temporary_files
 from penstock.cli.output import console, emit, facts, json_option, line, only_json_on_stdout
 from penstock.cli.units import budget_option, short_bytes, short_time
-from penstock.errors import CheckpointError, PenstockError, ProgramError
+from penstock.errors import CheckpointError, OutputExistsError, PenstockError, ProgramError
 from penstock.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -89,7 +89,10 @@ def export(
     if output.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{output} must end in .pt2 or .pte", param_hint="--output")
     named = _named(target, methods)
-    output_paths(output, output.suffix, overwrite)
+    try:
+        output_paths(output, output.suffix, overwrite)
+    except OutputExistsError as error:
+        raise OutputExistsError(str(error).replace("overwrite=True", "--overwrite")) from error
     if weights is not None and not weights.is_dir():
         open_regular(weights, CheckpointError).close()
     target_device(device)

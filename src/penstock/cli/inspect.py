@@ -72,6 +72,7 @@ def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:
             *([("", f"{short_bytes(splittable)} may lie on both sides of the link")] if splittable else []),
             *([("", f"{short_bytes(experts)} are experts, of which some may have slots")] if experts else []),
             ("state", short_bytes(report.state_bytes)),
+            ("weights file", printable(report.weights_file)),
             ("identity", report.identity),
             ("baked budget", "none" if report.baked_budget_bytes is None else short_bytes(report.baked_budget_bytes)),
             ("all resident", f"{short_bytes(report.full_bytes)} of device memory"),

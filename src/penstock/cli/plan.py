@@ -55,6 +55,7 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
 )
 @renamed_option("--mode")
 @click.option("--method", help="This method alone. Default: one run of each.")
+@click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM, if it is there.")
 @click.option("--curve", type=click.Path(path_type=Path), help="Time and throughput against budget: .png or .html.")
 @click.option("--points", type=click.IntRange(min=2, max=500), default=21, show_default=True, help="Of the curve.")
 @json_option
@@ -68,6 +69,7 @@ def plan(
     compute_bandwidth: float | None,
     placement: str,
     method: str | None,
+    weights: Path | None,
     curve: Path | None,
     points: int,
     as_json: bool,
@@ -94,7 +96,7 @@ def plan(
         raise click.UsageError("--step-times and --compute-bandwidth say the same thing twice; give one")
     if curve is not None and curve.suffix not in SUFFIXES:
         raise click.BadParameter(f"{curve} must end in {' or '.join(SUFFIXES)}", param_hint="--curve")
-    subject = read_subject(program)
+    subject = read_subject(program, weights)
     read = subject.program
     names = [row.name for row in read.methods]
     if method is not None and method not in names:
@@ -102,6 +104,11 @@ def plan(
     if placement == "split" and not any(one.linear for row in read.methods for one in row.schedule.accesses):
         raise click.BadParameter(
             f"{program} has no weight that can be split; it needs to be exported with --split-linear",
+            param_hint="--placement",
+        )
+    if placement == "split" and subject.begins:
+        raise click.BadParameter(
+            f"split does not go with packed weights ({subject.weights_file}): kernels read weights as they are",
             param_hint="--placement",
         )
     chosen = names if method is None else [method]
@@ -120,10 +127,11 @@ def plan(
         methods=chosen,
     )
     floor_bytes = predictor.planner.floor_bytes
-    gpu = None if gpu_memory is None else _gpu(read, gpu_memory, floor_bytes, budget)
+    # A module takes no more than all weights need, and says so.
+    needed_bytes = floor_bytes if budget is None else min(budget, predictor.top_bytes)
+    gpu = None if gpu_memory is None else _gpu(read, gpu_memory, needed_bytes, is_given=budget is not None)
     left_bytes = None if gpu is None else gpu.left_bytes
     budget_bytes, budget_source = _budget(budget, read.budget_bytes, left_bytes, curve is not None, floor_bytes)
-    # A module takes no more than all weights need, and says so.
     asked_bytes, budget_bytes = budget_bytes, min(budget_bytes, predictor.top_bytes)
     made = predictor.plan(budget_bytes)
     report = PlanReport(
@@ -147,7 +155,9 @@ def plan(
         methods=predictor.predictions(made, budget_bytes),
         placements=places(made, read.weights, chosen),
         curve=() if curve is None else predictor.curve(points),
+        weights_file=subject.weights_file,
         notes=(
+            *_packed_notes(subject, link),
             *_notes(read, link, source, [name for name in names if name not in times], gpu),
             *([_SPLIT_AT_LINK_RATE] if placement == "split" and link is not None else []),
         ),
@@ -193,12 +203,12 @@ def _times(
     return link, {}, "unknown"
 
 
-def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | None) -> GpuRow:
+def _gpu(program: Program, memory_bytes: int, needed_bytes: int, *, is_given: bool) -> GpuRow:
     from penstock.cli.empty_gpu import empty_gpu
     from penstock.runtime.automatic_budget import activation_bound_bytes
 
     bounded = all(method.activation_bound_bytes is not None for method in program.methods)
-    if budget is not None and not bounded:
+    if is_given and not bounded:
         activation_bytes = max(method.activation_example_bytes for method in program.methods)
     else:
         activation_bytes = activation_bound_bytes(program)
@@ -206,9 +216,9 @@ def _gpu(program: Program, memory_bytes: int, floor_bytes: int, budget: int | No
         memory_bytes,
         activation_bytes=activation_bytes,
         state_bytes=program.state_bytes - program.host_state_bytes,
-        needed_bytes=floor_bytes if budget is None else budget,
+        needed_bytes=needed_bytes,
     )
-    if refusal is not None and budget is None:
+    if refusal is not None and not is_given:
         raise refusal
     return row
 
@@ -251,6 +261,16 @@ def _notes(
         if program.device != "cuda":
             notes.append(f"the program is compiled for {program.device}; compiled for CUDA its steps may be others")
     return notes
+
+
+def _packed_notes(subject: Subject, link: Link | None) -> list[str]:
+    from penstock.plan.tuning import NOMINAL_DECODED_BYTES_PER_S
+
+    if not subject.begins:
+        return []
+    rate = short_rate(NOMINAL_DECODED_BYTES_PER_S)
+    told = f"{len(subject.begins)} weights are packed: what is streamed of them are their packed bytes"
+    return [told if link is None else f"{told}, and they are taken to be decoded at {rate}"]
 
 
 def _title(report: PlanReport, method: str | None) -> str:

@@ -68,6 +68,8 @@ class PlanReport:
     methods: tuple[MethodPrediction, ...]
     placements: tuple[WeightResidency, ...]
     curve: tuple[CurvePoint, ...]
+    # What the plan is for.
+    weights_file: str
     notes: tuple[str, ...]
 
 
@@ -138,7 +140,9 @@ class Predictor:
                 slots=slots,
             )
             bound_s = lower_bound_s(
-                weight_bytes=read_bytes - in_place_bytes,
+                weight_bytes=sum(
+                    self.subject.link_bytes(name) for name in schedule.weight_names if name not in in_place
+                ),
                 budget_bytes=budget_bytes,
                 resident_s=resident_s,
                 link_bytes_per_s=self.link.bytes_per_s,

@@ -28,6 +28,7 @@ def show_plan(to: Console, report: PlanReport) -> None:
                 else []
             ),
             ("weights", f"{short_bytes(report.weight_bytes)}; the budget is {part:.1%} of them"),
+            ("weights file", printable(report.weights_file)),
             ("floor", f"{report.floor_bytes} bytes ({short_bytes(report.floor_bytes)})"),
             ("all resident", f"{report.full_bytes} bytes ({short_bytes(report.full_bytes)})"),
             (

@@ -123,6 +123,8 @@ class ProgramReport:
     # Device bytes with every weight resident: a larger budget buys nothing.
     full_bytes: int
     baked_budget_bytes: int | None
+    # What the floor and `full_bytes` were worked out for.
+    weights_file: str
     floor: FloorRow
     methods: tuple[MethodRow, ...]
     weights: tuple[WeightRow, ...]
@@ -188,6 +190,7 @@ def program_report(subject: Subject) -> ProgramReport:
         state_bytes=program.state_bytes,
         full_bytes=subject.planner("auto").full_bytes,
         baked_budget_bytes=program.budget_bytes,
+        weights_file=subject.weights_file,
         floor=_floor(subject),
         methods=tuple(_method(method, subject) for method in program.methods),
         weights=tuple(

@@ -12,7 +12,7 @@ from penstock.renamed import OPTIONS
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SENTENCES = {
-    "--mode": "use --placement: auto, stream (was streamed), in-place (was direct) or split",
+    "--mode": "use --placement, where streamed is now stream, and direct in-place",
     "--linear": OPTIONS["linear"],
 }
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from penstock.errors import PackageError, ScheduleError
+from penstock.errors import PackageError, PenstockError, ScheduleError, WeightsFileError
 from penstock.executorch.lowered_file import read_lowered
 from penstock.plan.floor import Floor, floor_bytes
 from penstock.plan.in_place import read_directly_by_default, stand_ins
+from penstock.plan.packed import Begins
 from penstock.plan.pages import page_bytes_on
 from penstock.plan.planner import Planner
 from penstock.program import Program, read_program
 from penstock.regular_file import open_regular
+from penstock.runtime.packed_weights import read_packed_weights
+from penstock.runtime.weights_fit import check_weights
 from penstock.schedule import Schedule
 from penstock.weight import Weight
+from penstock.weights import read_index
+from penstock.weights.packing import lowered_entries
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,10 @@ class Subject:
     page_bytes: int
     # Of a .pte: device bytes of the plans that were made at export for all delegates together, smallest first.
     plan_bytes: tuple[int, ...] = ()
+    # Of the weights that are packed in the file that plans are for.
+    begins: Begins = field(default_factory=dict)
+    # Which file that is, and what was found in it.
+    weights_file: str = "none was looked for"
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -37,7 +46,18 @@ class Subject:
         return {weight.name: weight for weight in self.program.weights}
 
     def planner(self, placement: str, page_bytes: int | None = None) -> Planner:
-        return Planner(self.schedules, self.weights, page_bytes=page_bytes or self.page_bytes, placement=placement)
+        return Planner(
+            self.schedules,
+            self.weights,
+            page_bytes=page_bytes or self.page_bytes,
+            placement=placement,
+            begins=self.begins,
+        )
+
+    def link_bytes(self, name: str) -> int:
+        """Of the whole weight, as it crosses the link."""
+        begins = self.begins.get(name)
+        return self.weights[name].nbytes if begins is None else begins[-1] - begins[0]
 
     def floor(self) -> Floor:
         """By the formula, in exact bytes, before pages: what sets it."""
@@ -53,11 +73,36 @@ def recorded_in(path: Path) -> Iterator[None]:
         raise PackageError(f"{path}: the recorded schedule is damaged: {error}") from error
 
 
-def read_subject(path: Path) -> Subject:
+def read_subject(path: Path, weights: Path | None = None) -> Subject:
+    """`weights`: the file that the program will be run with. Without, it is the one beside it; if that is not there, or
+    cannot be used, the weights are taken not to be packed, and `weights_file` says so."""
     subject = _of_pte(path) if path.suffix == ".pte" else _of_pt2(path)
     with recorded_in(path):
         subject.floor()  # which looks at the whole schedule, so that nobody else meets one that is damaged
-    return subject
+    if weights is not None:
+        return _with_weights(subject, weights)
+    beside = path.with_suffix(".ptd")
+    if not beside.exists():
+        return replace(subject, weights_file=f"{beside.name} is not there")
+    try:
+        return _with_weights(subject, beside)
+    except PenstockError as error:
+        return replace(subject, weights_file=f"{beside.name} cannot be used: {error}")
+
+
+def _with_weights(subject: Subject, weights: Path) -> Subject:
+    open_regular(weights, WeightsFileError).close()
+    try:
+        index = read_index(weights)
+        if subject.path.suffix == ".pte":
+            entries = lowered_entries(subject.path, read_lowered(subject.path), index)
+        else:
+            entries = check_weights(subject.program, index)
+        begins = read_packed_weights(subject.program, index, entries).begins
+    except OSError as error:
+        raise WeightsFileError(f"the weights file {weights} cannot be read: {error}") from error
+    found = f"{weights.name}, {len(begins)} of {len(subject.weights)} weights packed" if begins else weights.name
+    return replace(subject, begins=begins, weights_file=found)
 
 
 def _of_pt2(path: Path) -> Subject:

@@ -93,7 +93,7 @@ class Verifier:
         return read_weights_index(self._weights_path)
 
     def _weights_fit(self) -> str:
-        from penstock.runtime.compatibility import check_weights
+        from penstock.runtime.weights_fit import check_weights
 
         found = check_weights(self._program, self._index)
         return f"all {len(found)} are in {self._weights_path.name}, with the right shapes, dtypes and layouts"
@@ -134,19 +134,26 @@ class Verifier:
         from penstock.cli.subject import read_subject
         from penstock.plan.check import check_plan
 
-        subject = read_subject(self._path)
-        computed = subject.planner("auto").floor_bytes
+        subject = read_subject(self._path, self._weights_path)
+        # What was recorded is of weights that are not packed.
+        computed = replace(subject, begins={}).planner("auto").floor_bytes
         if computed != self._program.floor_bytes:
             raise PackageError(f"the program records a floor of {self._program.floor_bytes} bytes; it is {computed}")
         told: list[str] = []
         for placement in self._placements:
             planner = subject.planner(placement)
             placed = planner.floor_bytes
-            check_plan(planner.plan(placed), subject.schedules, subject.weights, budget_bytes=placed)
+            check_plan(
+                planner.plan(placed),
+                subject.schedules,
+                subject.weights,
+                budget_bytes=placed,
+                packed=subject.begins,
+            )
             told.append(f"{placed} ({placement})")
-        return (
-            f"{computed} bytes as recorded; in pages of {subject.page_bytes}: {', '.join(told)}, each with a safe plan"
-        )
+        packed = f", with {len(subject.begins)} packed weights" if subject.begins else ""
+        pages = f"in pages of {subject.page_bytes}{packed}"
+        return f"{computed} bytes as recorded; {pages}: {', '.join(told)}, each with a safe plan"
 
     @property
     def _placements(self) -> tuple[str, ...]:

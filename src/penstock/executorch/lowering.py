@@ -18,6 +18,7 @@ from penstock.executorch.backend import DATA_FILE
 from penstock.executorch.data_files import merge_weights
 from penstock.executorch.dialect import erase_fetches
 from penstock.executorch.file_seal import append_seal
+from penstock.executorch.lowered_file import read_lowered
 from penstock.executorch.lowering_request import ConstantMethods
 from penstock.executorch.partitioner import CudaPartitioner, TornStateError
 from penstock.executorch.signatures import (
@@ -31,11 +32,13 @@ from penstock.export.catalog import build_catalog, state_names
 from penstock.export.checkpoint import Checkpoint, mismatches
 from penstock.export.compile import misfit, named_methods, output_paths
 from penstock.export.host_states import host_states
+from penstock.export.packed_floor import check_baked_budget
 from penstock.export.target import target_device
 from penstock.export.values import has_value, is_zero
 from penstock.export.weightless import make_weightless
 from penstock.program import Signature
 from penstock.temporary import TemporaryFolder
+from penstock.weights.packing import lowered_entries
 from penstock.weights.packing import pack as pack_weights
 
 # For copies and registrations of whole pages.
@@ -226,6 +229,9 @@ def _write(program: Any, program_path: Path, weights_path: Path, pack: bool) -> 
             # ExecuTorch's writer knows no checksums, which packing goes by.
             raw = merge_weights([partial_weights], folder / "raw.ptd")
             partial_weights.unlink()
-            pack_weights(raw, partial_weights, program=partial_program)
+            index = pack_weights(raw, partial_weights, program=partial_program)
+            lowered = read_lowered(partial_program)
+            entries = lowered_entries(partial_program, lowered, index)
+            check_baked_budget(lowered.program, index, entries, lowered.page_bytes)
         partial_weights.replace(weights_path)
         partial_program.replace(program_path)

@@ -33,6 +33,7 @@ from penstock.export.checkpoint import Checkpoint, mismatches
 from penstock.export.method import CompiledMethod, compile_method
 from penstock.export.offload import fetches, refuse_training, require_program
 from penstock.export.package import pack_program
+from penstock.export.packed_floor import check_baked_budget
 from penstock.export.peak import PeakMeter, Peaks, peak_lines
 from penstock.export.target import target_device
 from penstock.export.toolchain import check_toolchain
@@ -474,4 +475,9 @@ def _write(
             tqdm(total=total_bytes, desc="writing", unit="B", unit_scale=True, disable=None) as bar,
         ):
             _write_ptd(program, values.pieces, weights_path, bar.update, pack_weights=pack_weights)
+            if pack_weights:
+                page_bytes = page_bytes_on(program.device, program.weight_bytes)
+                index = read_index(weights_path)
+                entries = {weight.name: index[weight.name] for weight in program.weights}
+                check_baked_budget(program, index, entries, page_bytes)
             file.publish()

@@ -24,7 +24,7 @@ from penstock.program import Program
 from penstock.runtime.automatic_budget import AutomaticTerms, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
-from penstock.runtime.compatibility import check_build, check_weights, read_offloaded, resolve_device
+from penstock.runtime.compatibility import check_build, read_offloaded, resolve_device
 from penstock.runtime.device_memory import grant, weights_range
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.expert_rates import ExpertUse, expert_uses, slots_summary
@@ -44,6 +44,7 @@ from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
 from penstock.runtime.trace import Trace
+from penstock.runtime.weights_fit import check_weights
 from penstock.runtime.weights_source import begin_probe, file_source, read_weights_index, stored_bytes
 from penstock.weights import WeightsIndex, verify_checksums
 

@@ -54,7 +54,7 @@ def _of_pte(path: Path, index: WeightsIndex) -> PackedFor:
 
     check_seal(path)
     lowered = read_lowered(path)
-    found = _entries(path, lowered, index)
+    found = lowered_entries(path, lowered, index)
     first_names = {name: entry.alias_of or entry.name for name, entry in found.items()}
     gathered = {first_names[name] for name in lowered.program.gathered_weights}
     # What no delegate of ours reads, ExecuTorch reads itself: it knows no packed tensors.
@@ -80,7 +80,7 @@ def _plans(lowered: LoweredFile, first_names: Mapping[str, str]) -> PlansEntry:
     return PlansEntry(f"{PLANS_PREFIX}{lowered.name}", content)
 
 
-def _entries(path: Path, lowered: LoweredFile, index: WeightsIndex) -> dict[str, Entry]:
+def lowered_entries(path: Path, lowered: LoweredFile, index: WeightsIndex) -> dict[str, Entry]:
     """Of each weight, by its name in the program. The file may be for more than the delegates: so no identity is asked
     for, as none is at load; that every weight is there and of its kind is all there is."""
     known = {names[0]: names for names in lowered.weight_names if names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.weights.packed_for import PackedFor
+from penstock.weights.packed_for import PackedFor, lowered_entries
 from penstock.weights.packed_format import Packing
 from penstock.weights.packed_reader import Blocks, read_blocks, require_raw
 from penstock.weights.packer import pack, pack_entries, unpack
@@ -12,6 +12,7 @@ __all__ = [
     "Blocks",
     "PackedFor",
     "Packing",
+    "lowered_entries",
     "pack",
     "pack_entries",
     "raw_chunks",
