@@ -182,3 +182,9 @@ def test_mb_is_two_to_the_twenty(mb: int, expected: int) -> None:
 def test_mb_refused(mb: object) -> None:
     with pytest.raises(BudgetError, match="weight_offload_budget_mb"):
         mb_to_bytes(mb)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, "-1", "-8GiB", "-0.5 GB"])
+def test_an_amount_below_nothing_is_named_as_that(value: int | str) -> None:
+    with pytest.raises(BudgetError, match="is negative"):
+        parse_bytes(value)

@@ -22,7 +22,7 @@ for _power, _prefix in enumerate(_PREFIXES, start=1):
 _UNIT_BYTES["kB"] = 1000
 
 # The digits are bounded because Python refuses to convert very long ones, with an error of its own.
-_AMOUNT = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)[ \t]*([A-Za-z]*)")
+_AMOUNT = re.compile(r"(-?[0-9]{1,40}(?:\.[0-9]{1,40})?)[ \t]*([A-Za-z]*)")
 
 _VALID_FORMS = (
     "valid: a whole number of bytes (8589934592, as int or str), or a number and a unit: "

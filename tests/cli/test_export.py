@@ -157,3 +157,9 @@ def test_a_module_that_lacks_something_is_no_usage_error(
     monkeypatch.chdir(tmp_path)
     told = cli("export", "lacking_model:f", "-o", tmp_path / "m.pt2", "--device", "cpu")
     assert told.code == 3 and "no_such_package" in told.stderr and "lacking_model.py, line 1" in told.stderr
+
+
+def test_files_that_are_there_are_replaced_by_an_option_of_the_command(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").write_bytes(b"")
+    told = cli("export", "tests.cli.models:small", "-o", tmp_path / "model.pt2", "--json")
+    assert told.code == 9 and told.document["error"]["message"].endswith("exist; pass --overwrite to replace")

@@ -197,11 +197,13 @@ def test_refusals(cli: Cli, program: Path, inputs: Path, tmp_path: Path) -> None
     assert cli("run", program, "--budget", floor - 1, "--inputs", inputs).code == 10
     assert cli("run", program, "--budget", "8 parsecs", "--inputs", inputs).code == 10
     assert cli("run", program, "--budget", "1GB", "--inputs", tmp_path / "none.pt").code == 12
-    assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--method", "nope").code == 8
+    assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--method", "nope").code == 2
     assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--trace", tmp_path / "no/t.json").code == 9
     assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--out", "o.csv").code == 2
     assert cli("run", program, "--budget", "1GB", "--inputs", inputs, "--repeat", 0).code == 2
     assert cli("run", program, "--inputs", inputs, "--trace", "t", "--write-step-times", "s").code == 2
+    assert cli("run", program, "--inputs", inputs, "--host-memory", "pinned").code == 2
+    assert cli("run", program, "--inputs", inputs, "--device-memory", "8 parsecs").code == 2
     assert cli("run", program, "--weights", program, "--budget", "1GB", "--inputs", inputs).code == 7
 
 
@@ -220,7 +222,7 @@ def test_host_memory_may_be_capped(cli: Cli, program: Path, inputs: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("option", "now"), [("--mode", "use --placement: auto, stream"), ("--linear", "its own kernel")]
+    ("option", "now"), [("--mode", "use --placement, where streamed is now stream"), ("--linear", "its own kernel")]
 )
 def test_options_of_before_are_told_the_new_ones(cli: Cli, program: Path, inputs: Path, option: str, now: str) -> None:
     told = cli("run", program, "--inputs", inputs, option, "split")

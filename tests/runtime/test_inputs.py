@@ -94,6 +94,11 @@ def test_another_structure_is_refused(arguments: tuple[Any, ...], keywords: dict
     refused(bound, pattern, *arguments, **keywords)
 
 
+def test_what_was_exported_by_position_cannot_be_given_by_name() -> None:
+    bound = binding(PLAIN, call=((0,), {}))
+    refused(bound, "got 0 positional arguments, needs 1; 'x', 'y' cannot be given by name", x=0, y=0)
+
+
 Pair = namedtuple("Pair", "left right")
 torch.utils._pytree._register_namedtuple(Pair, serialized_type_name="tests.runtime.test_inputs.Pair")
 

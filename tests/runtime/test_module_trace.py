@@ -215,10 +215,18 @@ def test_closing_the_module_writes_the_trace(decoder: Path, tmp_path: Path) -> N
 def test_a_trace_that_cannot_be_written_is_told_and_the_module_still_closes(
     decoder: Path, tmp_path: Path, kept: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module = at_the_floor(decoder)
-    with pytest.raises(OSError, match="nowhere"), module.trace(tmp_path / "nowhere" / "trace.json"):
+    module, folder = at_the_floor(decoder), tmp_path / "nowhere"
+    # Before anything is recorded, as far as that is known then.
+    for path in (folder / "trace.json", tmp_path):
+        with pytest.raises(penstock.errors.OutputPathError, match=path.name):
+            module.trace(path)
+    folder.mkdir()
+    with pytest.raises(penstock.errors.OutputPathError, match="nowhere"), module.trace(folder / "trace.json"):
+        folder.rmdir()
         play(module.run_method, SCRIPTS["decoder"][:1])
-    module.trace(tmp_path / "nowhere" / "trace.json")
+    folder.mkdir()
+    module.trace(folder / "trace.json")
+    folder.rmdir()
     module.close()
     assert [(one.levelname, "trace.json" in one.getMessage()) for one in caplog.records] == [("ERROR", True)]
     with pytest.raises(penstock.errors.ClosedError):

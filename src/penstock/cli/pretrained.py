@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from penstock.cli.units import FiniteRange
+from penstock.cli.units import FiniteRange, bytes_option
 from penstock.errors import CheckpointError, InputError, PenstockError
 from penstock.models.families import OLDEST
 
@@ -25,7 +25,7 @@ def model_options(command: Decorated) -> Decorated:
     for option in reversed(
         (
             click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: auto."),
-            click.option("--device-memory", help="In its place: one total for weights, KV cache and activations."),
+            bytes_option("--device-memory", help="In its place: one total for weights, KV cache and activations."),
             click.option("--host-cache", is_flag=True, help="With it: keep the rest of the KV cache in host memory."),
             click.option("--cache-length", type=click.IntRange(min=1), help="Tokens that the KV cache has room for."),
             click.option("--device", help="cuda, cuda:1 or cpu. Default: a GPU if there is one."),

@@ -13,7 +13,7 @@ import click
 
 from penstock.cli.output import emit, facts, json_option, only_json_on_stdout
 from penstock.cli.renamed import renamed_option
-from penstock.cli.units import short_bytes, short_rate, short_time
+from penstock.cli.units import bytes_option, registered_or_bytes, short_bytes, short_rate, short_time
 from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
 from penstock.errors import InputError, PackageError, RuntimeFailure, WeightsFileError
 from penstock.placement_names import PLACEMENTS
@@ -61,7 +61,7 @@ class RunReport:
 @click.command(short_help="Run a program inside a budget.")
 @click.argument("program", type=click.Path(path_type=Path))
 @click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: the baked one, else auto.")
-@click.option("--device-memory", help="In its place: one total for weights, state and activations.")
+@bytes_option("--device-memory", help="In its place: one total for weights, state and activations.")
 @click.option("--inputs", type=click.Path(path_type=Path), required=True, help=".pt, .npz or .safetensors.")
 @click.option("--method", help="Default: forward, or the only one.")
 @click.option(
@@ -75,6 +75,7 @@ class RunReport:
     "--host-memory",
     default="registered",
     show_default=True,
+    callback=registered_or_bytes,
     help="registered: all weights stay in main memory; or a cap like 1GiB on the buffers that they pass through.",
 )
 @renamed_option("--mode")
@@ -90,11 +91,11 @@ class RunReport:
 def run(
     program: Path,
     budget: str | None,
-    device_memory: str | None,
+    device_memory: int | None,
     inputs: Path,
     method: str | None,
     placement: str,
-    host_memory: str,
+    host_memory: str | int,
     repeat: int,
     weights: Path | None,
     trace: Path | None,
@@ -118,7 +119,7 @@ def run(
             raise click.BadParameter(f"{path} must end in {', '.join(SUFFIXES)}", param_hint=name)
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
-    options = {"placement": placement, "host_memory": host_memory}
+    options: dict[str, Any] = {"placement": placement, "host_memory": host_memory}
     if device_memory is not None:
         options["device_memory"] = device_memory
     if trace is not None and write_step_times is not None:
@@ -155,6 +156,9 @@ def _run(
     began_s = time.perf_counter()
     with _loaded(path, budget, weights, options) as module:
         load_s = time.perf_counter() - began_s
+        if method is not None and method not in module.methods:
+            known = ", ".join(module.methods)
+            raise click.BadParameter(f"there is no method {method!r}, only {known}", param_hint="--method")
         name = method or _only_method(module.methods)
         signature = _signature(module, name)
         arguments = _arguments(held, signature, inputs, _tensor_device(module))

@@ -32,7 +32,8 @@ def load_tensors(path: Path) -> Any:
     except Exception as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"the inputs {path} cannot be read: {_first_line(error)}") from error
+        what = " as what torch.save writes" if path.suffix == ".pt" else ""
+        raise InputError(f"the inputs {path} cannot be read{what}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

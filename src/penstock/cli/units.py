@@ -11,6 +11,7 @@ import click
 
 from penstock.budget import format_bytes, parse_bytes
 from penstock.errors import BudgetError
+from penstock.renamed import value_hint
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -68,6 +69,18 @@ def _parse_amount(context: click.Context, param: click.Parameter, value: str | N
         return None if value is None else parse_bytes(value)
     except BudgetError as error:
         raise click.BadParameter(str(error), context, param) from error
+
+
+def registered_or_bytes(context: click.Context, param: click.Parameter, value: str) -> str | int:
+    """For --host-memory: the word that is its default, or an amount."""
+    if value == param.default:
+        return value
+    try:
+        return parse_bytes(value)
+    except BudgetError as error:
+        hint = value_hint("host_memory", value)
+        forms = f"it must be {param.default}, or a cap in bytes such as 1GiB"
+        raise click.BadParameter(f"{forms} ({error}){hint}", context, param) from error
 
 
 def _parse_rate(context: click.Context, param: click.Parameter, value: str | None) -> float | None:

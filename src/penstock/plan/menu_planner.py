@@ -210,10 +210,11 @@ def _reason(lowest: Draft) -> str:
     held_bytes = lowest.streaming.resident_pages(suffixes) * demand.page_bytes
     held = f"{held_bytes} bytes for weights held all the time ({len(demand.nbytes) - len(suffixes)} of them)"
     method, step_index, names = lowest.worst_step()
+    pages = f"(pages of {demand.page_bytes} bytes)"
     if method is None:
-        return held
+        return f"{held} {pages}"
     listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"{held} and {lowest.ring_pages * demand.page_bytes} bytes for step {step_index} of method {method!r}, during "
-        f"which {listed} must be in place or on their way (pages of {demand.page_bytes} bytes)"
+        f"which {listed} must be in place or on their way {pages}"
     )

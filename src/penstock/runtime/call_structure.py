@@ -28,7 +28,11 @@ class CallStructure:
             positional, named = self._root.children
             leaves: list[Any] = []
             if len(arguments) != len(positional.children):
-                raise InputError(f"got {len(arguments)} positional arguments, needs {len(positional.children)}")
+                by_name = f"; {', '.join(map(repr, keywords))} cannot be given by name" if keywords else ""
+                raise InputError(
+                    f"got {len(arguments)} positional arguments, needs {len(positional.children)}"
+                    f"{by_name if not named.keys else ''}"
+                )
             for index, (child, value) in enumerate(zip(positional.children, arguments, strict=True)):
                 _collect(child, value, ("argument", index), leaves)
             _collect_items(named, keywords, ("keywords",), leaves)

@@ -43,7 +43,7 @@ from penstock.runtime.session import LinkSample, Session, Stats, TraceSpan
 from penstock.runtime.split_limits import SplitLimits, choose_split_limits
 from penstock.runtime.split_state import SplitState, split_states, summary_of
 from penstock.runtime.state import StateStore
-from penstock.runtime.trace import Trace
+from penstock.runtime.trace import Trace, writable
 from penstock.runtime.weights_fit import check_weights
 from penstock.runtime.weights_source import begin_probe, file_source, read_weights_index, stored_bytes
 from penstock.weights import WeightsIndex, verify_checksums
@@ -409,8 +409,7 @@ class Module(LoadedProgram):
         A newer trace(), calibrate() or set_budget() ends the recording; the file then holds what was recorded until it.
         """
         with self._operation():
-            # As the caller means it now, wherever the process is when it is written.
-            trace = Trace(Path(path).absolute(), weakref.ref(self))
+            trace = Trace(writable(path), weakref.ref(self))
             trace.recording = self._installer.start_trace(f"the trace to {path}", trace.keep)
             self._traces = [*(each for each in self._traces if not each.is_closed), trace]
             return trace

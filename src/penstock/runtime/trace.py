@@ -4,12 +4,14 @@ before they are decoded, on the device's own clock."""
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from penstock.errors import OutputPathError
 from penstock.runtime.interrupts import HeldInterrupts
 from penstock.runtime.recorder import Recording
 from penstock.runtime.session import TraceSpan
@@ -26,6 +28,17 @@ class Recorded(Protocol):
     def _span_name(self, span: TraceSpan) -> tuple[str, str]:
         """A span's method, and what it is called under the plan that it ran with."""
         ...
+
+
+def writable(path: str | os.PathLike[str]) -> Path:
+    """As the caller means it now, wherever the process is when it is written. What is recorded would be lost where it
+    cannot be."""
+    found = Path(path).absolute()
+    if not found.parent.is_dir():
+        raise OutputPathError(f"the trace {found} cannot be written: the folder {found.parent} does not exist")
+    if found.is_dir():
+        raise OutputPathError(f"the trace {found} cannot be written: it is a folder")
+    return found
 
 
 class Trace:
@@ -57,7 +70,10 @@ class Trace:
             if self._document is None:
                 assert module is not None and self.recording is not None  # a module that went has closed it
                 self.keep(module._stop_trace(self.recording), module)
-            self.path.write_text(json.dumps(self._document))
+            try:
+                self.path.write_text(json.dumps(self._document))
+            except OSError as error:
+                raise OutputPathError(f"the trace {self.path} cannot be written: {error}") from error
 
     def __enter__(self) -> Trace:
         return self
