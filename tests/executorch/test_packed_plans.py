@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.cli.main import main
 from penstock.errors import BelowFloorError, WeightsFileError
 from penstock.executorch import merge_weights
 from penstock.executorch.lowered_file import read_lowered
@@ -255,3 +257,37 @@ def test_the_file_is_otherwise_a_packed_one(program: Path, packed: WeightsIndex,
     asked = packed_for(program, read_index(raw))
     index = pack_entries(read_index(raw), tmp_path / "none.ptd", PackedFor(frozenset(untouched), asked.plans))
     assert {entry.kind for entry in index} == {"weight"}
+
+
+def test_commands_tell_the_floor_of_packed_weights(
+    program: Path, packed: WeightsIndex, runs: list[Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for run in runs[:-1]:
+        assert (
+            main(["plan", str(program), "--weights", str(packed.path), "--budget", str(run.budget_bytes), "--json"])
+            == 0
+        )
+        told = json.loads(capfd.readouterr().out)
+        (method,) = told["methods"]
+        assert told["floor_bytes"] == runs[0].budget_bytes
+        assert (method["bytes_streamed"], method["copies"]) == (run.last.bytes_streamed, run.last.copies)
+    assert main(["plan", str(program), "--weights", str(packed.path), "--budget", str(runs[0].budget_bytes - 1)]) == 10
+
+
+def test_a_baked_budget_below_the_floor_of_packed_weights(program: Path, runs: list[Run], tmp_path: Path) -> None:
+    """One that unpacked weights would do with is refused at export, and nothing is left behind."""
+    with penstock.Module(program, EVERYTHING) as module:
+        raw_floor_bytes = module.floor_bytes
+    assert raw_floor_bytes < runs[0].budget_bytes
+    torch.manual_seed(0)
+    exported = offloaded(Mixed().eval(), (X,))
+    with pytest.raises(BelowFloorError) as refused:
+        penstock.executorch.export(
+            exported,
+            tmp_path / "model.pte",
+            device="cpu",
+            inductor_configs=FAST,
+            pack=True,
+            weight_offload_budget=raw_floor_bytes,
+        )
+    assert refused.value.floor_bytes == runs[0].budget_bytes and not list(tmp_path.iterdir())
