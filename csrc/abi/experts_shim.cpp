@@ -1,4 +1,4 @@
-// What compiled code calls to read experts, and what a session does about it that has all of them where it lent them.
+// What compiled code calls to read experts, and the default for sessions that have all experts in the weight they lent.
 #include <cstdio>
 
 #include "abi/torch_abi.h"

@@ -1,5 +1,5 @@
-// What compiled code calls: one C function per device for a fetch, one for the end of a step. A direct call, without
-// dispatcher and without Python. The names are fixed by AOTInductor: aoti_torch_<device>_<op name>.
+// What compiled code calls: one C function per device for a fetch, one for the end of a step. These are direct calls,
+// without the dispatcher or Python. AOTInductor fixes their names: aoti_torch_<device>_<op name>.
 #include <cstdio>
 
 #include "session/session.h"
@@ -11,7 +11,7 @@ thread_local Session* session_of_thread = nullptr;
 int32_t fetch(const FetchRequest& request, TensorHandle* out) {
   Session* session = session_of_thread;
   if (!session) {
-    // Outside of a session there is nobody to keep the error, and the caller reduces it to a number.
+    // Outside a session nobody keeps the error, and the caller reduces it to a number.
     std::fprintf(stderr, "penstock: access %lld was fetched outside of a session\n", (long long)request.access);
     return 1;
   }

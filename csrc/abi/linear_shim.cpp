@@ -1,5 +1,4 @@
-// What compiled code calls to multiply with a lent weight, and what a session does about it that knows of no other way
-// than the library's.
+// What compiled code calls to multiply with a lent weight, and the default for sessions: the library's product.
 #include <cstdio>
 
 #include "abi/torch_abi.h"

@@ -1,4 +1,4 @@
-// How tensors are made and read.
+// Makes and reads tensors.
 #include "abi/tensor.h"
 
 #include <new>
@@ -16,7 +16,7 @@ bool Session::attempt(const std::function<void()>& call) {
     return false;
   } catch (const CoreError& failure) {
     return fail(failure.what(), failure.failure);
-  } catch (const std::bad_alloc&) {  // the caller is generated code, and must see none of them
+  } catch (const std::bad_alloc&) {  // the caller is generated code and must see no exception
     return fail("the host has no memory left", Failure::host_memory);
   } catch (const std::exception& failure) {
     return fail(failure.what(), Failure::usage);
@@ -56,7 +56,7 @@ std::vector<int64_t> TensorLayout::contiguous_strides() const {
 
 bool TensorLayout::is_contiguous() const {
   std::vector<int64_t> wanted = contiguous_strides();
-  // What a dimension of one element has for a stride means nothing.
+  // The stride of a dimension of one element means nothing.
   for (int64_t d = 0; d < rank; ++d)
     if (sizes[d] > 1 && strides[d] != wanted[(size_t)d]) return false;
   return true;
@@ -95,13 +95,13 @@ void view_tensor(TensorHandle tensor, const std::vector<int64_t>& sizes, const s
 }
 
 void multiply_groups(TensorHandle rows, TensorHandle matrices, TensorHandle ends, OwnedTensor& out) {
-  // A handle on the stack is given away.
+  // The call takes over the handles on its stack, so each is a new one.
   auto handle = [](TensorHandle tensor) {
     OwnedTensor again;
     check_torch(torch_abi().new_tensor_handle(tensor, again.out()));
     return reinterpret_cast<uint64_t>(again.release());
   };
-  // What may be none is a pointer, and what it points to is freed by whoever takes it. Neither bias nor dtype.
+  // An optional argument is a pointer to its value, which the callee frees. No bias and no dtype are given.
   uint64_t stack[5] = {handle(rows), handle(matrices), 0, 0, 0};
   stack[2] = reinterpret_cast<uint64_t>(new uint64_t(handle(ends)));
   check_torch(torch_abi().call("aten::_grouped_mm", "", stack));

@@ -9,7 +9,7 @@
 
 namespace penstock {
 
-// A call into torch failed. Torch itself has told why.
+// A call into torch failed. Torch itself has reported why.
 class TorchRefusal final : public std::exception {};
 
 inline void check_torch(int32_t status) {
@@ -25,7 +25,7 @@ class OwnedTensor {
 
   TensorHandle get() const { return handle_; }
   TensorHandle release();
-  // To be written once.
+  // Write it only once.
   TensorHandle* out() { return &handle_; }
 
  private:
@@ -53,14 +53,14 @@ struct TensorDevice {
 
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& sizes);
 Address data_address(TensorHandle tensor);
-// Without values.
+// The values are uninitialized.
 void make_tensor(const std::vector<int64_t>& sizes, int32_t dtype, TensorDevice device, OwnedTensor& out);
-// The same memory, from `offset` elements on.
+// A view of the same memory, starting `offset` elements in.
 void view_tensor(TensorHandle tensor, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                  int64_t offset, OwnedTensor& out);
-// torch's product of groups of rows with a matrix each. Rows behind the last group hold anything.
+// torch's grouped product: each group of rows times its own matrix. Rows after the last group hold arbitrary values.
 void multiply_groups(TensorHandle rows, TensorHandle matrices, TensorHandle ends, OwnedTensor& out);
-// The tensor, or a copy of it where it does not lie row by row at a multiple of `alignment`.
+// The tensor, or a copy of it if it is not contiguous or does not start at a multiple of `alignment`.
 TensorHandle laid_out(TensorHandle tensor, TensorDevice device, Address alignment, OwnedTensor& copy);
 
 }  // namespace penstock

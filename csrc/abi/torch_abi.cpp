@@ -1,4 +1,4 @@
-// How torch's functions are found by name, once, in the torch that the process has loaded.
+// Finds torch's functions by name, once, in the torch that the process has loaded.
 #include "abi/torch_abi.h"
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@ namespace {
 TorchAbi abi;
 bool loaded = false;
 
-// The functions of one library, and the first that it does not have.
+// Looks up functions in one library, and remembers the first one that is missing.
 struct Lookup {
   void* library;
   const char* missing = nullptr;

@@ -23,7 +23,7 @@ struct TorchAbi {
   int32_t (*dtype_int64)() = nullptr;
   size_t (*dtype_element_size)(int32_t dtype) = nullptr;
 
-  // What they give is borrowed from the tensor.
+  // What the get_ functions return is borrowed from the tensor.
   int32_t (*get_data_ptr)(void* tensor, void** out) = nullptr;
   int32_t (*get_dim)(void* tensor, int64_t* out) = nullptr;
   int32_t (*get_sizes)(void* tensor, int64_t** out) = nullptr;
@@ -37,15 +37,15 @@ struct TorchAbi {
                          int64_t storage_offset, void** out) = nullptr;
   int32_t (*copy)(void* to, void* from, int32_t non_blocking) = nullptr;
   int32_t (*zero)(void* tensor) = nullptr;
-  // Any op by its name: takes its arguments from the stack, and leaves its results there.
+  // Calls any op by name. It takes its arguments from the stack and leaves its results there.
   int32_t (*call)(const char* op, const char* overload, uint64_t* stack) = nullptr;
-  // One for each device; those of CUDA are null in a build of torch without it.
+  // One for each device. CUDA's are null in a build of torch without CUDA.
   struct Products {
     int32_t (*mm)(void* out, void* left, void* right) = nullptr;
     int32_t (*addmm)(void* out, void* added, void* left, void* right, double beta, double alpha) = nullptr;
   };
   Products cpu, cuda;
-  // Rows by index. The CPU's are the core's own.
+  // Reads rows by index. On the CPU the core does this itself.
   int32_t (*cuda_index)(void* tensor, const void** indices, int64_t count, void** out) = nullptr;
 
   // Null in a build of torch without CUDA.

@@ -1,4 +1,4 @@
-// The PTX of the decoding kernels, loaded and launched; how wide a launch is.
+// Loads and launches the PTX of the decoding kernels, and decides how wide a launch is.
 #include "cuda/cuda_decode.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ constexpr char kPtx[] =
 #include "packed/decode_ptx.inc"
     ;
 
-// By kind, from 1 on.
+// By kind. Kinds count from 1.
 constexpr const char* kFunctions[kPackedKinds] = {"penstock_decode_bfloat16", "penstock_decode_float32",
                                                   "penstock_decode_float16", "penstock_decode_float8_e4m3",
                                                   "penstock_decode_float8_e5m2",
@@ -20,7 +20,7 @@ constexpr const char* kFunctions[kPackedKinds] = {"penstock_decode_bfloat16", "p
 constexpr int kMultiprocessorCount = 16;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kTilesABlock = kThreads / 32;
-// By thread blocks for each multiprocessor. Measured on an H200: docs/performance.md.
+// In thread blocks per multiprocessor. Measured on an H200: docs/performance.md.
 constexpr int kWide = 4;
 constexpr int kNarrow = 1;
 
@@ -55,7 +55,7 @@ CudaOutcome CudaDecoder::launch(const DecodeCall& call, DeviceStream stream) con
   params.end_value = (unsigned)(call.end_bytes / item);
   params.first_tile = params.begin_value / kTileValues;
   params.end_tile = (params.end_value + kTileValues - 1) / kTileValues;
-  // Beyond the last block given nothing is asked for: a number of blocks is enough, however large the weight is.
+  // Nothing beyond the last block given is read, so the number of blocks bounds this, however large the weight is.
   const int64_t most_bytes = (int64_t)call.begins_bytes.size() * kBlockRawBytes;
   params.total_tiles = (unsigned)((std::min(call.weight_bytes, most_bytes) / item + kTileValues - 1) / kTileValues);
   for (size_t i = 0; i < call.begins_bytes.size(); ++i)

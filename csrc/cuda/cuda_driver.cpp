@@ -1,4 +1,4 @@
-// Each function of the driver table as calls of libcuda.so.1, and what their results mean as a Failure.
+// Implements each function of the driver table by calls of libcuda.so.1, and turns their results into a Failure.
 #include "cuda/cuda_driver.h"
 
 #include <algorithm>
@@ -48,7 +48,7 @@ bool is_sticky(int code) {
   }
 }
 
-// `failure`: what it means that this very call failed.
+// `failure`: what it means if this very call fails.
 void check(int code, const char* call, Failure failure = Failure::driver) {
   if (code == kSuccess) return;
   if (is_sticky(code)) failure = Failure::sticky;
@@ -73,7 +73,7 @@ CudaDriver::CudaDriver(int ordinal) : cuda_(cuda_library()), ordinal_(ordinal), 
 }
 
 CudaDriver::~CudaDriver() {
-  // A lost context refuses this, and takes the kernels with it.
+  // A lost context refuses this; the kernels are gone with it.
   if (cuda_.context_push(context_) == kSuccess) {
     decoder_.unload();
     experts_.unload();
@@ -133,8 +133,8 @@ void CudaDriver::allow_access(Address address, size_t bytes) {
 void CudaDriver::unmap(Address address, size_t bytes) { check(cuda_.unmap(address, bytes), "cuMemUnmap"); }
 
 size_t CudaDriver::pool_unit_bytes() {
-  // The driver documents no unit, and rounds a cap up to it: 26 MiB let a pool take 32. So one small allocation tells,
-  // from a pool whose cap, rounded up, is one unit (S4).
+  // The driver documents no unit, and rounds a cap up to it: with a cap of 26 MiB a pool took 32. So measure it with
+  // one small allocation, from a pool whose cap, rounded up, is one unit (S4).
   if (!pool_unit_bytes_) {
     Pool pool = create_pool(granularity_bytes_);
     Undo undo_pool([&] { destroy_pool(pool); });
@@ -155,7 +155,7 @@ Pool CudaDriver::create_pool(size_t max_bytes) {
   wanted.max_bytes = max_bytes;
   Pool pool = nullptr;
   check(cuda_.pool_create(&pool, &wanted), "cuMemPoolCreate", Failure::device_memory);
-  // Reuse that follows events, that takes completed frees, and that inserts waits of its own: all three on.
+  // Turn on all three kinds of reuse: after events, after completed frees, and with waits that the driver inserts.
   int on = 1;
   uint64_t keep_everything = UINT64_MAX;
   int code = cuda_.pool_set(pool, 1, &on);
@@ -193,7 +193,7 @@ Stream CudaDriver::create_stream() {
   int least = 0, greatest = 0;
   check(cuda_.stream_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange");
   // Non-blocking: work on the legacy default stream, where torch computes unless told otherwise, must not wait for it.
-  // Before that work: what is decoded is what a later step waits for, and the link waits for the slot that it frees.
+  // Ahead of that work in priority: a later step waits for what is decoded, and the link for the slot that this frees.
   check(cuda_.stream_create(&stream, kNonBlocking, greatest), "cuStreamCreateWithPriority");
   return stream;
 }
@@ -205,7 +205,7 @@ void CudaDriver::synchronize_stream(Stream stream) { check(cuda_.synchronize(str
 bool CudaDriver::is_capturing(Stream stream) {
   int status = 0;
   int code = cuda_.stream_is_capturing(stream, &status);
-  // The legacy default stream cannot be asked while another stream captures: that is an answer too.
+  // The driver refuses this query for the legacy default stream while another captures: that is an answer too.
   if (code == kCaptureImplicit) return true;
   check(code, "cuStreamIsCapturing");
   return status != 0;
@@ -222,7 +222,7 @@ void CudaDriver::record(Event event, Stream stream) { check(cuda_.event_record(e
 void CudaDriver::wait(Stream stream, Event event) { check(cuda_.stream_wait(stream, event, 0), "cuStreamWaitEvent"); }
 
 void CudaDriver::record_external(Event event, Stream stream) {
-  // The flag is refused outside of a capture.
+  // The driver refuses the flag outside a capture.
   unsigned flags = is_capturing(stream) ? kEventExternal : 0;
   check(cuda_.event_record_with_flags(event, stream, flags), "cuEventRecordWithFlags");
 }
@@ -233,7 +233,7 @@ void CudaDriver::wait_external(Stream stream, Event event) {
 }
 
 void CudaDriver::begin_capture(Stream stream) {
-  // What other threads do meanwhile is their own affair.
+  // Thread-local: the capture does not restrict other threads.
   check(cuda_.begin_capture(stream, kCaptureThreadLocal), "cuStreamBeginCapture");
 }
 
@@ -242,7 +242,7 @@ Graph CudaDriver::end_capture(Stream stream) {
   check(cuda_.end_capture(stream, &captured), "cuStreamEndCapture");
   void* instance = nullptr;
   int code = cuda_.graph_instantiate(&instance, captured, 0);
-  cuda_.graph_destroy(captured);  // the instance has all of it
+  cuda_.graph_destroy(captured);  // the instance has everything it needs
   check(code, "cuGraphInstantiateWithFlags");
   return instance;
 }

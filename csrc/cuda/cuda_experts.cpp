@@ -1,4 +1,4 @@
-// The PTX of these kernels, loaded and launched.
+// Loads and launches the PTX of these kernels.
 #include "cuda/cuda_experts.h"
 
 namespace penstock {
@@ -11,7 +11,7 @@ constexpr char kPtx[] =
 constexpr int kMultiprocessorCount = 16;
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarp = 32;
-// Thread blocks for each multiprocessor: enough for the reads that are under way over a link, and for device memory.
+// Thread blocks per multiprocessor: enough for the reads in flight over a link, and for device memory.
 constexpr unsigned kBlocksEach = 4;
 
 }  // namespace

@@ -11,7 +11,7 @@ class CudaExperts {
  public:
   explicit CudaExperts(const CudaLibrary& cuda) : cuda_(cuda) {}
 
-  // The context is current, as for every call. Once is enough.
+  // The context must be current, as for every call. Loading once is enough.
   CudaOutcome load(int device);
   void unload() noexcept;
   CudaOutcome choose(const ChooseCall& call, DeviceStream stream) const;

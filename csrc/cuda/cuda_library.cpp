@@ -1,4 +1,4 @@
-// How libcuda.so.1 is opened: the name and version of each function that is called.
+// Opens libcuda.so.1. Has the name and version of each function that the core calls.
 #include "cuda/cuda_library.h"
 
 #include <dlfcn.h>

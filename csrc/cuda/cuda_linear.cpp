@@ -1,4 +1,4 @@
-// The call's own part of a recipe filled in, and the launch.
+// Fills in the part of a recipe that changes with each call, and launches it.
 #include "cuda/cuda_linear.h"
 
 namespace penstock {

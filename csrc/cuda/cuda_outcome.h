@@ -1,9 +1,9 @@
-// What a few calls of libcuda.so.1 came to; cuda_driver.cpp makes a DriverError of it.
+// The outcome of a few calls of libcuda.so.1. cuda_driver.cpp makes a DriverError of a failure.
 #pragma once
 
 namespace penstock {
 
-// The call that failed, by its name, and what it said; code 0 if none did.
+// The name of the call that failed, and its code. The code is 0 if none failed.
 struct CudaOutcome {
   int code;
   const char* call;

@@ -1,4 +1,4 @@
-// Giving things back, whatever else fails.
+// Cleanup that continues whatever else fails.
 #pragma once
 
 #include <utility>
@@ -7,8 +7,8 @@
 
 namespace penstock {
 
-// Runs what gives something back. It may be called because another call failed, or because the device is lost: what it
-// throws is not news, whatever it is, and must not keep the next thing from being given back.
+// Runs one cleanup action and drops whatever it throws. It may run because another call failed or because the device is
+// lost. So a failure here is no news, and must not keep the next thing from being given back.
 template <typename Action>
 void quietly(Action&& action) noexcept {
   try {
@@ -17,8 +17,8 @@ void quietly(Action&& action) noexcept {
   }
 }
 
-// Waits for what uses something, before that is given back. Twice: drivers also report the failure of earlier work
-// here, without having waited. A second failure means that the device is lost, and with it whatever was at work.
+// Waits until nothing uses a resource any more, before it is given back. Tries twice: a driver may report the failure
+// of earlier work here without having waited. A second failure means that the device is lost, with all work on it.
 template <typename Wait>
 void sync_with_retry(Wait&& wait) noexcept {
   try {
@@ -28,7 +28,7 @@ void sync_with_retry(Wait&& wait) noexcept {
   }
 }
 
-// Gives back on the way out, unless kept.
+// Runs the action on the way out of the scope, unless kept.
 template <typename Action>
 class Undo {
  public:

@@ -1,4 +1,4 @@
-// The same decisions as the kernels': tests compare both, word for word.
+// Makes the same decisions as the kernels; tests compare both, word for word.
 #include "experts/expert_calls.h"
 
 #include <algorithm>
@@ -57,7 +57,7 @@ void take(const Table& table, unsigned expert, unsigned slot) {
   table.source()[expert] = kFirstSlot + 2 * slot + 1;
 }
 
-// By index: whoever is asked for gets a slot, as long as there is one that nobody asks for.
+// By index: every requested expert gets a slot, as long as there is one whose expert is not requested.
 void admit_all(const Table& table, int slots, unsigned now) {
   for (unsigned i = 0; i < table.found_count(); ++i) {
     const unsigned expert = table.found()[i];
@@ -76,7 +76,7 @@ void admit_all(const Table& table, int slots, unsigned now) {
   }
 }
 
-// By ends: nobody is replaced. Slots that are empty go to the experts with the most rows.
+// By ends: no expert is replaced. Empty slots go to the experts with the most rows.
 void admit_most(const Table& table, const ChooseCall& call, unsigned now) {
   for (int slot = 0; slot < call.slots; ++slot) {
     if (table.owner()[slot]) continue;
@@ -149,7 +149,7 @@ void move_experts(const MoveCall& call) {
     const unsigned source = table.source()[expert];
     if (source < kFirstSlot) return whole;
     unsigned char* slot = bytes(call.slots_at) + (size_t)((source - kFirstSlot) / 2) * row_bytes;
-    // Once is enough, and again is the same.
+    // Filling the slot once is enough; filling it again writes the same bytes.
     if ((source - kFirstSlot) % 2) copy(slot, whole);
     return slot;
   };

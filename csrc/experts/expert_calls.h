@@ -1,4 +1,4 @@
-// What kernels do to experts, by the CPU: for the soft driver, and to tell hit rates from a log.
+// What kernels do with experts, on the CPU: for the soft driver, and to compute hit rates from a log.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@ namespace penstock {
 void choose_experts(const ChooseCall& call);
 void move_experts(const MoveCall& call);
 
-// Of what a table has logged: how many would have been hits with so many slots, how many were asked for, and in how many
-// calls. The first quarter warms up, and does not count.
+// From a table's log: how many uses would have been hits with `wanted_slots` slots, how many uses there were, and in
+// how many calls. The first quarter is warm-up and does not count.
 struct HitRate {
   int64_t hits;
   int64_t uses;

@@ -1,4 +1,4 @@
-// How the tensors of a call are read, what is refused of them, and the products that are torch's.
+// Reads the tensors of a call, refuses those that do not fit, and makes the products that torch computes.
 #include "experts/expert_operands.h"
 
 #include <string>
@@ -79,7 +79,7 @@ GroupedOperands::GroupedOperands(const GroupedRequest& request) : request_(reque
   device_.type = request.device_type;
   check_torch(torch_abi().get_device_index(request.x, &device_.index));
   make_tensor({rows_, columns_}, dtype_, device_, result_);
-  // Rows behind the last expert's are nobody's.
+  // Rows behind the last expert's belong to no expert.
   check_torch(torch_abi().zero(result_.get()));
 }
 

@@ -5,7 +5,7 @@
 
 namespace penstock {
 
-// All of it throws TorchRefusal, or CoreError for tensors that do not fit.
+// Everything here throws TorchRefusal, or CoreError for tensors that do not fit.
 class RowsOperands {
  public:
   explicit RowsOperands(const RowsRequest& request);
@@ -17,7 +17,7 @@ class RowsOperands {
   Address index() { return data_address(laid_out(request_.index, device_, sizeof(int64_t), index_copy_)); }
   Address out() const { return data_address(result_.get()); }
 
-  // Where the weight lies whole where it was lent.
+  // For a weight that is whole at the address it was lent at.
   void take_all();
   TensorHandle release_result() { return result_.release(); }
 
@@ -31,7 +31,7 @@ class RowsOperands {
   OwnedTensor result_;
 };
 
-// A product of groups of rows, which may be made of some experts after the others.
+// A product of groups of rows, which may be computed a few experts at a time.
 class GroupedOperands {
  public:
   explicit GroupedOperands(const GroupedRequest& request);
@@ -43,10 +43,10 @@ class GroupedOperands {
   Address ends() { return data_address(laid_out(request_.ends, device_, sizeof(int32_t), ends_copy_)); }
   bool on_cpu() const;
 
-  // With all of the weight, where it was lent.
+  // With the whole weight, at the address it was lent at.
   void multiply_all();
-  // Room for the matrices of experts [first, end), and the product with what was put there. On a GPU `shift` brings their rows
-  // to the beginning and puts the results back: shift(to, from, ends or 0, row_bytes).
+  // Room for the matrices of experts [first, end), and the product with what was put there. On a GPU, `shift` moves
+  // their rows to the beginning and puts the results back: shift(to, from, ends or 0, row_bytes).
   Address room(int64_t first, int64_t end);
   template <typename Shift>
   void multiply(int64_t first, int64_t end, Shift&& shift);

@@ -1,9 +1,9 @@
-// The handler is process-wide and others install theirs too (Python's faulthandler, sanitizers), before us or after us.
-// So every guarded call asks who holds SIGBUS (one system call, small beside a copy) and takes it back if somebody
-// replaced us; those replaced are kept, newest last. A SIGBUS that is not ours is handed to the newest. That one may
-// hand it on to what it found, which may be us again: each re-entry in a thread goes one handler further back, and past
-// the oldest the process ends as it would have without us. A handler installed during a guarded call wins until the
-// next one.
+// The handler is process-wide, and others install theirs too (Python's faulthandler, sanitizers), before us or after
+// us. So every guarded call asks who holds SIGBUS (one system call, small beside a copy) and takes it back if somebody
+// replaced us. The handlers that we replaced are kept, newest last. A SIGBUS that is not ours goes to the newest of
+// them. It may pass the signal on to the handler that it replaced, which may be us again: each re-entry in a thread
+// goes one handler further back, and past the oldest the process ends as it would have without us. A handler installed
+// during a guarded call wins until the next guarded call.
 #include "host/fault_guard.h"
 
 #include <csetjmp>
@@ -106,7 +106,7 @@ void hand_on(int signal_number, siginfo_t* info, void* context) {
   if (before.sa_flags & SA_SIGINFO) {
     before.sa_sigaction(signal_number, info, context);
   } else if (before.sa_handler == SIG_IGN) {
-    // The kernel lets a sent signal be ignored, and no fault.
+    // The kernel lets a process ignore a signal that was sent, but not a fault.
     if (info->si_code > 0) end_process(signal_number);
   } else if (before.sa_handler == SIG_DFL) {
     end_process(signal_number);
@@ -122,13 +122,13 @@ void on_bus_error(int signal_number, siginfo_t* info, void* context) {
   auto address = reinterpret_cast<uintptr_t>(info->si_addr);
   if (is_fault && region && address >= region->start && address < region->end) {
     current_region = nullptr;
-    // What a return from the handler would restore. (Saving the mask in sigsetjmp would be a system call for each
-    // guarded call; and sanitizers call this from a handler of theirs that blocks every signal.)
+    // Restores the mask that a return from the handler would restore. (Saving it in sigsetjmp would cost a system call
+    // for each guarded call. Sanitizers also call this from a handler of theirs that blocks every signal.)
     pthread_sigmask(SIG_SETMASK, &static_cast<ucontext_t*>(context)->uc_sigmask, nullptr);
     siglongjmp(region->jump, 1);
   }
   if (is_fault && chain_depth == 0) report(info);
-  // Sanitizers block every signal here, and the handlers before us count on SIGBUS being heard when they raise it.
+  // Sanitizers block every signal here, but the handlers before us rely on SIGBUS being delivered when they raise it.
   sigset_t bus_error;
   sigemptyset(&bus_error);
   sigaddset(&bus_error, SIGBUS);
@@ -151,7 +151,7 @@ void ensure_installed() noexcept {
   std::lock_guard<std::mutex> lock(install_mutex);
   sigaction(SIGBUS, nullptr, &now);
   if (is_ours(now)) return;
-  // One that comes back (faulthandler disabled and enabled again) takes its old place, so the list stays short.
+  // A handler that comes back (faulthandler disabled and enabled again) takes its old place, so the list stays short.
   int count = replaced_count.load(std::memory_order_relaxed);
   int index = 0;
   while (index < count && !is_same(replaced[index], now)) index++;
@@ -160,7 +160,7 @@ void ensure_installed() noexcept {
   replaced_count.store(index + 1, std::memory_order_release);
   struct sigaction ours = {};
   ours.sa_sigaction = on_bus_error;
-  // Not deferred: a handler that hands on raises the signal again, and means it to be heard at once.
+  // Not deferred: a handler that passes the signal on raises it again, and expects it to be delivered at once.
   ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
   sigemptyset(&ours.sa_mask);
   sigaction(SIGBUS, &ours, nullptr);
@@ -174,7 +174,7 @@ void touch_pages(const void* start, size_t bytes) {
   for (size_t at = to_next_page; at < bytes; at += page_bytes) (void)first[at];
 }
 
-// `read` has no destructor on its frames: the handler jumps over them.
+// `read` must have no destructor on its frames, because the handler jumps over them.
 template <typename Read>
 bool guarded(const void* start, size_t bytes, Read read) noexcept {
   if (!bytes) return true;

@@ -12,8 +12,8 @@ bool guarded_copy(void* to, const void* from, size_t bytes) noexcept;
 // Reads one byte of every page. False as above.
 bool guarded_touch(const void* start, size_t bytes) noexcept;
 
-// A mapping that a stray fault is to be told by its path. The ticket is handed back to forget_mapping before unmapping;
-// it is -1 when the table is full, and a fault there is then told by its address alone.
+// Remembers a mapping, so that the report of a stray fault in it names its path. Give the ticket to forget_mapping
+// before unmapping. It is -1 if the table is full; a fault there is then reported by its address alone.
 int remember_mapping(const void* start, size_t bytes, const char* path) noexcept;
 void forget_mapping(int ticket) noexcept;
 

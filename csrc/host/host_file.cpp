@@ -1,4 +1,4 @@
-// How the weights file is opened, mapped, read ahead, and compared with what it was.
+// Opens and maps the weights file, reads it ahead, and compares it with what it was.
 #include "host/host_file.h"
 
 #include <fcntl.h>
@@ -52,7 +52,7 @@ size_t host_page_bytes() {
 }
 
 HostFile::HostFile(const std::string& path) : path_(path) {
-  // Not blocking: opening a pipe would wait for its writer before it could be refused.
+  // Non-blocking: otherwise opening a pipe would wait for its writer before the pipe could be refused.
   fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd_ < 0) refuse(path, "cannot be opened: " + system_text(errno));
   std::string problem;
@@ -109,7 +109,7 @@ void HostFile::prefault(size_t offset, size_t bytes, int threads, std::atomic<in
       size_t part = std::min(kPrefaultPartBytes, bytes - at);
       const unsigned char* start = data_ + offset + at;
       size_t into_page = (offset + at) % host_page_bytes();
-      // Only advice: what it does not bring in, the touch does, page by page.
+      // Only advice: the touch brings in, page by page, whatever this does not.
       ::madvise(const_cast<unsigned char*>(start - into_page), part + into_page, MADV_WILLNEED);
       if (guarded_touch(start, part))
         done_bytes.fetch_add((int64_t)part);
@@ -128,7 +128,7 @@ void HostFile::prefault(size_t offset, size_t bytes, int threads, std::atomic<in
     }
     work();
   }
-  // Also after success: a file cut within a page reads as zeros there.
+  // Also after success: a file truncated within a page reads as zeros there.
   check_unchanged();
   if (failed_at.load() == SIZE_MAX) return;
   refuse(path_, "cannot be read between bytes " + std::to_string(failed_at.load()) + " and " +

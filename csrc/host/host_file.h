@@ -26,11 +26,11 @@ class HostFile {
   int fd() const { return fd_; }
   const std::string& path() const { return path_; }
 
-  // Throws when the file's size or time of modification is not what it was when it was opened.
+  // Throws if the file's size or modification time has changed since it was opened.
   void check_unchanged() const;
 
-  // Brings the bytes into memory with `threads` threads, of which the caller is one; `done_bytes` grows as they come.
-  // Throws when the file is shorter than it was, or cannot be read.
+  // Brings the bytes into memory with `threads` threads, the caller's included. `done_bytes` grows as they arrive.
+  // Throws if the file is shorter than it was, or cannot be read.
   void prefault(size_t offset, size_t bytes, int threads, std::atomic<int64_t>& done_bytes) const;
 
  private:

@@ -1,4 +1,4 @@
-// The mapping registered chunk by chunk, all or none, and given back.
+// Registers the mapping chunk by chunk, all or none, and unregisters it.
 #include "host/registration.h"
 
 #include <string>
@@ -53,7 +53,7 @@ Registration::Registration(Driver& driver, const HostFile& file, const std::vect
 Registration::~Registration() { release(); }
 
 void Registration::release() noexcept {
-  // When the device cannot even be entered it is gone, and what was registered with it.
+  // If the device cannot even be entered, it is gone, and with it everything that was registered.
   quietly([&] {
     Entered entered(driver_);
     while (!starts_.empty()) {

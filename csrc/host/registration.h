@@ -11,8 +11,8 @@ namespace penstock {
 
 class Registration {
  public:
-  // Chunk i is [ends[i - 1], ends[i]): whole pages, chosen so that no copy spans two, the last one ending at the file's
-  // end rounded up to a page. All or nothing: when one is refused, those before it are given back.
+  // Chunk i is [ends[i - 1], ends[i]). Chunks are whole pages, chosen so that no copy spans two. The last one ends at
+  // the file's end, rounded up to a page. All or nothing: if one chunk is refused, those before it are unregistered.
   Registration(Driver& driver, const HostFile& file, const std::vector<size_t>& ends);
   ~Registration();
   Registration(const Registration&) = delete;

@@ -1,4 +1,4 @@
-// Both ways of bytes to the device: copies out of the mapping, and copies out of staging buffers.
+// The two ways by which bytes reach the device: copies from the mapping, and copies from staging buffers.
 #include "host/source.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 namespace penstock {
 namespace {
 
-// A piece in parts that each fit a staging buffer.
+// Visits a piece in parts that each fit a staging buffer.
 template <typename Visit>
 void for_each_extent(const PieceRecord& piece, const WeightPlaces& places, int64_t buffer_bytes, Visit visit) {
   const int64_t begin = places.offset_of(piece.weight, piece.weight_offset_bytes, piece.bytes);

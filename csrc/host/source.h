@@ -15,13 +15,13 @@ namespace penstock {
 
 class Trace;
 
-// What one copy moved: over the link, and, of packed weights, what became of it.
+// What one copy moved: the bytes over the link and, for packed weights, the bytes that decoding produced.
 struct CopiedBytes {
   int64_t over_link;
   int64_t decoded;
 };
 
-// Device memory for packed weights: slots that their bytes pass through, and those that stay as they are.
+// Device memory for packed weights: slots that their bytes pass through, and stores for those that stay packed.
 struct PackedMemory {
   std::vector<Address> slots;
   int64_t slot_bytes = 0;
@@ -37,31 +37,32 @@ class Source {
  public:
   virtual ~Source() = default;
 
-  // At load, outside of any run.
+  // At load, outside any run.
   virtual void load(const PieceRecord& piece, Address to, Stream stream) = 0;
 
   // The order of the copies to come: `once`, then `cycle` over and over.
   virtual void follow(const std::vector<PieceRecord>& once, const std::vector<PieceRecord>& cycle) = 0;
-  // `trace`, if any, is told when bytes are on their way on a stream of the source's own.
+  // `trace`, if any, is told when bytes are in flight on the source's own stream.
   virtual CopiedBytes copy(const PieceRecord& piece, Address to, Stream stream, Trace* trace = nullptr) = 0;
 
-  // Where kernels read these bytes without a copy, as long as the source lives. Throws where there is no such place.
+  // The address at which kernels read these bytes without a copy, as long as the source lives. Throws if there is none.
   virtual Address direct(int64_t weight, int64_t offset_bytes, int64_t bytes) = 0;
 
-  // Whether a copy can be made again and again without the host: from an address that stays, whatever came before.
+  // Whether a copy can be repeated without the host: from a fixed address, whatever was copied before.
   virtual bool is_fixed() const = 0;
 
-  // Of a copy, what goes over the link.
+  // How many bytes of a copy go over the link.
   virtual int64_t link_bytes(const PieceRecord& piece) const { return piece.bytes; }
 
-  // When a plan is installed, before anything is loaded; and with none before its memory goes, when all has ended.
+  // Called when a plan is installed, before anything is loaded. Called again, with no memory, when all work has ended
+  // and before the plan's memory goes.
   virtual void take_memory(const PackedMemory& memory);
-  // Overwrites what a run that failed may have left in that memory and nobody has decoded. Nothing is under way.
+  // Overwrites what a failed run may have left undecoded in that memory. Nothing is in flight.
   virtual void poison(Stream) {}
-  // Waits for work on a stream of its own, if it has one.
+  // Waits for work on the source's own stream, if it has one.
   virtual void finish() noexcept {}
   virtual Stream link_stream() const { return nullptr; }
-  // Around a capture, with what will be copied in it, in that order, on a stream that is captured if there is any.
+  // Around a capture. Takes the pieces to copy in it, in order, and their stream, which is captured if there are any.
   virtual void begin_capture(const std::vector<PieceRecord>&, Stream) {}
   virtual void end_capture() noexcept {}
 };

@@ -1,4 +1,4 @@
-// The readers' threads and the ring of buffers between them and the copies (S10).
+// The reader threads, and the ring of buffers between them and the copies (S10).
 #include "host/staging.h"
 
 #include <fcntl.h>
@@ -14,7 +14,7 @@
 namespace penstock {
 namespace {
 
-// Between two parts a reader looks whether its order is still wanted: dropping one must not wait for a slow disk.
+// Between two parts a reader checks whether its order is still wanted: dropping an order must not wait for a slow disk.
 constexpr size_t kReadPartBytes = (size_t)4 << 20;
 
 std::string extent_text(const Extent& extent) {
@@ -72,7 +72,7 @@ void Staging::release() noexcept {
     entered = true;
   });
   for (Buffer& buffer : buffers_) {
-    // Twice: drivers also report the failure of earlier work here, without having waited. A second failure means that
+    // Twice: a driver may report the failure of earlier work here without having waited. A second failure means that
     // the device is lost, and with it the copy.
     quietly([&] { await_copy(buffer); });
     quietly([&] { await_copy(buffer); });
@@ -143,7 +143,7 @@ void Staging::copy_next(const Extent& expected, Address to, Stream stream) {
     driver_.copy_to_device(to, buffer.memory, (size_t)expected.bytes, stream);
     driver_.record(buffer.copied, stream);
   } catch (const CoreError&) {
-    // S10: the copy may be under way without an event that tells of its end. The first error is the one to report.
+    // S10: the copy may be in flight without an event that marks its end. The first error is the one to report.
     quietly([&] { driver_.synchronize_stream(stream); });
     throw;
   }
@@ -201,7 +201,7 @@ void Staging::fill(Buffer& buffer, const Extent& extent) {
     buffer.failure = error.failure;
     buffer.problem = error.what();
   } catch (const std::exception& error) {
-    // Nothing may leave a thread.
+    // No exception may leave a thread.
     buffer.failure = Failure::host_read;
     buffer.problem = error.what();
   }
@@ -215,7 +215,7 @@ void Staging::await_copy(Buffer& buffer) {
 }
 
 void Staging::read_extent(unsigned char* to, const Extent& extent) {
-  // The kernel's own reading ahead knows nothing of the order; this asks for the whole extent at once.
+  // The kernel's own read-ahead does not know the order, so this asks for the whole extent at once.
   ::posix_fadvise(file_.fd(), extent.offset_bytes, extent.bytes, POSIX_FADV_WILLNEED);
   int64_t done = 0;
   while (done < extent.bytes && !abandon_.load(std::memory_order_relaxed)) {

@@ -1,4 +1,4 @@
-// Weights that are not registered: a bounded ring of pinned buffers, which readers fill from the file ahead of use.
+// For weights that are not registered: a bounded ring of pinned buffers, which readers fill from the file ahead of use.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace penstock {
 
-// Bytes of the file; at most one buffer.
+// Bytes of the file, at most one buffer of them.
 struct Extent {
   int64_t offset_bytes;
   int64_t bytes;
@@ -31,15 +31,15 @@ class Staging {
   Staging& operator=(const Staging&) = delete;
 
   // The order in which extents will be asked for: `once`, then `cycle` over and over. Reading ahead begins right away;
-  // what was read ahead for another order is dropped. Waits for copies that still read the buffers. After a failure of
-  // the driver no order is followed.
+  // what was read ahead for another order is dropped. Waits for copies that still read the buffers. If the driver
+  // fails, no order is followed afterwards.
   void follow(std::vector<Extent> once, std::vector<Extent> cycle);
 
-  // Waits until the next extent of the order is read, then copies it to the device on `stream`. Failure::usage when
-  // `expected` is not the next extent, Failure::host_read when it could not be read; neither moves the order on.
+  // Waits until the next extent of the order is read, then copies it to the device on `stream`. Failure::usage if
+  // `expected` is not the next extent, Failure::host_read if it could not be read. Neither advances the order.
   void copy_next(const Extent& expected, Address to, Stream stream);
 
-  // Any number of bytes, outside an order, and only while none is followed. The bytes are in place when it returns.
+  // Copies any number of bytes, only while no order is followed. They are in place when it returns.
   void copy_now(int64_t offset_bytes, int64_t bytes, Address to, Stream stream);
 
   size_t host_bytes() const { return buffer_bytes_ * buffers_.size(); }
@@ -72,7 +72,7 @@ class Staging {
   std::vector<Buffer> buffers_;
   std::vector<std::thread> readers_;
   std::atomic<int64_t> bytes_read_{0};
-  // Readers give up what they are reading.
+  // Tells readers to give up what they are reading.
   std::atomic<bool> abandon_{false};
 
   std::mutex mutex_;

@@ -1,4 +1,4 @@
-// Where the weights of a session lie in their file, by number. A packed one lies there packed.
+// Where the weights of a session lie in their file, by number. A packed weight lies there packed.
 #pragma once
 
 #include <string>
@@ -18,11 +18,11 @@ struct FileExtent {
 class WeightPlaces {
  public:
   WeightPlaces() = default;
-  // Throws CoreError(host_read) where one lies outside of the file.
+  // Throws CoreError(host_read) if a weight lies outside the file.
   WeightPlaces(const std::string& path, std::vector<FileExtent> places, int64_t file_bytes)
       : places_(std::move(places)) {
     for (const FileExtent& place : places_)
-      // As a difference: a sum of numbers from a file may overflow.
+      // Compared by difference: a sum of numbers from a file may overflow.
       if (place.offset_bytes < 0 || place.bytes < 0 || place.offset_bytes > file_bytes ||
           place.bytes > file_bytes - place.offset_bytes)
         throw CoreError(Failure::host_read, "weights file " + path + " is truncated: it has " +
@@ -35,7 +35,7 @@ class WeightPlaces {
   size_t count() const { return places_.size(); }
   const FileExtent& operator[](size_t weight) const { return places_[weight]; }
 
-  // Of bytes of a weight: where in the file. Throws CoreError(usage) where the weight does not have them.
+  // The offset in the file of these bytes of a weight. Throws CoreError(usage) if the weight does not have them.
   int64_t offset_of(int64_t weight, int64_t offset_bytes, int64_t bytes) const {
     if (weight < 0 || weight >= (int64_t)places_.size() || offset_bytes < 0 || bytes < 0 ||
         offset_bytes > places_[(size_t)weight].bytes || bytes > places_[(size_t)weight].bytes - offset_bytes)

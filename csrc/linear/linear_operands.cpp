@@ -1,4 +1,4 @@
-// How the tensors of a call are read, and what is refused of them.
+// Reads the tensors of a call, and refuses those that do not fit.
 #include "linear/linear_operands.h"
 
 #include <string>

@@ -6,8 +6,8 @@
 
 namespace penstock {
 
-// Sizes that were checked, and a result to be filled. All of it throws TorchRefusal, or CoreError for tensors that make
-// no product.
+// Checked sizes, and a result to fill. Everything here throws TorchRefusal, or CoreError for tensors that make no
+// product.
 class LinearOperands {
  public:
   explicit LinearOperands(const LinearRequest& request);
@@ -17,9 +17,9 @@ class LinearOperands {
   int64_t depth() const { return depth_; }
   bool is_bf16() const;
 
-  // The library's product into the result.
+  // Writes the library's product into the result.
   void multiply();
-  // Operands as our own kernels take them: 16-bit floats, x and the bias copied if they do not lie as they must.
+  // The operands as our own kernels take them: 16-bit floats; x and the bias are copied unless contiguous and aligned.
   LinearCall call();
 
   TensorHandle release_result() { return result_.release(); }

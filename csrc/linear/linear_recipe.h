@@ -1,5 +1,5 @@
 // How the kernel of a linear is launched. The core never decides a tile: whoever offers the kernel prepares one recipe
-// for each case, with everything in it but what changes from call to call. src/penstock/direct/recipes.py mirrors both.
+// per case, which holds all but what changes from call to call. src/penstock/direct/recipes.py mirrors case and recipe.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace penstock {
 
-// What a recipe is for. The addresses are those of the present plan.
+// What a recipe is for. The addresses are those of the current plan.
 struct LinearCase {
   int64_t method;
   int64_t access;
@@ -35,10 +35,10 @@ static_assert(sizeof(LinearCase) == 72, "mirrored in Python");
 static_assert(sizeof(SplitParams) == 768 && alignof(SplitParams) == 128, "mirrored in Python");
 static_assert(offsetof(LinearRecipe, params) == 128 && sizeof(LinearRecipe) == 896, "mirrored in Python");
 
-// 0 when the recipe was made.
+// Returns 0 if it made the recipe.
 using PrepareLinear = int32_t (*)(const LinearCase*, LinearRecipe*);
 
-// What changes from call to call. Rows of x and y lie one after the other, x at a multiple of 16 bytes.
+// What changes from call to call. x and y are contiguous, and x starts at a multiple of 16 bytes.
 struct LinearCall {
   uint64_t x_address;
   uint64_t y_address;

@@ -1,4 +1,4 @@
-// The sums themselves, from half precision and back.
+// The sums themselves, with the conversions from half precision and back.
 #include "linear/linear_reference.h"
 
 #include <cstring>
@@ -7,7 +7,7 @@
 namespace penstock {
 namespace {
 
-// Tokens that are summed side by side. The last group is filled up, so that every sum is made by the same instructions.
+// Tokens that are summed side by side. The last group is padded, so that the same instructions make every sum.
 constexpr int64_t kGroup = 8;
 
 float from_bits(uint32_t bits) {
@@ -45,7 +45,7 @@ struct Float16 {
     uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
     auto sign = (uint16_t)(bits >> 16 & 0x8000);
     if (is_nan(bits)) return 0x7E00;
-    // From 65,536 on. What is less and rounds to that becomes infinity below.
+    // From 65,536 on. A smaller value that rounds to 65,536 becomes infinity below.
     if (magnitude >= 0x47800000u) return sign | 0x7C00;
     if (magnitude < 0x38800000u) {
       // Subnormal: this sum's last bit is worth 2^-24, and the addition rounds to it.

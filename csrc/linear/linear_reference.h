@@ -1,4 +1,4 @@
-// The linear of a machine without a GPU: slow, in one fixed order of sums, so that the bits of a result do not depend
+// The linear for a machine without a GPU. It is slow and sums in one fixed order, so the bits of a result do not depend
 // on where the rows of the weight lie.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace penstock {
 
-// On the calling thread. Addresses are those of the process.
+// Runs on the calling thread. Addresses are those of the process.
 void reference_linear(const LinearCase& which, const LinearCall& call);
 
 }  // namespace penstock

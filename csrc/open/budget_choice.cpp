@@ -1,4 +1,4 @@
-// Chooses a budget, holds it against the floor, and words both.
+// Chooses a budget, compares it with the floor, and words the messages.
 #include "open/budget_choice.h"
 
 #include <algorithm>
@@ -58,7 +58,7 @@ int64_t budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes) 
 }
 
 // On a GPU the reserve is for what appears after the load: libraries' workspaces, kernels loaded at their first launch,
-// the allocator's rounding. Main memory is shared with every other process, so more of it is left alone.
+// the allocator's rounding. Main memory is shared with every other process, so more of it stays free.
 int64_t reserve_bytes(int64_t total_bytes, bool on_gpu) {
   return std::max(kLeastReserveBytes, total_bytes / (on_gpu ? 50 : 20));
 }
@@ -78,7 +78,7 @@ void choose_budget(PenstockBudget& budget) {
                         (budget.origin == PENSTOCK_BUDGET_CHANGE ? "" : ", or weight_offload_budget_mb=" + mebibytes) +
                         ", or more");
   }
-  // Pages are whole: the floor of a small program may exceed the bytes of its weights.
+  // Pages are whole, so the floor of a small program may exceed the bytes of its weights.
   budget.budget_bytes = std::min(budget.asked_bytes, std::max(budget.full_bytes, budget.floor_bytes));
 }
 

@@ -1,4 +1,4 @@
-// Compares what a program was built for with what is here, and words the refusal.
+// Compares what a program was built for with what it finds here, and words the refusal.
 #include "open/build_check.h"
 
 #include <string>
@@ -13,7 +13,7 @@ std::string minor_of(const std::string& version) { return version.substr(0, vers
 
 [[noreturn]] void refuse(const std::string& text) { throw CoreError(Failure::build, text); }
 
-// Of other families than x86, only the same.
+// Outside x86, only the same instructions run.
 bool runs_on(const std::string& instructions, const std::string& cpu) {
   return instructions == cpu || (instructions == "AVX2" && cpu == "AVX512");
 }

@@ -5,8 +5,8 @@
 
 namespace penstock {
 
-// Torch must be of the same minor version, machine and compute capability the same, and the CPU able to run the code.
-// Throws CoreError(build).
+// Torch's minor version, the machine and the compute capability must be the same, and the CPU must be able to run the
+// code. Throws CoreError(build).
 void check_build(const PenstockBuild& built, const PenstockBuild& here);
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Writes an amount of bytes to the digit as Python does.
+// Writes an amount of bytes exactly as Python does, to the digit.
 #include "open/byte_text.h"
 
 #include <cstdio>
@@ -22,7 +22,7 @@ std::string format_bytes(int64_t bytes) {
   const char* const units[] = {"KiB", "MiB", "GiB", "TiB"};
   uint64_t unit_bytes = 1024;
   size_t unit = 0;
-  // The next unit is due as soon as two decimals would round to 1024 of this one.
+  // The next unit is used as soon as two decimals would round to 1024 of this one.
   for (; unit < 3 && hundredths(count, unit_bytes) >= 102400; ++unit) unit_bytes *= 1024;
   const uint64_t found = hundredths(count, unit_bytes);
   char text[32];

@@ -1,4 +1,4 @@
-// Amounts of bytes for people.
+// Amounts of bytes as text for people.
 #pragma once
 
 #include <cstdint>

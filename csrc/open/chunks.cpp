@@ -14,7 +14,7 @@ using Span = std::pair<int64_t, int64_t>;
 
 int64_t page_up(int64_t bytes, int64_t page_bytes) { return (bytes + page_bytes - 1) / page_bytes * page_bytes; }
 
-// The pages of the extents as (start, end), those that share a page as one.
+// The pages of the extents as (start, end). Extents that share a page make one span.
 std::vector<Span> page_spans(std::vector<FileExtent> extents, int64_t page_bytes) {
   std::sort(extents.begin(), extents.end(),
             [](const FileExtent& a, const FileExtent& b) { return a.offset_bytes < b.offset_bytes; });
@@ -46,7 +46,7 @@ std::vector<size_t> chunk_ends(const std::vector<FileExtent>& extents, int64_t f
   while (whole - start > limit_bytes) {
     int64_t end = (start + limit_bytes) / page_bytes * page_bytes;
     while (at < spans.size() && spans[at].second <= end) ++at;
-    // The limit falls into a weight: end before it, or after it where it begins the chunk.
+    // The limit falls inside a weight: end before it, or after it if the chunk begins with it.
     if (at < spans.size() && spans[at].first < end) end = spans[at].first > start ? spans[at].first : spans[at].second;
     ends.push_back((size_t)end);
     start = end;

@@ -24,7 +24,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the two versions of cgroups call the same things.
+// The names that the two versions of cgroups have for the same things.
 struct CgroupFiles {
   // More than one may limit: above memory.high nothing is killed, but with pinned pages everything crawls.
   std::vector<const char*> limits;
@@ -55,7 +55,7 @@ int64_t number_of(const std::string& text, const fs::path& path) {
     const unsigned long long value = std::stoull(text, &end);
     if (end == text.size()) return (int64_t)std::min<unsigned long long>(value, INT64_MAX);
   } catch (const std::exception&) {
-    // Told below, as any other text that is no number.
+    // Reported below, like any other text that is no number.
   }
   cannot_tell(path.string() + " says '" + text + "', which is no number");
 }
@@ -86,7 +86,7 @@ bool has_memory(const std::string& controllers) {
   return false;
 }
 
-// Every cgroup folder above this process, its own first; a limit anywhere on the way holds.
+// Every cgroup folder above this process, its own first; a limit of any of them applies.
 std::vector<Cgroup> cgroups(const fs::path& root) {
   std::vector<Cgroup> found;
   std::ifstream table(root / "proc/self/cgroup");
@@ -98,7 +98,7 @@ std::vector<Cgroup> cgroups(const fs::path& root) {
     if (!is_version_2 && !has_memory(controllers)) continue;
     const fs::path mount = root / "sys/fs/cgroup";
     const fs::path base = is_version_2 ? mount : mount / "memory";
-    // In a container the path may be the host's, of which only the mount point itself is visible.
+    // In a container the path may be the host's, and only the mount point itself is visible.
     for (fs::path step = fs::path("/" + line.substr(second + 1)).lexically_normal().relative_path();;
          step = step.parent_path()) {
       const fs::path folder = step.empty() ? base : base / step;
@@ -133,7 +133,7 @@ std::optional<HostLimit> cgroup_limit(const Cgroup& group, int64_t pinned) {
                        " are in use and cannot be reclaimed)"};
 }
 
-// File systems whose files are memory: nothing is brought in when their pages are pinned.
+// Whether the file system keeps its files in memory. Pinning their pages then brings nothing in.
 bool is_memory_file(dev_t device, const fs::path& root) {
   std::ifstream table(root / "proc/self/mountinfo");
   const std::string name = std::to_string(major(device)) + ":" + std::to_string(minor(device));
@@ -157,11 +157,11 @@ struct stat status_of(const std::string& path) {
   return status;
 }
 
-// What this process has been promised, and what of it the machine does not say is in use.
+// What this process has been promised, and how much of that the machine does not yet report as in use.
 struct Promises {
   struct File {
     int64_t count = 0;
-    // Of the file cache, once it has come; until then, of what is available.
+    // Taken from the file cache once the file has come (pinned), until then from what is available (coming).
     int64_t pinned_bytes = 0;
     int64_t coming_bytes = 0;
     bool has_come = false;
@@ -201,7 +201,7 @@ struct Promises {
   }
 };
 
-// Never destroyed: sessions may go after static objects do.
+// Never destroyed: sessions may outlive static objects.
 Promises& promises() {
   static Promises* made = new Promises;
   return *made;
@@ -233,7 +233,7 @@ std::unique_ptr<HostShare> HostShare::of_file(const std::string& path, int64_t e
   Promises::File& file = promises().files[{status.st_dev, status.st_ino}];
   if (!file.count++) {
     file.coming_bytes = bytes;
-    // What lies on a memory file system is no file cache, and was never counted as available.
+    // A file on a memory file system is no file cache, and was never counted as available.
     file.pinned_bytes = is_memory_file(status.st_dev, root) ? 0 : (int64_t)status.st_size;
   }
   promises().rest_bytes += extra_bytes;

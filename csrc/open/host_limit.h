@@ -14,34 +14,35 @@ namespace penstock {
 
 struct HostLimit {
   int64_t available_bytes;
-  // What says so, for people.
+  // Where the limit comes from, for messages.
   std::string source;
 };
 
-// The smallest of the machine's and of every cgroup limit above this process. `root` holds proc/ and sys/.
+// The smallest limit: the machine's, or that of any cgroup above this process. `root` holds proc/ and sys/.
 //
-// File cache counts as available. Pinning a weights file pins pages of the file cache: those that are cached already are
-// part of what the cgroup has in use, and pinning them adds nothing; the others push out cache of other files. Either
-// way the bytes that must remain are those in use less the file cache. (Pages of the file that another cgroup brought in
-// are charged there; counting them here errs on the safe side.) What cannot be pushed out is cache that is pinned: the
-// kernel still lists it as file cache, so `pinned_bytes` are taken off. Throws CoreError(host_memory).
+// File cache counts as available. Pinning a weights file pins pages of the file cache. Pages that are cached already
+// are part of what the cgroup has in use, and pinning them adds nothing; the others push out cache of other files.
+// Either way the bytes that must remain are those in use less the file cache. (Pages of the file that another cgroup
+// brought in are charged there; counting them here errs on the safe side.) Pinned cache cannot be pushed out, but the
+// kernel still lists it as file cache, so `pinned_bytes` are subtracted. Throws CoreError(host_memory).
 HostLimit host_limit(const std::string& root, int64_t pinned_bytes);
 
-// The host memory of one load: refused where it exceeds the limit, before anything is pinned, and counted from then on, in
-// one step. So of two loads at once the second is checked against what the first leaves. Throws CoreError(host_memory).
+// The host memory of one load. In one step, before anything is pinned, it is refused if it exceeds the limit, and
+// counted from then on if not. So of two loads at once the second is checked against what the first leaves. Throws
+// CoreError(host_memory).
 class HostShare {
  public:
-  // Of buffers that are still to be allocated. `purpose` reads on from "for".
+  // For buffers that are not allocated yet. `purpose` continues a message after "for".
   HostShare(int64_t bytes, const std::string& purpose, const std::string& root = "/");
-  // A whole weights file, counted once however often it is loaded, and so many bytes beside it.
+  // For a whole weights file, counted once however often it is loaded, and `extra_bytes` beside it.
   static std::unique_ptr<HostShare> of_file(const std::string& path, int64_t extra_bytes, const std::string& root = "/");
   ~HostShare();
   HostShare(const HostShare&) = delete;
   HostShare& operator=(const HostShare&) = delete;
 
-  // All of the file is in the file cache now: it is among pinned_bytes().
+  // All of the file is in the file cache now, so pinned_bytes() includes it.
   void file_has_come();
-  // Whatever else was promised is allocated: the machine counts it as used, page by page as it is touched.
+  // Whatever else was promised is allocated now: the machine counts it as used, page by page, as it is touched.
   void rest_is_allocated();
 
  private:
@@ -51,9 +52,9 @@ class HostShare {
   int64_t promised_bytes_ = 0;
 };
 
-// Of the weights files that this process has in the file cache.
+// The bytes of weights files that this process has in the file cache.
 int64_t pinned_bytes();
-// What registering this file takes of the limit: its size, less what is there for good already.
+// How much of the limit registering this file takes: its size, less what is in memory for good already.
 int64_t bytes_to_pin(const std::string& path, const std::string& root = "/");
 
 }  // namespace penstock

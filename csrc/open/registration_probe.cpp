@@ -1,4 +1,4 @@
-// Starts the probe, talks to it through a pipe, and ends it where it hangs.
+// Starts the probe, reads its output through a pipe, and kills it if it hangs.
 #include "open/registration_probe.h"
 
 #include <dlfcn.h>
@@ -26,11 +26,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often whoever waits is asked whether it still does.
+// How often the waiting caller is asked whether to go on.
 constexpr int kTickMs = 20;
-// A process that waits in the kernel outlives even SIGKILL; nobody must wait for it for ever.
+// A process that waits in the kernel survives even SIGKILL, so nobody may wait for it forever.
 constexpr std::chrono::seconds kKillGrace{5};
-// Of what a child says only the end is told.
+// Only the end of a child's output is kept.
 constexpr size_t kMostSaidBytes = 4096;
 
 [[noreturn]] void refuse(const std::string& path, int32_t device_index, const std::string& problem) {
@@ -54,7 +54,7 @@ class SpawnActions {
     posix_spawn_file_actions_addopen(&files, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
     posix_spawn_file_actions_adddup2(&files, output, STDOUT_FILENO);
     posix_spawn_file_actions_adddup2(&files, output, STDERR_FILENO);
-    // A session of its own: an interrupt at the terminal is for whoever asked. Signals as a new process has them.
+    // A session of its own: an interrupt at the terminal is for the process that asked. Signals as in a new process.
     posix_spawnattr_init(&attributes);
     posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
     sigset_t signals;
@@ -102,7 +102,7 @@ void ProbeAnswers::keep(const Key& key, const std::string& problem) {
 }
 
 ProbeAnswers& probe_answers() {
-  // Never destroyed: a thread may still ask while static objects go.
+  // Never destroyed: a thread may still ask while static objects are destroyed.
   static ProbeAnswers* made = new ProbeAnswers;
   return *made;
 }
@@ -149,7 +149,7 @@ void RegistrationProbe::require(int32_t (*on_wait)(int64_t)) {
 std::string RegistrationProbe::answer(int32_t (*on_wait)(int64_t)) {
   const Clock::time_point deadline = Clock::now() + std::chrono::microseconds((int64_t)(timeout_s_ * 1e6));
   for (;;) {
-    // Another one of the same device and file system may have been answered meanwhile.
+    // Another probe of the same device and file system may have been answered meanwhile.
     if (const auto known = answers_.find(key_)) return *known;
     if (on_wait && on_wait(0)) {
       kill_child();
@@ -170,18 +170,18 @@ std::string RegistrationProbe::answer(int32_t (*on_wait)(int64_t)) {
   }
 }
 
-// Waits for a tick at most. What it said is then known.
+// Waits for a tick at most. If the child has ended, all of its output has been read.
 bool RegistrationProbe::has_ended() {
   pollfd output{output_, POLLIN, 0};
   poll(&output, 1, kTickMs);
-  // Closed, and it goes on or is about to end: there is nothing to wait for on the pipe.
+  // The pipe is closed, so there is nothing to wait for on it. The child goes on or is about to end.
   if (output.revents == POLLHUP) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   read_output();
   const pid_t ended = waitpid(child_, &status_, WNOHANG);
   if (!ended) return false;
   child_ = 0;
   read_output();
-  // A process that ignores SIGCHLD never learns how a child ended; what it said is enough.
+  // A process that ignores SIGCHLD never learns how a child ended; the child's output is enough.
   if (ended < 0) status_ = W_EXITCODE(last_line(said_) == kProbeSucceeded ? 0 : kProbeRefused, 0);
   return true;
 }
@@ -197,7 +197,7 @@ void RegistrationProbe::read_output() {
 std::string RegistrationProbe::kill_child() {
   const pid_t child = child_;
   child_ = 0;
-  // Its group, which is its own; it may have ended already.
+  // Kills its process group, which is its own. It may have ended already.
   kill(-child, SIGKILL);
   for (const auto deadline = Clock::now() + kKillGrace; Clock::now() < deadline;
        std::this_thread::sleep_for(std::chrono::milliseconds(1)))

@@ -1,4 +1,4 @@
-// Whether one page of a file can be registered with a device, found out in a process of its own (probe/main.cpp).
+// Finds out whether one page of a file can be registered with a device, in a separate process (probe/main.cpp).
 #pragma once
 
 #include <sys/types.h>
@@ -12,8 +12,8 @@
 
 namespace penstock {
 
-// What each device said of each file system: the problem in words, empty where there is none. A driver does not change
-// its mind within a process.
+// The answer for each device and file system: the problem in words, empty if there is none. A driver's answer does not
+// change within a process.
 class ProbeAnswers {
  public:
   using Key = std::pair<int32_t, dev_t>;
@@ -25,26 +25,26 @@ class ProbeAnswers {
   std::map<Key, std::string> known_;
 };
 
-// Of this process.
+// The answers of this process.
 ProbeAnswers& probe_answers();
 
-// The probe beside the core.
+// The path of the probe, which lies beside the core.
 std::string probe_program();
 
-// Begun here and asked later, so that it goes on beside other work: a CUDA context takes as long as planning does.
-// Where the answer is known there is no child.
+// Starts at construction and is asked later, so that it runs beside other work: a CUDA context takes as long as
+// planning does. If the answer is known already, there is no child.
 class RegistrationProbe {
  public:
-  // Throws CoreError(registration) where no child can be started, and CoreError(host_read) where there is no such file.
+  // Throws CoreError(registration) if no child can be started, and CoreError(host_read) if there is no such file.
   RegistrationProbe(const std::string& path, int32_t device_index, const std::string& program = probe_program(),
                     double timeout_s = 30, ProbeAnswers& answers = probe_answers());
-  // A child that nobody asked for its answer, or that another one has answered for, is killed.
+  // Kills a child that nobody asked for its answer, or whose answer another probe has found.
   ~RegistrationProbe();
   RegistrationProbe(const RegistrationProbe&) = delete;
   RegistrationProbe& operator=(const RegistrationProbe&) = delete;
 
-  // Waits for the answer. `on_wait` is asked again and again meanwhile, and gives up by what is not 0: then there is no
-  // answer. May be null. Throws CoreError(registration) where the file cannot be registered.
+  // Waits for the answer, and calls `on_wait` again and again meanwhile. If that returns anything but 0, it gives up
+  // and there is no answer. `on_wait` may be null. Throws CoreError(registration) if the file cannot be registered.
   void require(int32_t (*on_wait)(int64_t));
 
  private:

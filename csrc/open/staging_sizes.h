@@ -1,4 +1,4 @@
-// How many buffers of which size weights are staged through, within a cap. Pure.
+// The number and size of staging buffers within a cap, and the number of reader threads. Pure.
 #pragma once
 
 #include <algorithm>

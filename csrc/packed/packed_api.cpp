@@ -1,4 +1,4 @@
-// Packing and unpacking on the host, in threads: what the commands pack and unpack, and verification, stand on.
+// Packing and unpacking on the host, in threads. The commands pack and unpack, and verification, use it.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -9,7 +9,7 @@
 namespace penstock {
 namespace {
 
-// Calls visit(block, begin of it in the weight, its bytes) for every block, in threads.
+// Calls visit(block, its begin in the weight, its bytes) for every block, in threads.
 template <typename Visit>
 void for_each_block(int64_t raw_bytes, int32_t threads, Visit visit) {
   in_parallel((raw_bytes + kBlockRawBytes - 1) / kBlockRawBytes, threads, [&](int64_t block) {
@@ -29,7 +29,7 @@ using namespace penstock;
 
 extern "C" {
 
-// Room that pack_blocks needs for so many bytes; -1: not a kind, or not whole values.
+// The room that pack_blocks needs for `raw_bytes`; -1: not a kind, or not whole values.
 int64_t penstock_packed_most_bytes(int32_t kind, int64_t raw_bytes) {
   if (!are_values(kind, raw_bytes)) return -1;
   int64_t whole = raw_bytes / kBlockRawBytes, rest = raw_bytes % kBlockRawBytes;
@@ -37,15 +37,15 @@ int64_t penstock_packed_most_bytes(int32_t kind, int64_t raw_bytes) {
          (rest ? most_block_bytes((PackedKind)kind, rest) : 0);
 }
 
-// Bytes of a weight, from the beginning of a block on. The packed blocks come to stand one behind the other; block_bytes
-// takes the size of each. Returns their sum; -1 as above, or when `capacity` is less than the room that is needed.
+// Packs bytes of a weight, from the beginning of a block on. The packed blocks are written one behind the other, and
+// the size of each goes to block_bytes. Returns their sum; -1 as above, or if `capacity` is less than the room needed.
 int64_t penstock_pack_blocks(int32_t kind, const unsigned char* raw, int64_t raw_bytes, unsigned char* out,
                              int64_t capacity, int64_t* block_bytes, int32_t threads) {
   int64_t most = penstock_packed_most_bytes(kind, raw_bytes);
   if (most < 0 || capacity < most) return -1;
   int64_t end = 0;
   if (threads <= 1) {
-    // Each where the one before it ends: nothing needs to be moved.
+    // Writes each block where the one before it ends, so nothing needs to be moved.
     for_each_block(raw_bytes, 1, [&](int64_t block, int64_t begin, int64_t bytes) {
       block_bytes[block] = pack_block((PackedKind)kind, raw + begin, bytes, out + end);
       end += block_bytes[block];
@@ -63,7 +63,7 @@ int64_t penstock_pack_blocks(int32_t kind, const unsigned char* raw, int64_t raw
   return end;
 }
 
-// The way back. Returns 0; 1 when the sizes cannot be those of such blocks.
+// The inverse. Returns 0; 1 if the sizes cannot be those of such blocks.
 int32_t penstock_unpack_blocks(int32_t kind, const unsigned char* packed, int64_t packed_bytes,
                                const int64_t* block_bytes, int64_t raw_bytes, unsigned char* out, int32_t threads) {
   if (!are_values(kind, raw_bytes)) return 1;

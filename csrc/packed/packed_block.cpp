@@ -1,4 +1,4 @@
-// Loops over the values of a tile are worth vectors, which -O2 seldom makes.
+// Loops over the values of a tile are worth vectorizing, which -O2 seldom does.
 #pragma GCC optimize("O3")
 
 #include "packed/packed_block.h"
@@ -19,7 +19,7 @@ constexpr int kPlanes = 3;
 
 bool has_levels(PackedKind kind) { return kind == PackedKind::bfloat16_levels; }
 
-// The code of each exponent of a tile, 0 for an escape. Seven comparisons of whole vectors are less than a lookup each.
+// The code of each exponent of a tile, 0 for an escape. Comparing whole vectors seven times beats one lookup per value.
 void encode_tile(const unsigned char* exponents, const unsigned char* table, int used, unsigned char* __restrict codes) {
   unsigned char wanted[kCodes + 1], told[kCodes + 1];
   for (int code = 1; code <= kCodes; ++code) {
@@ -33,19 +33,19 @@ void encode_tile(const unsigned char* exponents, const unsigned char* table, int
   }
 }
 
-// Exponents to themselves, counted, and the rests to where they belong.
+// Separates and counts the exponents, and writes the rests where they belong.
 template <typename Float>
 void part_values(const BlockLayout& layout, const unsigned char* raw, unsigned char* packed, unsigned char* exponents,
                  uint32_t* counts_of_all) {
   using Word = typename Float::Word;
-  // Eight of each, so that equal exponents in a row do not wait for one another. Half of the values tell enough.
+  // Eight counters each, so that equal exponents in a row do not wait for one another. Half of the values are enough.
   uint32_t counts[8][256] = {};
   for (int64_t tile = 0; tile < layout.tiles; ++tile) {
     const int64_t begin = tile * kTileValues, count = layout.values - begin;
     const unsigned char* values = raw + begin * (int64_t)sizeof(Word);
     Word filled_up[kTileValues];
     if (count < kTileValues) {
-      // Values that are not there take after the last that is.
+      // Missing values repeat the last one.
       std::memcpy(filled_up, values, (size_t)count * sizeof(Word));
       std::fill(filled_up + count, filled_up + kTileValues, filled_up[count - 1]);
       values = reinterpret_cast<unsigned char*>(filled_up);
@@ -71,7 +71,7 @@ void part_values(const BlockLayout& layout, const unsigned char* raw, unsigned c
   }
 }
 
-// The code of seven exponents. Returns the bytes of the block.
+// Packs in the code of seven exponents. Returns the bytes of the block.
 inline int64_t pack_codes(const BlockLayout& layout, const unsigned char* exponents, const uint32_t* counts,
                           unsigned char* packed) {
   const int used = choose_exponents(counts, kCodes, packed + 1);
@@ -89,7 +89,7 @@ inline int64_t pack_codes(const BlockLayout& layout, const unsigned char* expone
     uint32_t escaped[kLanes], lanes = 0;
     for (int lane = 0; lane < kLanes; ++lane) escaped[lane] = ~(planes[0][lane] | planes[1][lane] | planes[2][lane]);
     for (int lane = 0; lane < kLanes; ++lane) lanes |= (uint32_t)(escaped[lane] != 0) << lane;
-    // Most lanes have none: asking each would be guessing wrong for each that has one.
+    // Most lanes have no escapes: a branch per lane would be mispredicted for each lane that has some.
     for (; lanes; lanes &= lanes - 1)
       for (uint32_t lane = (uint32_t)__builtin_ctz(lanes), bits = escaped[lane]; bits; bits &= bits - 1) {
         int bit = __builtin_ctz(bits);
@@ -113,7 +113,7 @@ int64_t pack(PackedKind kind, const unsigned char* raw, int64_t raw_bytes, unsig
                           : pack_codes(layout, exponents, counts, packed);
 }
 
-// The exponents of a tile, in the code of seven.
+// Reads the exponents of a tile, in the code of seven.
 inline void read_codes(const BlockLayout& layout, const unsigned char* packed, int64_t packed_bytes, int64_t tile,
                        const ExponentPairs& table, unsigned char* exponents) {
   const unsigned char* escapes = packed + layout.rests_end;
@@ -140,7 +140,7 @@ inline void read_codes(const BlockLayout& layout, const unsigned char* packed, i
   }
 }
 
-// Calls read(tile, exponents) for the tiles that are asked for, and joins what it finds with the rests.
+// Calls read(tile, exponents) for the wanted tiles, and joins the exponents with the rests.
 template <typename Float, typename Read>
 void unpack_tiles(const BlockLayout& layout, const unsigned char* packed, int64_t begin, int64_t end, unsigned char* out,
                   Read read) {
@@ -177,7 +177,7 @@ void unpack(PackedKind kind, const unsigned char* packed, int64_t packed_bytes, 
 }
 
 #ifdef PENSTOCK_AVX2
-// The same once more, in wider vectors.
+// The same in wider vectors.
 __attribute__((target("avx2"), flatten)) int64_t pack_with_avx2(PackedKind kind, const unsigned char* raw,
                                                                int64_t raw_bytes, unsigned char* packed) {
   return with_float(kind, [&](auto of) { return pack<decltype(of), ShuffleMoves>(kind, raw, raw_bytes, packed); });

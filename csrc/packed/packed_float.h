@@ -1,4 +1,4 @@
-// How the values of a tile are parted into exponents and the rest, and joined again. docs/format.md has the layout.
+// Splits the values of a tile into exponents and the rest, and joins them again. docs/format.md has the layout.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace penstock {
 
-// The rest is sign and mantissa, the sign on top. Its lowest whole bytes go to runs, a byte of each value; the bits above
-// them are few, and go to planes. Loops over the values of a tile are innermost, so that compilers make vectors of them.
+// The rest is sign and mantissa, the sign on top. Its lowest whole bytes go to runs, one byte per value; the few bits
+// above them go to planes. Loops over the values of a tile are innermost, so that compilers vectorize them.
 template <typename Value, int kExponentBits, int kMantissaBits>
 struct PackedFloat {
   using Word = Value;
@@ -29,7 +29,7 @@ struct PackedFloat {
       for (int64_t i = 0; i < kTileValues; ++i) bits[i] = (unsigned char)(rest(values[i]) >> (8 * kRestBytes));
   }
 
-  // Of a damaged block an exponent may have more bits than there are.
+  // In a damaged block an exponent may have more bits than the format has.
   static void join(const unsigned char* exponents, const unsigned char* rests, const unsigned char* bits,
                    Word* __restrict values) {
     for (int64_t i = 0; i < kTileValues; ++i) {

@@ -1,5 +1,5 @@
-// The code of three levels: two bits for the three most frequent exponents of a block, three more for the next seven, a
-// byte for any other. docs/format.md has the layout. Only packed_block.cpp includes this.
+// The code of three levels: two bits for the three most frequent exponents of a block, three more bits for the next
+// seven, and a byte for any other. docs/format.md has the layout. Only packed_block.cpp includes this.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,11 @@ constexpr int64_t kGroupBytes = 12;
 constexpr int64_t kGroupsAt = 4;       // in the header: how many groups there are
 constexpr int64_t kSecondTableAt = 8;  // in the header, too
 
-// The lowest bits of eight bytes, all others 0, as a byte.
+// Gathers the lowest bits of eight bytes, all other bits 0, into a byte.
 inline unsigned mask_of(uint64_t flags) { return (unsigned)((flags * 0x0102040810204080ull) >> 56); }
 
-// Of a value's code, as encode_levels has it: that of the first level in bits 0 and 1, whether there is one of the second
-// in bit 3, that one in bits 4 to 6, and whether the exponent is an escape in bit 7.
+// Bits of a value's code, as encode_levels writes it: the first level's code is in bits 0 and 1, bit 3 says whether
+// there is a code of the second level, bits 4 to 6 hold that code, and bit 7 says whether the exponent is an escape.
 constexpr int kGoesOnBit = 3;
 constexpr int kSecondBit = 4;
 constexpr int kEscapedBit = 7;
@@ -44,7 +44,7 @@ inline void encode_levels(const unsigned char* exponents, const unsigned char* c
   }
 }
 
-// Codes of the second level as encode_levels has them, in groups of 32: bit 4a + r of a word is that of code 8r + a.
+// Packs second-level codes as encode_levels writes them, in groups of 32: bit 4a + r of a word belongs to code 8r + a.
 inline void put_groups(const unsigned char* codes, int64_t groups, unsigned char* __restrict packed) {
   for (int64_t group = 0; group < groups; ++group) {
     uint64_t eights[kRounds];
@@ -59,7 +59,7 @@ inline void put_groups(const unsigned char* codes, int64_t groups, unsigned char
   }
 }
 
-// All but the rests, which are there already. Returns the bytes of the block.
+// Writes all but the rests, which are there already. Returns the bytes of the block.
 template <typename Moves>
 int64_t pack_levels(const BlockLayout& layout, const unsigned char* exponents, const uint32_t* counts,
                            unsigned char* packed) {
@@ -67,7 +67,7 @@ int64_t pack_levels(const BlockLayout& layout, const unsigned char* exponents, c
   const int used = choose_exponents(counts, kFirstCodes + kSecondCodes, chosen);
   std::memcpy(packed + 1, chosen, kFirstCodes);
   std::memcpy(packed + kSecondTableAt + 1, chosen + kFirstCodes, kSecondCodes);
-  // Eight are written at a time, and the last group is filled up.
+  // Room for more: eight are written at a time, and the last group is filled up.
   unsigned char seconds[kBlockRawBytes / 2 + kGroupCodes];
   unsigned char escapes[kBlockRawBytes / 2];
   int64_t second_count = 0, escape_count = 0;
@@ -88,7 +88,7 @@ int64_t pack_levels(const BlockLayout& layout, const unsigned char* exponents, c
       const uint64_t together = Moves::together(eight, mask);
       std::memcpy(seconds + second_count, &together, sizeof together);
       second_count += kMoves.counts[mask];
-      // Hardly any.
+      // Escapes are rare.
       for (uint64_t bits = eight & (kBytes << kEscapedBit); bits; bits &= bits - 1)
         escapes[escape_count++] = of_tile[i + __builtin_ctzll(bits) / 8];
     }
@@ -103,7 +103,7 @@ int64_t pack_levels(const BlockLayout& layout, const unsigned char* exponents, c
   return padded(end);
 }
 
-// A block's exponents, a tile at a time. Whatever its bytes are, nothing outside of them is read.
+// Reads a block's exponents, a tile at a time. Whatever the block contains, nothing outside of it is read.
 template <typename Moves>
 class LevelsReader {
  public:
@@ -129,7 +129,7 @@ class LevelsReader {
     }
     uint16_t starts[2];
     std::memcpy(starts, packed_ + kHeaderBytes + tile * 4, sizeof starts);
-    // Groups that the tile begins and ends in are whole here, and eight are read at a time.
+    // Room for more: the groups that the tile begins and ends in are whole here, and eight are read at a time.
     unsigned char seconds[kTileValues + 2 * kGroupCodes + 8];
     read_seconds(starts[0], starts[0] + count, starts[1], seconds);
     first_exponents(codes, exponents);
@@ -145,7 +145,7 @@ class LevelsReader {
   }
 
  private:
-  // Of the values that have a code of the first level; 0 for the others.
+  // Exponents of the values that have a first-level code; 0 for the others.
   void first_exponents(const unsigned char* codes, unsigned char* __restrict exponents) const {
     const unsigned char one = packed_[1], two = packed_[2], three = packed_[3];
     for (int64_t i = 0; i < kTileValues; ++i)
@@ -153,7 +153,7 @@ class LevelsReader {
           (unsigned char)((codes[i] == 1 ? one : 0) | (codes[i] == 2 ? two : 0) | (codes[i] == 3 ? three : 0));
   }
 
-  // Those of codes [begin, end) of the second level, from the beginning of their first group on.
+  // Exponents of second-level codes [begin, end), from the beginning of their first group on.
   void read_seconds(int64_t begin, int64_t end, int64_t escape, unsigned char* exponents) const {
     const int64_t first = begin / kGroupCodes;
     for (int64_t group = first; group * kGroupCodes < end; ++group) {

@@ -1,9 +1,9 @@
-// Of eight bytes the chosen ones moved together, and apart again: in steps, or with one shuffle where the CPU has it.
+// Moves the chosen ones of eight bytes together, and apart again: in steps, or with one shuffle if the CPU has it.
 #pragma once
 
 #include <cstdint>
 
-// A test compares what the two make: PENSTOCK_PLAIN_VECTORS leaves the other one out.
+// A test compares the results of both: PENSTOCK_PLAIN_VECTORS leaves the shuffle out.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(PENSTOCK_PLAIN_VECTORS)
 #define PENSTOCK_AVX2
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-// By the mask of who is chosen.
+// Indexed by the mask of chosen bytes.
 struct AllMoves {
   constexpr AllMoves() {
     for (int mask = 0; mask < 256; ++mask) {
@@ -32,8 +32,8 @@ struct AllMoves {
   }
   unsigned char counts[256] = {};
   uint64_t chosen[256] = {};
-  uint64_t steps[256][3] = {};  // of 1, 2 and 4 bytes: who moves
-  // For each byte the one that comes there; 255 for none.
+  uint64_t steps[256][3] = {};  // for moves by 1, 2 and 4 bytes: which bytes move
+  // For each byte, the index of the byte that moves there; 255 for none.
   uint64_t together[256] = {};
   uint64_t apart[256] = {};
 };

@@ -1,4 +1,4 @@
-// What the codes of packed blocks have in common: where a value of a tile has its bits, and the choice of exponents.
+// What the codes of packed blocks share: where the bits of a tile's value are, and how exponents are chosen.
 #pragma once
 
 #include <cstddef>
@@ -13,18 +13,18 @@ constexpr int64_t kHeaderBytes = 16;
 constexpr int kLanes = 32;
 constexpr int kRounds = 4;
 constexpr int64_t kPlaneBytes = kLanes * 4;
-// The lowest bit of each four.
+// The lowest bit of each nibble.
 constexpr uint32_t kNibbles = 0x11111111u;
 // And of each byte.
 constexpr uint64_t kBytes = 0x0101010101010101ull;
 
 inline int64_t padded(int64_t bytes) { return (bytes + kPackedUnitBytes - 1) / kPackedUnitBytes * kPackedUnitBytes; }
 
-// A value's place: lanes have eight values at a time, in four rounds. Value `at` of a round has bit 4 * at + round of the
-// lane's word in each plane, so that three planes make eight selectors of four bits.
+// A value's place: each lane has eight values at a time, in four rounds. Value `at` of a round has bit 4 * at + round
+// of the lane's word in each plane, so that three planes make eight selectors of four bits.
 constexpr int64_t value_index(int lane, int round, int at) { return round * 256 + lane * 8 + at; }
 
-// Eight codes, a byte each, to four bits each.
+// Narrows eight codes from a byte each to four bits each.
 inline uint32_t narrowed(uint64_t codes) {
   codes = (codes | (codes >> 4)) & 0x00FF00FF00FF00FFull;
   codes = (codes | (codes >> 8)) & 0x0000FFFF0000FFFFull;
@@ -39,7 +39,7 @@ inline uint64_t widened(uint32_t codes) {
   return (wide | (wide << 4)) & 0x0F0F0F0F0F0F0F0Full;
 }
 
-// Codes, or other bits of the values, to planes, where a plane's word holds one bit of each of the lane's values.
+// Splits codes, or other bits of the values, into planes: a plane's word holds one bit of each of the lane's values.
 template <int kCount>
 void part_planes(const unsigned char* codes, uint32_t (*planes)[kLanes]) {
   uint64_t eights[kRounds][kLanes];
@@ -53,7 +53,7 @@ void part_planes(const unsigned char* codes, uint32_t (*planes)[kLanes]) {
     }
 }
 
-// The way back: one byte for each value.
+// The inverse: one byte for each value.
 template <int kCount>
 void join_planes(const unsigned char* planes, unsigned char* bits) {
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -68,7 +68,7 @@ void join_planes(const unsigned char* planes, unsigned char* bits) {
   }
 }
 
-// The most frequent exponents, of equals the smaller; what is not used stays as it is. Returns how many there are.
+// Picks the most frequent exponents, the smaller in a tie. Unused entries stay as they are. Returns how many there are.
 inline int choose_exponents(const uint32_t* counts, int most, unsigned char* chosen) {
   bool taken[256] = {};
   for (int number = 0; number < most; ++number) {
@@ -82,7 +82,7 @@ inline int choose_exponents(const uint32_t* counts, int most, unsigned char* cho
   return most;
 }
 
-// By two codes, in four bits each: their exponents.
+// Looks up two exponents at a time, by two codes of four bits each.
 struct ExponentPairs {
   explicit ExponentPairs(const unsigned char* table) {
     for (int codes = 0; codes < 128; ++codes) {
@@ -90,7 +90,7 @@ struct ExponentPairs {
       std::memcpy(&pairs[codes], pair, sizeof pair);
     }
   }
-  // Those of eight codes: seven of four bits, and the highest bit of none is set.
+  // The exponents of eight codes of four bits each. The highest bit of each is clear: codes go up to seven.
   void look_up(uint32_t codes, unsigned char* exponents) const {
     for (int at = 0; at < 8; at += 2, codes >>= 8) std::memcpy(exponents + at, &pairs[codes & 0xFF], 2);
   }

@@ -1,4 +1,4 @@
-// No sum of these numbers overflows: each block begins in the bytes that its weight has in the file.
+// No sum of these numbers overflows: each block begins within its weight's bytes in the file.
 #include "packed/packed_records.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What a session is told of the weights that are packed in its file.
+// What a session is told about the weights that are packed in its file.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@ struct PackedWeight {
   int64_t raw_bytes;
   PackedKind kind;
   int64_t data_offset_bytes;          // of the first block, from where the weight begins in the file
-  std::vector<int64_t> begins_bytes;  // of the blocks, from there; and the end of the last
+  std::vector<int64_t> begins_bytes;  // where each block begins, from there; and where the last ends
 };
 
-// Numbers as src/penstock/runtime/records.py writes them, by the numbers of weights. Throws RecordError where they cannot
-// be packed weights that lie there.
+// Reads numbers as src/penstock/runtime/records.py writes them, in the order of weight numbers. Throws RecordError if
+// they cannot describe packed weights at these places.
 std::vector<PackedWeight> read_packed(const int64_t* numbers, size_t count, const WeightPlaces& places);
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// Slots and stores: which packed bytes go where, and what waits for what until they are decoded.
+// Slots and stores: where packed bytes go, and which waits order them until they are decoded.
 #include "packed/packed_source.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace penstock {
 namespace {
 
-// Where a plan has no slots everything is resident, and decoded once, on the host: through as much memory as this.
+// If a plan has no slots, everything is resident and is decoded once, on the host, in parts of this size.
 constexpr int64_t kHostPartBytes = 16 << 20;
 constexpr int64_t kHostThreads = 8;
 
@@ -55,7 +55,7 @@ std::vector<PackedSource::Part> PackedSource::parts(const PackedWeight& weight, 
   if (!most_packed_bytes) refuse("a weight is copied, and the plan has no slots for it to pass through");
   const int64_t begin = piece.weight_offset_bytes, end = begin + piece.bytes;
   const size_t first = (size_t)(begin / kBlockRawBytes), last = (size_t)((end - 1) / kBlockRawBytes) + 1;
-  // As many as need be and all much alike: a small copy behind a large one would keep the link less busy.
+  // As few parts as possible, of about equal size: a small copy behind a large one would keep the link less busy.
   const int64_t total = weight.begins_bytes[last] - weight.begins_bytes[first];
   const int64_t even = total / ((total - 1) / most_packed_bytes + 1);
   std::vector<Part> found;
@@ -166,7 +166,7 @@ void PackedSource::pass_through(Slot& slot, const Part& part, Address to, Stream
 
 void PackedSource::pass_through_in_graph(Slot& slot, const Part& part, Address to, Stream stream) {
   if (slot.is_captured) driver_.wait(link_, slot.freed_in_graph);
-  else driver_.wait_external(link_, slot.freed);  // by copies outside of the graph, or by its last launch
+  else driver_.wait_external(link_, slot.freed);  // freed by copies outside of the graph, or by its last launch
   beneath_->copy(in_file(part), slot.address, link_);
   driver_.record(slot.filled_in_graph, link_);
   driver_.wait(stream, slot.filled_in_graph);
@@ -222,11 +222,11 @@ void PackedSource::load(const PieceRecord& piece, Address to, Stream stream) {
 
 void PackedSource::decode_on_host(const PackedWeight& weight, const PieceRecord& piece, Address to, Stream stream) {
   const int64_t begin = piece.weight_offset_bytes, end = begin + piece.bytes;
-  // Not pinned: that memory has a cap, which is for what weights pass through in every run.
+  // Not pinned: pinned memory has a cap, which is for what weights pass through in every run.
   std::vector<unsigned char> decoded((size_t)std::min(kHostPartBytes, piece.bytes));
   unsigned char* const room = decoded.data();
   const unsigned char* const blocks = file_.data() + places_[(size_t)weight.weight].offset_bytes + weight.data_offset_bytes;
-  // A wait that failed has not waited: the device may still read there.
+  // A failed wait has not waited: the device may still read from there.
   Undo undo([&] { sync_with_retry([&] { driver_.synchronize_stream(stream); }); });
   for (int64_t low = begin; low < end; low += kHostPartBytes) {
     const int64_t high = std::min(end, low + kHostPartBytes);

@@ -1,8 +1,8 @@
-// Weights that are packed in the file: their bytes go to the device as they are, and are decoded there. All others come
-// from the source beneath.
+// Weights that are packed in the file: their bytes go to the device still packed, and are decoded there. All others
+// come from the source beneath.
 //
-// A plan knows the bytes of weights, not those of the file. Here (weight, offset) of bytes unpacked becomes (weight, offset)
-// of packed ones, which the source beneath finds in the file.
+// A plan knows the bytes of weights, not those of the file. Here the (weight, offset) of unpacked bytes becomes the
+// (weight, offset) of packed bytes, which the source beneath finds in the file.
 #pragma once
 
 #include <memory>
@@ -34,7 +34,7 @@ class PackedSource final : public Source {
   void end_capture() noexcept override;
 
  private:
-  // Blocks [first, end) of a weight, of which bytes [begin, end) are wanted: what one launch decodes.
+  // What one launch decodes: blocks [first, end) of a weight, of which bytes [begin, end) are wanted.
   struct Part {
     const PackedWeight* weight;
     size_t first_block;
@@ -43,7 +43,7 @@ class PackedSource final : public Source {
     int64_t end_bytes;
     int64_t packed_bytes() const { return weight->begins_bytes[end_block] - weight->begins_bytes[first_block]; }
   };
-  // Packed bytes on their way: copied there, decoded from there, copied there again.
+  // A buffer that packed bytes pass through: filled by a copy, read by the decoding, then filled again.
   struct Slot {
     Address address = 0;
     Event filled = nullptr;
@@ -60,10 +60,10 @@ class PackedSource final : public Source {
     Address address;  // of its first block
   };
 
-  // Null where it is not packed.
+  // Null if it is not packed.
   const PackedWeight* find(int64_t weight) const;
   const Stored* stored(const PackedWeight& weight, const PieceRecord& piece) const;
-  // In the order of their bytes; none has more packed bytes than a slot.
+  // In the order of their bytes; none has more than `most_packed_bytes`.
   std::vector<Part> parts(const PackedWeight& weight, const PieceRecord& piece, int64_t most_packed_bytes) const;
   PieceRecord in_file(const Part& part) const;
   std::vector<PieceRecord> in_file(const std::vector<PieceRecord>& pieces) const;
@@ -79,16 +79,16 @@ class PackedSource final : public Source {
   const HostFile& file_;
   const WeightPlaces& places_;
   const std::unique_ptr<Source> beneath_;
-  const std::vector<PackedWeight> weights_;  // by their numbers
+  const std::vector<PackedWeight> weights_;  // in the order of their numbers
   const bool poison_;
   Stream link_ = nullptr;
-  Event join_ = nullptr;  // brings the stream of the link into a capture
+  Event join_ = nullptr;  // brings the link's stream into a capture
   std::vector<Slot> slots_;
   int64_t slot_bytes_ = 0;
   size_t next_slot_ = 0;
   std::vector<Stored> stored_;  // by weight and offset
   bool capturing_ = false;
-  // Of the parts of a capture that pass through slots, those still to come: the last to use a slot tells the world.
+  // How many parts of a capture still have to pass through slots. The last to use a slot records its external event.
   size_t captured_left_ = 0;
 };
 

@@ -9,8 +9,8 @@
 
 namespace penstock {
 
-// Calls visit(0) to visit(count - 1), in any order, in at most so many threads, of which the caller is one. What visit
-// does must not throw.
+// Calls visit(0) to visit(count - 1), in any order, in at most `threads` threads including the caller's. visit must not
+// throw.
 template <typename Visit>
 void in_parallel(int64_t count, int64_t threads, Visit visit) {
   std::atomic<int64_t> next{0};
@@ -18,7 +18,7 @@ void in_parallel(int64_t count, int64_t threads, Visit visit) {
     for (int64_t i = next++; i < count; i = next++) visit(i);
   };
   std::vector<std::thread> others;
-  // A thread that cannot be had is one fewer: the caller does the work alone if it must.
+  // If a thread cannot be created, the others do its work; the caller does it alone if it must.
   try {
     for (int64_t i = 1; i < threads && i < count; ++i) others.emplace_back(work);
   } catch (const std::exception&) {

@@ -1,4 +1,4 @@
-// Spans of blocks laid over one another: every access must find the bytes of its weight.
+// Lays spans of blocks over one another, and checks that every access finds the bytes of its weight.
 #include "plan/plan_check.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace penstock {
 namespace {
 
-// What kernels expect of an address; of pages that are finer than that a range can promise no more than a page.
+// The alignment that kernels expect. With smaller pages a range can promise no more than a page.
 constexpr int64_t kAlignment = 256;
 
 std::string text(int64_t value) { return std::to_string(value); }
@@ -68,7 +68,7 @@ class Memory {
 
   bool streams(int64_t block) const { return streams_[(size_t)block]; }
 
-  // Whether these bytes are filled, and by these of the weight.
+  // Whether these bytes are filled, and with these bytes of the weight.
   bool holds(const Span& span) const {
     for (const Span& filled : filled_[(size_t)span.block])
       if (filled.offset <= span.offset && span.offset + span.bytes <= filled.offset + filled.bytes)
@@ -152,7 +152,7 @@ class Method {
     for (size_t s = 0; s < stays_.size(); ++s)
       if (!stays_[s].is_listed) refuse(what_ + "stay " + text((int64_t)s) + " is read by no access");
     for (int64_t copy : method_.prologue) issue((size_t)copy);
-    // A cold run leaves the ring as every later one does: each issues the same copies.
+    // A cold run leaves the ring as every later run does, because each issues the same copies.
     for (int run = 0; run < 2; ++run) {
       size_t next = 0;
       for (size_t position = 0; position < method_.accesses.size(); ++position) {
@@ -225,7 +225,7 @@ class Method {
     for (const Span& span : spans_[copy]) holder_[(size_t)span.block] = number;
   }
 
-  // S3, and of S2 what the host's order shows.
+  // S3, and the part of S2 that the host's order shows.
   void read(const AccessRecord& access) {
     Stay& stay = stays_[(size_t)access.stay];
     if (stay.issued != stay.copies.size())
@@ -247,8 +247,8 @@ class Method {
   std::vector<int64_t> holder_;           // by block: the stay whose copy was issued last; -1: none
 };
 
-// What is no weight's own lies in rooms: slots and stores of packed weights, slots and tables of experts. Their blocks lie in
-// no other range, and nobody else writes or reads there.
+// Rooms are memory that belongs to no single weight: slots and stores of packed weights, slots and tables of experts.
+// No other range maps their blocks, and nothing else writes or reads there.
 class Rooms {
  public:
   explicit Rooms(const PlanRecord& plan) : plan_(plan), has_rooms_(plan.ranges.size()) {
@@ -301,8 +301,8 @@ class Rooms {
   std::vector<std::pair<int64_t, std::pair<int64_t, int64_t>>> rooms_;  // range, begin, end
 };
 
-// What an access chooses, every member of its bank is to read before the next one chooses: so an expert that the table has
-// in a slot is in the slots of all of them.
+// After an access chooses, every member of its bank must read before the next access chooses. So an expert that the
+// table has in a slot is in that slot for all members.
 void check_choices(const PlanRecord& plan, const MethodRecord& method, const std::string& what) {
   std::vector<std::vector<bool>> due(plan.banks.size());  // by bank and member: still to be read
   std::vector<size_t> missing(plan.banks.size());

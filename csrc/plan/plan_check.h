@@ -1,5 +1,5 @@
-// What a plan's records show by themselves, before anything of it is installed. Which steps read an access stands in
-// the schedule alone: waits are proved where plans are made, in src/penstock/plan/check.py.
+// Checks what a plan's records show by themselves, before any of it is installed. Only the schedule says which steps
+// read an access, so waits are proved where plans are made, in src/penstock/plan/check.py.
 #pragma once
 
 #include "plan/plan_records.h"

@@ -1,4 +1,4 @@
-// The reader of the flat numbers. It refuses what is out of place before anything is made of it.
+// The reader of the flat numbers. It refuses what is out of place before using it.
 #include "plan/plan_records.h"
 
 #include <string>
@@ -9,18 +9,18 @@
 namespace penstock {
 namespace {
 
-// A session has something for each step, and no number of the plan stands for one. As many as a description may have.
+// A session allocates memory per step, and no numbers in a plan bound it. This is the limit that a description has.
 constexpr int64_t kMostSteps = (int64_t{1} << 22) + 1;
 
-// Two or three are as good as any number.
+// Two or three slots are as good as any number.
 constexpr int64_t kMostSlots = (1 << 10) + 1;
-// A weight's bytes are rounded up to a multiple of it.
+// The pool's granularity: a weight's bytes are rounded up to a multiple of it.
 constexpr int64_t kMostUnitBytes = (int64_t{1} << 40) + 1;
 
-// Of each kind of record, as it stands in a plan.
+// How many numbers each kind of record has in a plan.
 constexpr size_t kPieceNumbers = 5, kMemberNumbers = 3, kAccessNumbers = 9, kStayNumbers = 2, kCopyNumbers = 3 + kPieceNumbers;
 
-// Every sum that is made of these lies in the weight, and in the range.
+// Checked so that every sum of these numbers lies in the weight, and in the range.
 PieceRecord read_bytes(RecordReader& in, const std::vector<int64_t>& weight_bytes) {
   PieceRecord piece{};
   piece.weight = in.next(0, (int64_t)weight_bytes.size());
@@ -47,7 +47,7 @@ StoreRecord read_store(RecordReader& in, const PlanRecord& plan, const std::vect
   return store;
 }
 
-// So many bytes from the offset on lie in the range.
+// Checks that `bytes` bytes from the offset on lie in the range.
 void read_room(RecordReader& in, const PlanRecord& plan, int64_t bytes, int64_t& range, int64_t& offset_bytes) {
   range = in.next(0, (int64_t)plan.ranges.size());
   offset_bytes = in.next(0, plan.ranges[(size_t)range].bytes - bytes + 1);
@@ -66,7 +66,7 @@ BankRecord read_bank(RecordReader& in, const PlanRecord& plan, const std::vector
     if (!member.row_bytes || all % bank.experts || member.row_bytes % kExpertUnitBytes)
       throw RecordError("weight " + std::to_string(member.weight) + " of a bank has " + std::to_string(all) +
                         " bytes, which are not " + std::to_string(bank.experts) + " experts");
-    // Slots are no more than experts, so that their bytes are no more than the weight's.
+    // There are no more slots than experts, so the slots' bytes are no more than the weight's.
     read_room(in, plan, bank.slots * member.row_bytes, member.range, member.range_offset_bytes);
     bank.members.push_back(member);
   }
@@ -78,13 +78,13 @@ AccessRecord read_access(RecordReader& in, const PlanRecord& plan, const std::ve
   AccessRecord access{};
   access.number = in.next();
   access.weight = in.next(0, (int64_t)weight_bytes.size());
-  // A plan for weights of other sizes is one for another program.
+  // A plan for weights of other sizes is for another program.
   const int64_t all = weight_bytes[(size_t)access.weight];
   access.bytes = in.next(all, all + 1);
   access.range = in.next(kDirect, (int64_t)plan.ranges.size());
   access.range_offset_bytes = in.next();
   access.stay = in.next(-1, access.range == kDirect ? 0 : stays);
-  // Only what has a range can be split: into two parts that both have bytes, of which the first does not stream.
+  // Only an access with a range can be split, into two parts that both have bytes. The first does not stream.
   access.prefix_bytes = in.next(-1, access.range < 0 ? 0 : access.bytes);
   if (access.is_split()) {
     in.last(1, 1, access.bytes);
@@ -95,7 +95,7 @@ AccessRecord read_access(RecordReader& in, const PlanRecord& plan, const std::ve
   access.bank = in.next(kNoSlots, (int64_t)plan.banks.size());
   access.chooses = in.next(0, access.bank >= 0 ? 2 : 1);
   if (access.bank < 0) return access;
-  in.last(6, kDirect, kDirect + 1);  // what is in no slot is read where it lies
+  in.last(6, kDirect, kDirect + 1);  // an expert in no slot is read where it lies
   const std::vector<BankMemberRecord>& members = plan.banks[(size_t)access.bank].members;
   while (access.member < members.size() && members[access.member].weight != access.weight) ++access.member;
   if (access.member == members.size())

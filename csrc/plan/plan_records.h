@@ -1,8 +1,8 @@
 // A plan as the core gets it: flat 64-bit numbers, read once into these records. src/penstock/runtime/records.py writes
 // them in the same order. Later placements add kinds of access, not tables.
 //
-// A plan names weights by their numbers in the session, and bytes by their offset in the weight: where a weight lies in
-// its file is the source's business. So one plan is good for every file that has these weights.
+// A plan names weights by their numbers in the session, and bytes by their offset in the weight. Only the source knows
+// where a weight lies in its file, so one plan is good for every file that has these weights.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ struct RangeRecord {
 };
 
 constexpr int64_t kDirect = -2;
-// In the place of a bank: the access reads no experts; or experts that have no slots.
+// In place of a bank: the access reads no experts, or experts without slots.
 constexpr int64_t kNoExperts = -1;
 constexpr int64_t kNoSlots = -2;
 
@@ -37,14 +37,14 @@ struct AccessRecord {
   int64_t range;  // -1: a weight without bytes; kDirect: read where it lies in host memory
   int64_t range_offset_bytes;
   int64_t stay;  // -1: resident
-  int64_t prefix_bytes;  // -1: not split; else so many are at range_offset_bytes, the rest is read where it lies
-  int64_t bank;     // of whose slots it reads what they hold
-  int64_t chooses;  // 1: its index decides what these hold from here on, for the other members of the bank too
-  size_t member = 0;  // of the bank's members, its own weight
+  int64_t prefix_bytes;  // -1: not split; else these are at range_offset_bytes, the rest is read where it lies
+  int64_t bank;     // the bank whose slots it reads from
+  int64_t chooses;  // 1: its index decides what the slots hold from here on, for the bank's other members too
+  size_t member = 0;  // the bank's member that is its own weight
 
   bool is_split() const { return prefix_bytes >= 0; }
   bool reads_experts() const { return bank != kNoExperts; }
-  // Of experts in slots the device counts what crosses the link.
+  // For experts with slots, the device counts what crosses the link.
   int64_t in_place_bytes() const {
     return bank >= 0 ? 0 : range == kDirect ? bytes : is_split() ? bytes - prefix_bytes : 0;
   }
@@ -74,9 +74,9 @@ struct MethodRecord {
   std::vector<int64_t> prologue;
 };
 
-// Bytes of a weight that stay in device memory as they are packed in the file: so many there at most.
+// Bytes of a weight that stay in device memory still packed, as in the file: at most room_bytes of them.
 struct StoreRecord {
-  PieceRecord piece;  // `bytes` as the weight has them, unpacked
+  PieceRecord piece;  // `bytes` counts unpacked bytes of the weight
   int64_t room_bytes;
 };
 
@@ -88,7 +88,7 @@ struct BankMemberRecord {
   int64_t range_offset_bytes;
 };
 
-// Weights whose rows are taken by one index, and so many slots for rows of each; their table is in a range as well.
+// Weights whose rows are taken by one index, with `slots` slots for rows of each. Their table is in a range as well.
 struct BankRecord {
   int64_t experts;
   int64_t slots;
@@ -101,7 +101,7 @@ struct PlanRecord {
   std::vector<int64_t> block_bytes;
   std::vector<RangeRecord> ranges;
   std::vector<PieceRecord> fills;
-  // What packed weights pass through, one slot behind the other from the beginning of a range on; and what of them stays.
+  // Slots that packed weights pass through, one behind the other from the beginning of a range; and what stays packed.
   int64_t slots = 0;
   int64_t slot_bytes = 0;
   int64_t slot_range = 0;
@@ -110,7 +110,7 @@ struct PlanRecord {
   std::vector<MethodRecord> methods;
 };
 
-// The least-recently-used policy decides while running: it gets sizes and the order, no addresses.
+// The least-recently-used policy decides while running, so it gets sizes and the order, but no addresses.
 struct LruWeightRecord {
   int64_t weight;
   int64_t bytes;
@@ -135,13 +135,13 @@ struct LruRecord {
   std::vector<LruMethodRecord> methods;
 };
 
-// `weight_bytes`: of each weight of the session, unpacked. Both throw RecordError when the numbers do not make a plan: too
-// few, too many, out of range, or beyond the end of a weight.
+// `weight_bytes`: the unpacked bytes of each weight of the session. Both throw RecordError when the numbers make no
+// plan: too few, too many, out of range, or beyond the end of a weight.
 PlanRecord read_plan(const int64_t* numbers, size_t count, const std::vector<int64_t>& weight_bytes);
 LruRecord read_lru(const int64_t* numbers, size_t count, const std::vector<int64_t>& weight_bytes);
 
-// Where weights are packed, a plan that was made for weights as they are gets slots that their bytes pass through: one
-// block more, which is a range of its own. Throws RecordError where it has some, or these do not fit into `total_bytes`.
+// If weights are packed, this adds slots for their bytes to a plan that was made for unpacked weights: one more block,
+// with a range of its own. Throws RecordError if the plan has slots already, or if these do not fit into `total_bytes`.
 void add_slots(PlanRecord& plan, int64_t slots, int64_t slot_bytes, int64_t total_bytes);
 
 }  // namespace penstock

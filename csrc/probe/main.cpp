@@ -1,10 +1,10 @@
-// A program of its own: registers one page of a file with a device, and says how that went. On some machines registering
-// a mapping never returns, and a thread that waits in the driver cannot be stopped; a process can
+// A separate program that registers one page of a file with a device and reports the result. On some machines
+// registering a mapping never returns. A thread that waits in the driver cannot be stopped; a process can
 // (open/registration_probe.h).
 //
 //     penstock_probe <path> <device index>
 //
-// Its last line is the outcome in words. It ends with 0 where the page was registered, with kProbeRefused where not.
+// Its last line is the outcome in words. It ends with 0 if the page was registered, and with kProbeRefused if not.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -95,10 +95,10 @@ void register_page(const Cuda& cuda, int device_index, void* page) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  // Where the one that asked is gone, nobody is left to end this.
+  // If the process that asked dies, nobody is left to end this one.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
 #ifdef SYS_close_range
-  // Should it hang where nothing can end it, it holds nothing of the one that asked.
+  // If this process hangs where nothing can end it, it must not hold descriptors of the process that asked.
   syscall(SYS_close_range, 3u, ~0u, 0u);
 #endif
   if (count != 3) {

@@ -1,5 +1,5 @@
-// XXH3 as its specification has it (xxhash_spec.md of github.com/Cyan4973/xxHash), without vector instructions: what is
-// hashed here is read once, at load.
+// XXH3 after its specification (xxhash_spec.md of github.com/Cyan4973/xxHash), without vector instructions: what is
+// hashed here is read only once, at load.
 #include "records/checksum.h"
 
 #include <cstring>
@@ -55,7 +55,7 @@ uint64_t short_avalanche(uint64_t hash) {
 
 uint64_t rotated(uint64_t value, int bits) { return (value << bits) | (value >> (64 - bits)); }
 
-// Of sixteen bytes, with the key at an offset of the secret.
+// Mixes sixteen bytes with the key at an offset in the secret.
 uint64_t mixed(const unsigned char* at, size_t secret) { return folded(u64(at) ^ key(secret), u64(at + 8) ^ key(secret + 8)); }
 
 uint64_t of_at_most_16(const unsigned char* at, size_t bytes) {

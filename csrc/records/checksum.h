@@ -1,4 +1,4 @@
-// The checksum of everything that Penstock writes: XXH3 with 64 bits and seed 0, which weights files have per entry.
+// The checksum of everything that Penstock writes: XXH3 with 64 bits and seed 0. Weights files have one per entry.
 #pragma once
 
 #include <cstddef>

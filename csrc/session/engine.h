@@ -1,4 +1,4 @@
-// A session, and what it stands on: the file, where weights lie in it, and how their bytes reach the device.
+// A session and what it needs: the file, where weights lie in it, and how their bytes reach the device.
 #pragma once
 
 #include <memory>
@@ -18,17 +18,17 @@ namespace penstock {
 // Members are destroyed last to first.
 struct Engine {
   Driver* driver;
-  // Of the host's memory, for as long as any of it may be held. None where nothing was opened here.
+  // The share of host memory, kept for as long as any of it may be held. Null if nothing was opened here.
   std::unique_ptr<HostShare> share;
   std::unique_ptr<HostFile> file;
-  // Of each weight, by number: where it lies in the file, and its bytes unpacked.
+  // By weight number: where it lies in the file, and its unpacked bytes.
   WeightPlaces places;
   std::vector<int64_t> weight_bytes;
   std::unique_ptr<Source> source;
   std::unique_ptr<PlannedSession> planned;
   std::unique_ptr<LruSession> lru;
   std::vector<SpanRecord> spans;  // of the trace that was stopped last
-  std::thread::id run_thread;     // that is between begin and end, if any is
+  std::thread::id run_thread;     // the thread between begin and end, if any
   int64_t host_bytes = 0;
 
   StreamingSession& session() {
@@ -52,7 +52,7 @@ struct Engine {
     source = std::make_unique<RegisteredSource>(*driver, *file, places, ends);
   }
 
-  // Once there is a source.
+  // Needs a source.
   void begin(const std::vector<int64_t>& packed, bool is_lru, int32_t device_index, bool poison) {
     if (!packed.empty()) {
       if (is_lru)

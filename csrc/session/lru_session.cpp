@@ -1,4 +1,4 @@
-// What is allocated, released and copied ahead, and who waits for whom meanwhile (S1, S2).
+// Allocates, releases and copies weights ahead, and adds the waits between them (S1, S2).
 #include "session/lru_session.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ void LruSession::install(LruRecord record) {
   uninstall();
   record_ = std::move(record);
   Undo undo([&] { uninstall(); });
-  // Where no weight has bytes no pool is needed, and to a driver a cap of 0 may mean none.
+  // If no weight has bytes, no pool is needed, and a driver may take a cap of 0 for no cap.
   bool needed = std::any_of(record_.weights.begin(), record_.weights.end(),
                             [](const LruWeightRecord& weight) { return weight.bytes > 0; });
   if (needed && record_.budget_bytes) pool_ = driver_.create_pool((size_t)record_.budget_bytes);
@@ -62,8 +62,8 @@ void LruSession::install(LruRecord record) {
 
 void LruSession::warm() {
   if (!pool_) return;
-  // The pool keeps what it once had. Taking all of it now means that a device that is short says so at load, and not as a
-  // slower run later.
+  // The pool keeps memory that it once had. Taking all of it now makes a device that is short of memory fail at load,
+  // and not slow down a run later.
   Address whole = driver_.pool_allocate(pool_, (size_t)record_.budget_bytes, copy_stream_);
   Undo give_back([&] { driver_.pool_release(pool_, whole, copy_stream_); });
   if (poison_) driver_.fill(whole, kPoison, (size_t)record_.budget_bytes, copy_stream_);
@@ -103,7 +103,7 @@ void LruSession::uninstall() noexcept {
     if (held_[w].read) quietly([&] { driver_.destroy_event(held_[w].read); });
   }
   if (pool_) {
-    // S4: another pool may follow, and the memory of this one is given back only now.
+    // S4: another pool may follow, and this one gives back its memory only now.
     sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
     quietly([&] { driver_.destroy_pool(pool_); });
   }
@@ -125,11 +125,11 @@ int64_t LruSession::footprint_bytes(int64_t weight) const {
 }
 
 void LruSession::release(Held& held, int64_t weight) {
-  // S1: what takes these bytes next stands behind the last reader, because it stands behind this wait.
+  // S1: whatever takes these bytes next is behind this wait, and so behind the last reader.
   if (held.has_been_read) driver_.wait(copy_stream_, held.read);
   Address address = held.address;
-  // Gone whatever the driver says: what reports a failure may have been done all the same, and then the next run must not
-  // take what is left there for the weight.
+  // Forget the address whatever the driver says: a call that reports a failure may have taken effect all the same, and
+  // then the next run must not take what is left there for the weight.
   held.address = 0;
   held.unread = false;
   held.has_been_read = false;
@@ -169,7 +169,7 @@ Address LruSession::allocate(int64_t weight) {
     } catch (const DriverError& error) {
       if (error.failure != Failure::device_memory) throw;
       shortage_ = error.what();
-      // Once without evicting more: the room was there, only not in one piece.
+      // Retry once without evicting more: there was enough room, only not in one piece.
       if (waited && !evict_one()) return 0;
       driver_.synchronize_stream(copy_stream_);
     }
@@ -225,7 +225,7 @@ void LruSession::prefetch_after(int64_t position) {
   const std::vector<LruAccessRecord>& accesses = record_.methods[method_].accesses;
   // Runs follow one another: after the last access comes the first.
   int64_t next = accesses[(position + 1) % accesses.size()].weight;
-  // Without room the next access copies for itself; what must stay now will not have to then.
+  // If there is no room, the next access makes its own copy: what must stay now need not stay then.
   if (record_.weights[next].bytes > 0 && !held_[next].address) place(next);
 }
 

@@ -1,8 +1,8 @@
-// The other policy: weights in a capped pool, allocated one by one, least recently used out first, the next access
-// copied ahead. Everything that touches the pool stands on the copy stream, so a block that was released is there for
-// the next allocation of its size at once, whether or not the kernels ahead of it have ended. A pool that has to make one
-// block of several can do so only with releases that have completed: then the host waits for them (S1 holds either way),
-// and only what still does not fit is a shortage.
+// The other policy: weights in a capped pool, allocated one by one, with least-recently-used eviction; the next access
+// is copied ahead. All pool calls go to the copy stream, so a released block can serve the next allocation of its size
+// at once, whether or not the kernels ahead of it have ended. A pool can merge several blocks into one only when their
+// releases have completed. Then the host waits for them (S1 holds either way), and only what still does not fit is a
+// shortage.
 #pragma once
 
 #include "plan/plan_records.h"
@@ -16,12 +16,12 @@ class LruSession final : public StreamingSession {
       : StreamingSession(driver, source, device_index, poison) {}
   ~LruSession() override { uninstall(); }
 
-  // Creates the pool, takes all of its memory, warms it with one allocation per distinct size, and places what must stay.
+  // Creates the pool, takes all its memory, warms it with one allocation per distinct size, and places pinned weights.
   void install(LruRecord record);
   void uninstall() noexcept;
 
   int64_t device_bytes() const { return held_bytes_; }
-  // As the driver counts it: the most physical memory the pool has had.
+  // The most physical memory the pool has had, as the driver counts it.
   int64_t peak_device_bytes();
 
  protected:
@@ -52,7 +52,7 @@ class LruSession final : public StreamingSession {
   bool make_room(int64_t weight);
   bool evict_one();
   bool place(int64_t weight);
-  // 0 when the pool refuses and nothing is left to evict; `shortage_` then holds its words.
+  // 0 when the pool refuses and nothing is left to evict; `shortage_` then holds the pool's message.
   Address allocate(int64_t weight);
   void release(Held& held, int64_t weight);
   void warm();

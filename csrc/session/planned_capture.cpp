@@ -1,5 +1,5 @@
-// Runs of a plan as graphs. What the ring holds when a graph begins is what it holds when a run begins that follows another
-// of its method: so replays, and runs that are none, follow one another in any order (S9).
+// Runs of a plan as CUDA graphs. When a graph begins, the ring holds what it holds at the start of a run that follows
+// another run of its method. So replays and ordinary runs follow one another in any order (S9).
 #include "session/planned_session.h"
 
 namespace penstock {
@@ -38,7 +38,7 @@ void PlannedSession::capture_begins() {
 void PlannedSession::capture_ends() {
   MethodState& method = methods_[method_];
   issue_until((int64_t)plan_.methods[method_].accesses.size());
-  // The branch of the copies has no end of its own: a kernel of this run waits for the last of them.
+  // The branch of the copies needs no join of its own: a kernel of this run waits for the last copy.
   method.after_graph = method.progress;
   for (Progress& progress : method.after_graph) progress.before_graph = false;
   method.graph_counters = run_;
@@ -46,7 +46,7 @@ void PlannedSession::capture_ends() {
 }
 
 void PlannedSession::restore_progress() noexcept {
-  // Nothing was done on the device, so what is in the ring is what was.
+  // Nothing was done on the device, so the ring still holds what it held.
   if (capturing_) methods_[method_].progress.swap(before_capture_);
   source_.end_capture();
   capturing_ = false;
@@ -55,8 +55,8 @@ void PlannedSession::restore_progress() noexcept {
 void PlannedSession::replay_begins(bool cold) {
   driver_.record(lead_, copy_stream_);
   if (!cold) return;
-  // S1: copies that the last run made for a run of its own method may still be on their way to any page, and the copies
-  // of a graph are not behind them on their stream. In a warm run what they bring is read before it is overwritten.
+  // S1: copies that the last run made for the next run of its own method may still be writing to any page, and a
+  // graph's copies are not behind them on their stream. In a warm run their data is read before it is overwritten.
   driver_.wait(compute_, lead_);
   const MethodState& method = methods_[method_];
   for (size_t s = 0; s < method.stays.size(); ++s)

@@ -1,6 +1,6 @@
-// Experts that are taken by index, of a plan that reads them in host memory and keeps some in slots. What is in which slot is
-// decided on the device, in the order of the compute stream: so what a kernel is to read is there before it runs (S2), and
-// what it reads is overwritten after it (S1), without any event.
+// Experts taken by index, under a plan that reads them in host memory and keeps some in slots. The device decides what
+// is in which slot, in the order of the compute stream. So what a kernel reads is there before it runs (S2) and is
+// overwritten only after it (S1), without any event.
 #include <algorithm>
 #include <cstring>
 
@@ -11,7 +11,7 @@
 namespace penstock {
 namespace {
 
-// Of the matrices that a grouped product is given at once.
+// How many bytes of matrices a grouped product gets at once.
 constexpr int64_t kRoomBytes = 64 << 20;
 
 }  // namespace
@@ -25,7 +25,7 @@ void PlannedSession::prepare_experts() {
   const auto reads_experts = [](const AccessRecord& access) { return access.reads_experts(); };
   for (const MethodRecord& method : plan_.methods)
     if (std::any_of(method.accesses.begin(), method.accesses.end(), reads_experts)) {
-      // Kernels are loaded for it, which no graph can hold.
+      // This loads kernels, which cannot happen inside a graph.
       driver_.prepare_experts();
       break;
     }
@@ -36,7 +36,7 @@ void PlannedSession::empty_tables() {
   must_empty_tables_ = true;
   for (size_t b = 0; b < plan_.banks.size(); ++b) {
     const TableLayout layout = table_layout((int)plan_.banks[b].experts, (int)plan_.banks[b].slots);
-    // What was counted stays, but for a plan that is new: there it follows the poison of fresh memory.
+    // Counts are kept, except for a new plan: its fresh memory holds poison, which this overwrites.
     const size_t kept = has_tables_ ? sizeof(ExpertCounts) : 0;
     driver_.fill(table_of((int64_t)b) + kept, 0, layout.bytes - kept, copy_stream_);
   }
@@ -93,7 +93,7 @@ void PlannedSession::take_rows(int64_t position, int64_t experts, int64_t row_by
   const AccessRecord& access = plan_.methods[(size_t)method_].accesses[(size_t)position];
   MoveCall call = move_of(position, experts, row_bytes, index, rows);
   if (access.chooses) choose(access, index, rows, false);
-  // A slot that one move fills may be filled by the next once more, with the same bytes.
+  // A slot that one move fills may be filled again by the next, with the same bytes.
   for (int64_t done = 0; done < rows; done += kMostRowsAMove) {
     call.index = index + (Address)(done * (int64_t)sizeof(int64_t));
     call.rows = (int)std::min<int64_t>(rows - done, kMostRowsAMove);
@@ -134,7 +134,7 @@ void PlannedSession::multiply_groups(const GroupedRequest& request, TensorHandle
   call.by_ends = 1;
   if (access.chooses) choose(access, ends, experts, true);
   const int64_t at_once = std::clamp<int64_t>(kRoomBytes / row_bytes, 1, experts);
-  // Of no rows there is nothing to multiply; but what was counted of the run before is no longer the last run's.
+  // With no rows there is nothing to multiply, but choose() still had to reset the counts of the run before.
   for (int64_t first = 0; operands.rows() && first < experts; first += at_once) {
     const int64_t end = std::min(first + at_once, experts);
     call.first = (int)first;

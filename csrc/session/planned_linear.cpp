@@ -1,4 +1,4 @@
-// Products with weights whose rows a plan may have put into two places.
+// Products with weights whose rows a plan may have split between two places.
 #include "abi/torch_abi.h"
 #include "linear/linear_operands.h"
 #include "linear/linear_reference.h"
@@ -6,7 +6,7 @@
 
 namespace penstock {
 namespace {
-// A program of many linears that is called with ever new numbers of tokens must not fill the memory; some 15 MB.
+// A program with many linears, called with ever new numbers of tokens, must not fill memory. Capped at some 15 MB.
 constexpr size_t kMostRecipes = 1 << 14;
 
 std::string text(int64_t value) { return std::to_string(value); }
@@ -18,7 +18,7 @@ void PlannedSession::offer_linear(PrepareLinear prepare) {
   recipes_.clear();
 }
 
-// S5: one way of summing for all of a program's weights, wherever the plan has put their rows.
+// S5: sums all of a program's weights in one way, wherever the plan has put their rows.
 void PlannedSession::multiply(const LinearRequest& request, TensorHandle* out) {
   int64_t position = fetched_position(request.access);
   const AccessRecord& access = plan_.methods[method_].accesses[position];
@@ -74,14 +74,14 @@ const LinearRecipe& PlannedSession::recipe(const LinearCase& which) {
   std::string what = "the linear of access " + text(which.access) + " with " + text(which.tokens) + " tokens, " +
                      text(which.rows) + " rows of which " + text(which.head_rows) + " are in device memory, depth " +
                      text(which.depth);
-  // Kernels are compiled and loaded for a recipe, which no graph can hold.
+  // A recipe compiles and loads kernels, which cannot happen inside a graph.
   if (capturing_) throw CoreError(Failure::capture, what + ", has not run before it is captured");
   LinearRecipe made{};
   if (prepare_(&which, &made)) throw CoreError(Failure::kernel, what + ", has no kernel");
   return recipes_.emplace(key, made).first->second;
 }
 
-// Before a run and not within it: what ran can be captured.
+// Before a run and not within it: whatever ran can then be captured.
 void PlannedSession::forget_many_recipes() {
   if (recipes_.size() > kMostRecipes) recipes_.clear();
 }

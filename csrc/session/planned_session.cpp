@@ -1,4 +1,4 @@
-// A plan's memory made and given back, and its copies issued and waited for (S1 to S4).
+// Creates and gives back a plan's memory, issues its copies and waits for them (S1 to S4).
 #include "session/planned_session.h"
 
 #include <algorithm>
@@ -64,7 +64,7 @@ void PlannedSession::give_packed_memory() {
     memory.slots.push_back(ranges_[plan_.slot_range].address + (Address)(slot * plan_.slot_bytes));
   for (const StoreRecord& store : plan_.stores)
     memory.stores.push_back({store.piece, address_of(store.piece), store.room_bytes});
-  // Poison, which must not come after what is put there.
+  // Wait for the poison fills: they must not come after the data that is put there.
   driver_.synchronize_stream(copy_stream_);
   source_.follow({}, {});
   source_.take_memory(memory);
@@ -122,7 +122,7 @@ void PlannedSession::find_in_place() {
 void PlannedSession::fill_residents() {
   source_.follow({}, {});
   for (const PieceRecord& piece : plan_.fills) source_.load(piece, address_of(piece), copy_stream_);
-  // S2 for what is resident: no run begins before it is there.
+  // S2 for resident bytes: no run begins before they are there.
   driver_.synchronize_stream(copy_stream_);
 }
 
@@ -133,7 +133,7 @@ void PlannedSession::measure() {
     for (const CopyRecord& copy : method.copies) {
       if (bytes >= kMeasuredBytes) break;
       if (!source_.link_bytes(copy.piece)) continue;
-      // No run has begun: nothing lies in the ring that this could overwrite.
+      // No run has begun, so there is nothing in the ring to overwrite.
       copies.emplace_back(copy.piece, address_of(copy.piece));
       bytes += copy.piece.bytes;
     }
@@ -144,7 +144,7 @@ void PlannedSession::uninstall() noexcept {
   finish();
   has_tables_ = must_empty_tables_ = false;
   quietly([&] { source_.follow({}, {}); });
-  // Graphs first: they wait for events of the source, as for those of the plan.
+  // Graphs first: they wait for events of the source and of the plan.
   set_shapes({});
   quietly([&] { source_.take_memory({}); });
   for (MethodState& method : methods_) {
@@ -189,10 +189,10 @@ void PlannedSession::begin_run(bool cold) {
   MethodState& method = methods_[method_];
   forget_copies(method);
   source_.follow(method.prologue, method.cycle);
-  // S1: other kernels may still read these pages. Everything that is copied later stands behind this wait.
+  // S1: other kernels may still read these pages. All later copies are behind this wait.
   if (has_run_) driver_.wait(copy_stream_, run_end_);
-  // What was copied ahead when the method last ran is right, and must not make up for a copy that is missing now. Of the
-  // others' pages nothing is left: each is poison since its last reader. (And a graph's own copies do not follow this.)
+  // What was copied ahead when the method last ran is still right, and must not hide a copy that is missing now. All
+  // other pages have been poison since their last reader. (And a graph's own copies do not follow this.)
   if (poison_)
     for (const PieceRecord& piece : method.prologue) poison(piece, copy_stream_);
   for (int64_t copy : plan_.methods[method_].prologue) issue(copy);
@@ -203,7 +203,7 @@ void PlannedSession::issue(int64_t index) {
   const PieceRecord& piece = record.piece;
   MethodState& method = methods_[method_];
   if (record.wait_step >= 0) await_readers(method.steps[record.wait_step]);
-  // Some of the stay's copies were made before the graph: whoever waits for this one must have them all.
+  // Some of the stay's copies were made before the graph. A wait for this copy must cover those too.
   const Progress& progress = method.progress[record.stay];
   if (progress.before_graph && progress.issued) driver_.wait_external(copy_stream_, lead_);
   if (trace_) trace_->copy_begins(run_number_, method_, index, piece.bytes, copy_stream_);
@@ -228,7 +228,7 @@ void PlannedSession::await_readers(StepState& step) {
   // S1. The event was recorded before this call: a step that ended in this run or the last.
   if (!capturing_) driver_.wait(copy_stream_, step.ended);
   else if (step.is_captured) driver_.wait(copy_stream_, step.ended_in_graph);
-  // The last run's readers have ended when the graph begins. In a run that is none they are waited for by their event.
+  // The last run's readers have ended when the graph begins. An ordinary run waits for them by their event.
   else step.seen_outside = true;
 }
 
@@ -237,7 +237,7 @@ void PlannedSession::announce(StayState& stay) {
     driver_.record(stay.ready, copy_stream_);
     return;
   }
-  // What is copied for the next run inside a graph is there when the graph ends.
+  // Copies that a graph makes for the next run have arrived when the graph ends.
   driver_.record(stay.ready_in_graph, copy_stream_);
 }
 
@@ -270,7 +270,7 @@ Address PlannedSession::acquire(int64_t position) {
                                           std::to_string(access.number) + " before it is fetched");
     if (progress.unread) {
       await_copies(stay, progress);
-      // Of a graph's launches most find it read by the run before.
+      // In most launches of a graph the run before has already read it.
       bool is_hit = progress.before_graph && stay.crosses;
       if (!is_hit) run_.bytes_hit -= plan_.methods[method_].stays[access.stay].bytes;
       progress.unread = false;
@@ -305,11 +305,11 @@ void PlannedSession::end_run() { issue_until((int64_t)plan_.methods[method_].acc
 
 void PlannedSession::reset() noexcept {
   for (MethodState& method : methods_) forget_copies(method);
-  // S11: an expert may be in the table, and not yet in its slot. Where this fails, the next run begins with it.
+  // S11: an expert may be in the table but not yet in its slot. If this fails, the next run begins by doing it.
   quietly([&] { empty_tables(); });
   sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
   if (!poison_) return;
-  // What the run has copied and nobody has read would be right in the next.
+  // Data that this run copied and nobody read would still be right in the next run, and hide a missing copy.
   quietly([&] {
     for (const MethodRecord& method : plan_.methods)
       for (const CopyRecord& copy : method.copies) poison(copy.piece, copy_stream_);

@@ -1,4 +1,4 @@
-// Executes a plan: fixed addresses, resident heads, ring pages that stays take in turn. All decisions stand in the plan.
+// Executes a plan: fixed addresses, resident prefixes, ring pages that stays take in turn. It decides nothing itself.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace penstock {
 
 class LinearOperands;
 
-// Of one bank, since the plan was installed.
+// Counts of one bank since the plan was installed.
 struct ExpertCountsRecord {
   int64_t calls;
   int64_t hits;
@@ -26,15 +26,15 @@ class PlannedSession final : public StreamingSession {
       : StreamingSession(driver, source, device_index, poison) {}
   ~PlannedSession() override { uninstall(); }
 
-  // Creates the plan's memory and fills what is resident. Whatever it throws, nothing of the plan is left.
+  // Creates the plan's memory and fills what is resident. If it throws, nothing of the plan is left.
   void install(PlanRecord plan);
   void uninstall() noexcept;
 
-  // From now on a kernel makes all linears, so that a result has the same bits wherever the rows lie. Without one the
-  // library makes those of a GPU, and no weight may be split; those of the CPU are the calling thread's own sums.
+  // From now on a kernel computes all linears, so that results have the same bits wherever the rows lie. Without one
+  // the library computes them on a GPU, and no weight may be split; on the CPU the calling thread sums them itself.
   void offer_linear(PrepareLinear prepare);
 
-  // Rows of an access that was fetched, by `rows` numbers at `index`, to `out`. Returns false after fail().
+  // Copies rows of a fetched access to `out`, by `rows` numbers at `index`. Returns false after fail().
   bool take_rows(int64_t number, Address index, int64_t rows, Address out);
   // Both wait for the device.
   std::vector<ExpertCountsRecord> expert_counts();
@@ -71,7 +71,7 @@ class PlannedSession final : public StreamingSession {
     Event ready = nullptr;            // after the last of its copies
     Event ready_in_graph = nullptr;   // the same while captured; null until then
     std::vector<int64_t> copies;      // indices into the method's
-    bool crosses = false;             // it is read on both sides of the end of a run
+    bool crosses = false;             // it is read on both sides of a run's end
   };
   struct StepState {
     Event ended = nullptr;           // null: no copy waits for it
@@ -82,19 +82,19 @@ class PlannedSession final : public StreamingSession {
   };
   // How far a stay has come, in the order of the host's calls.
   struct Progress {
-    size_t issued = 0;  // of its copies, since it was last read to the end
+    size_t issued = 0;  // copies, since it was last read to the end
     bool unread = false;
-    bool before_graph = false;  // while captured: the copies were made before the launch
+    bool before_graph = false;  // in a capture: the copies were made before the launch
   };
   struct MethodState {
-    std::vector<Address> in_place;  // by position: where the bytes that no range holds are read; 0: there are none
+    std::vector<Address> in_place;  // by position: where bytes outside of any range are read; 0: there are none
     std::vector<StayState> stays;
     std::vector<StepState> steps;
     std::vector<Progress> progress;  // by stay
     std::vector<PieceRecord> prologue;
     std::vector<PieceRecord> cycle;
-    // A graph holds the copies up to the last that its own run needs. Those after it are made for the next run: issued
-    // one by one behind each launch, they need not have ended when the graph does.
+    // A graph holds the copies up to the last one that its own run needs. Later copies are for the next run. They are
+    // issued one by one behind each launch, so they need not have ended when the graph does.
     size_t graph_copies = 0;
     std::vector<Progress> after_graph;
     Counters graph_counters;
@@ -141,22 +141,22 @@ class PlannedSession final : public StreamingSession {
   size_t next_copy_ = 0;
   bool capturing_ = false;
   std::vector<Progress> before_capture_;
-  // In a graph: where the branch of the copies begins.
+  // In a graph: where the branch of copies begins.
   Event fork_ = nullptr;
   // After the copies that were issued before a launch.
   Event lead_ = nullptr;
   PrepareLinear prepare_ = nullptr;
-  // By method, access, tokens and rows of the head. They hold addresses of the present plan.
+  // By method, access, tokens and rows of the prefix. Recipes hold addresses of the current plan.
   std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
-  // By bank: whether it was chosen from in this run.
+  // By bank: whether this run has chosen from it.
   std::vector<bool> chosen_from_;
-  // Whether the tables of the plan have begun.
+  // Whether the plan's tables have been initialized.
   bool has_tables_ = false;
-  // A run has failed, and what it left in them is still there.
+  // A run has failed, and the tables still hold what it left in them.
   bool must_empty_tables_ = false;
-  // What plans before the present one have counted.
+  // Counts from earlier plans.
   Counters retired_;
-  // What tables are read into. It stays: where waiting for a copy failed, the copy may be made later.
+  // Buffer that tables are read into. It is kept: if waiting for a copy failed, the copy may be made later.
   std::vector<unsigned char> read_back_;
   int64_t device_bytes_ = 0;
   int64_t peak_device_bytes_ = 0;

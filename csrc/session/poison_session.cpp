@@ -1,6 +1,6 @@
-// A session that trusts nothing: every access gets a fresh buffer, which is filled with 0xFF (NaN in every float format)
-// the moment its recorded last reader has run. A reader that the schedule does not know of reads NaN; a kernel that
-// writes into a weight is found by comparing the buffer with its source before it is filled.
+// A session that trusts nothing: every access gets a fresh buffer, which is filled with 0xFF (NaN in every float
+// format) as soon as its recorded last reader has run. A reader that the schedule does not know of reads NaN. To catch
+// a kernel that writes into a weight, the buffer is compared with its source before it is filled.
 #include <cstring>
 #include <memory>
 #include <new>
@@ -21,7 +21,7 @@ struct Lent {
   int64_t last_step = 0;
   const unsigned char* source = nullptr;
   size_t bytes = 0;
-  // One of the two, while a run lasts.
+  // One of the two is set during a run.
   unsigned char* host = nullptr;
   DevicePointer device = 0;
   // What the device buffer held just before it was poisoned; compared once the run has ended.
@@ -130,8 +130,8 @@ class PoisonSession final : public Session {
     return true;
   }
 
-  // The last reader has run. The buffer stays allocated until the run ends, so that a late reader finds the poison and
-  // not a stranger's bytes.
+  // The last reader has run. The buffer stays allocated until the run ends, so that a late reader finds poison and not
+  // someone else's bytes.
   bool retire(Lent& lent) {
     lent_bytes_ -= (int64_t)lent.bytes;
     if (!on_cuda_) {
@@ -187,7 +187,7 @@ using penstock::PoisonSession;
 
 extern "C" {
 
-// Null on failure; penstock_create_error tells why.
+// Null on failure; penstock_create_error says why.
 void* penstock_poison_create(int64_t accesses, const int64_t* numbers, const int64_t* last_steps,
                              const void* const* sources, const int64_t* bytes, int64_t steps, int32_t on_cuda) {
   penstock::create_error = penstock::load_torch_abi();

@@ -1,4 +1,4 @@
-// A session answers the fetches of compiled code. The compiled code knows no session: the calling thread does.
+// A session answers the fetches of compiled code. Compiled code does not know its session; the calling thread does.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct LinearRequest {
   int32_t device_type;
 };
 
-// Rows of a weight by a tensor of 64-bit numbers: along its first dimension.
+// Rows of a weight, along its first dimension, selected by a tensor of 64-bit numbers.
 struct RowsRequest {
   TensorHandle weight;  // as it was lent
   TensorHandle index;
@@ -37,7 +37,7 @@ struct RowsRequest {
   int32_t device_type;
 };
 
-// Rows of x times a matrix each: those of one expert follow one another, and `ends` (32 bits) says where each expert's end.
+// Rows of x, each times its expert's matrix. An expert's rows are adjacent; `ends` (32 bits) says where each one's end.
 struct GroupedRequest {
   TensorHandle x;
   TensorHandle weight;  // as it was lent: (experts, depth, columns), or as linears have it (experts, columns, depth)
@@ -54,27 +54,27 @@ class Session {
   // Lends the weight of one access. Returns false after fail().
   virtual bool fetch(const FetchRequest& request, TensorHandle* out) = 0;
 
-  // Multiplies with the weight of an access that was fetched. Returns false after fail(), or after torch refused a
-  // call: torch has then told why.
+  // Multiplies with the weight of a fetched access. Returns false after fail(), or after torch refused a call: torch
+  // has then reported why.
   bool linear(const LinearRequest& request, TensorHandle* out);
-  // The same for rows that are taken by index, and for products of groups of rows.
+  // The same for rows taken by index, and for products of groups of rows.
   bool rows(const RowsRequest& request, TensorHandle* out);
   bool grouped(const GroupedRequest& request, TensorHandle* out);
 
   // The launches of step `step` have all been issued.
   virtual void done(int64_t step) = 0;
 
-  // Generated code may reduce a failure to a generic one, so the session keeps the real error: the first.
+  // Generated code may reduce a failure to a generic one, so the session keeps the first, real error.
   const std::string& error() const { return error_; }
   Failure failure() const { return failure_; }
 
  protected:
-  // May throw. Here the library's product, for a weight that lies whole where it was lent.
+  // May throw. The default is the library's product, for a weight that is whole at the address it was lent at.
   virtual void multiply(const LinearRequest& request, TensorHandle* out);
   virtual void take_rows(const RowsRequest& request, TensorHandle* out);
   virtual void multiply_groups(const GroupedRequest& request, TensorHandle* out);
 
-  // What a call into torch or the driver throws, told as every failure is.
+  // Makes a call into torch or the driver. If it throws, returns false as linear() does.
   bool attempt(const std::function<void()>& call);
 
   bool fail(const std::string& message, Failure failure = Failure::divergence) {

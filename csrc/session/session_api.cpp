@@ -1,5 +1,5 @@
-// The core's C interface: drivers, the weights file, sessions. Python and the ExecuTorch delegate stand on it.
-// Functions that can fail return null or nonzero; penstock_failure and penstock_failure_text then tell why, by thread.
+// The core's C interface: drivers, the weights file, sessions. Python and the ExecuTorch delegate use it.
+// Functions that can fail return null or nonzero; penstock_failure and penstock_failure_text then say why, per thread.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -47,7 +47,7 @@ int32_t guarded(Action&& action) noexcept {
   return 1;
 }
 
-// In slices, between which whoever waits is told.
+// In slices, with a report to the caller after each.
 void bring_in(const HostFile& file, int32_t (*on_bytes)(int64_t)) {
   constexpr size_t kSliceBytes = size_t{256} << 20;
   const int threads = (int)std::min(16u, std::max(1u, std::thread::hardware_concurrency()));
@@ -58,7 +58,7 @@ void bring_in(const HostFile& file, int32_t (*on_bytes)(int64_t)) {
   }
 }
 
-// One that nobody began before is begun now.
+// Begins a probe if the caller has not.
 void require_registration(const Driver& over, const PenstockOpenRequest& asked) {
   if (over.probed_device() < 0) return;
   std::optional<RegistrationProbe> begun;
@@ -84,7 +84,7 @@ int32_t begun(void* handle, Begin&& begin) noexcept {
 }
 
 void aborted(Engine& over) noexcept {
-  // Where no run is under way its device is not current because of one.
+  // Only a run that is under way has made the device current.
   bool inside = over.run_thread != std::thread::id();
   over.run_thread = {};
   set_current_session(nullptr);
@@ -105,7 +105,7 @@ int32_t ended(void* handle, End&& end) noexcept {
   });
 }
 
-// Copies at most `capacity` records to `out`; tells how many there are.
+// Copies at most `capacity` records to `out`; returns how many there are.
 template <typename Record>
 int64_t copy_records(const std::vector<Record>& records, int64_t* out, int64_t capacity) {
   static_assert(sizeof(Record) % sizeof(int64_t) == 0);
@@ -152,7 +152,7 @@ int32_t penstock_driver_memory(void* handle, int64_t* free_bytes, int64_t* total
   });
 }
 
-// All that is decided about host memory is decided here, and refused before anything is pinned.
+// Makes all decisions about host memory, and refuses before anything is pinned.
 void* penstock_open(void* driver_handle, const PenstockOpenRequest* asked) {
   void* out = nullptr;
   guarded([&] {
@@ -188,19 +188,19 @@ int32_t penstock_check_build(const PenstockBuild* built, const PenstockBuild* he
   return guarded([&] { check_build(*built, *here); });
 }
 
-// Tries in a process of its own whether the file can be registered with a GPU. Begun before planning, it costs no time.
+// Tries in a separate process whether the file can be registered with a GPU. Begun before planning, it costs no time.
 void* penstock_probe_begin(const char* path, int32_t device_index) {
   void* out = nullptr;
   guarded([&] { out = new RegistrationProbe(path, device_index); });
   return out;
 }
-// Waits for the answer; `on_wait` as PenstockOpenRequest::on_bytes, without any.
+// Waits for the answer; `on_wait` is called as PenstockOpenRequest::on_bytes is, with no bytes.
 int32_t penstock_probe_require(void* probe, int32_t (*on_wait)(int64_t)) {
   return guarded([&] { static_cast<RegistrationProbe*>(probe)->require(on_wait); });
 }
 void penstock_probe_destroy(void* probe) { delete static_cast<RegistrationProbe*>(probe); }
 
-// How much more host memory can be pinned; penstock_host_limit_text tells by what.
+// How much more host memory can be pinned; penstock_host_limit_text says what sets the limit.
 int32_t penstock_host_limit(const char* root, int64_t pinned, int64_t* available_bytes) {
   return guarded([&] {
     const HostLimit found = host_limit(root, pinned);
@@ -224,21 +224,21 @@ int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return res
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });
 }
-// What to tell the user when less is taken than was asked for; empty where it is not so. Good until the next call.
+// What to tell the user when less is taken than was asked for, else empty. Good until the next call.
 const char* penstock_clamp_sentence(const PenstockBudget* budget) {
   thread_local std::string text;
   text = clamp_sentence(*budget);
   return text.c_str();
 }
 
-// That the session holds: of the file, or of staging buffers. 0 where it was not opened here.
+// Host bytes that the session holds, of the file or of staging buffers. 0 if it was not opened here.
 int64_t penstock_session_host_bytes(void* handle) { return engine(handle)->host_bytes; }
 
 void penstock_session_destroy(void* handle) {
   Engine* over = engine(handle);
-  // A run that nobody ended: the thread that began it must not find a session that is gone.
+  // Nobody ended the run: the thread that began it must not find a session that is gone.
   if (over->run_thread == std::this_thread::get_id()) aborted(*over);
-  // A lost context refuses even this; giving back goes on all the same.
+  // A lost context refuses even this; everything is given back all the same.
   bool inside = true;
   try {
     over->driver->enter();
@@ -250,7 +250,7 @@ void penstock_session_destroy(void* handle) {
   if (inside) held->leave();
 }
 
-// Pinned memory of the session's device, for what whoever runs it moves there. Null where it cannot be had; freed before
+// Memory pinned for the session's device, for what the caller moves there. Null if there is none; must be freed before
 // the session.
 void* penstock_session_allocate_host(void* handle, int64_t bytes) {
   void* out = nullptr;
@@ -278,8 +278,8 @@ int32_t penstock_session_install(void* handle, const int64_t* numbers, int64_t c
   });
 }
 
-// A plan that was made for weights as they are, where some are packed: they pass through so many slots, in memory of
-// `total_bytes` beyond that of the plan.
+// Installs a plan that was made for unpacked weights when some are packed: these pass through `slots` slots, in
+// `total_bytes` of memory on top of the plan's.
 int32_t penstock_session_install_with_slots(void* handle, const int64_t* numbers, int64_t count, int64_t slots,
                                             int64_t slot_bytes, int64_t total_bytes) {
   return guarded([&] {
@@ -294,7 +294,7 @@ int32_t penstock_session_install_with_slots(void* handle, const int64_t* numbers
   });
 }
 
-// Between runs, for programs on a GPU: who prepares the kernel that reads a weight in two places.
+// Between runs, for programs on a GPU: sets what prepares the kernel that reads a weight in two places.
 int32_t penstock_session_offer_linear(void* handle, PrepareLinear prepare) {
   return guarded([&] {
     Engine& over = *engine(handle);
@@ -320,7 +320,7 @@ int32_t penstock_session_end(void* handle) {
 
 void penstock_session_abort(void* handle) { aborted(*engine(handle)); }
 
-// Around compiled code on a stream that is then captured; to give it up, abort.
+// Around compiled code, on a stream that is captured meanwhile; abort gives it up.
 int32_t penstock_session_begin_capture(void* handle, int64_t method, void* stream) {
   return begun(handle, [=](Engine& over) {
     over.session().begin_capture(method, stream);
@@ -339,7 +339,7 @@ int32_t penstock_session_drop_capture(void* handle, int64_t capture) {
   });
 }
 
-// Begin, launch, end; to give it up, abort.
+// Begin, launch, end; abort gives it up.
 int32_t penstock_session_begin_replay(void* handle, int64_t capture, void* stream) {
   return begun(handle, [=](Engine& over) {
     over.file->check_unchanged();
@@ -366,8 +366,8 @@ int32_t penstock_session_counters(void* handle, PenstockCounters* last_run, Pens
   });
 }
 
-// Of the experts of bank after bank: calls, hits and misses since the plan was installed, three numbers each. Called first
-// for the count alone. Waits for the device.
+// Bank after bank: calls, hits and misses of experts since the plan was installed, three numbers each. Called first for
+// the count alone. Waits for the device.
 int64_t penstock_session_expert_counts(void* handle, int64_t* out, int64_t capacity) {
   int64_t count = -1;
   guarded([&] {
@@ -378,7 +378,7 @@ int64_t penstock_session_expert_counts(void* handle, int64_t* out, int64_t capac
   return count;
 }
 
-// By each number of slots: how many of the uses that a bank has logged would have been hits, how many there were, and in how
+// For each number of slots: how many of a bank's logged uses would have been hits, how many uses there were, and in how
 // many calls.
 int32_t penstock_session_expert_hits(void* handle, int64_t bank, const int64_t* slots, int64_t count, int64_t* out) {
   return guarded([&] {
@@ -398,12 +398,12 @@ int32_t penstock_session_memory(void* handle, int64_t* device_bytes, int64_t* pe
   });
 }
 
-// What copying took when the session was set up: three numbers a record. Called first for the count alone.
+// How long copies took when the session was set up, three numbers a record. Called first for the count alone.
 int64_t penstock_session_link(void* handle, int64_t* out, int64_t capacity) {
   return copy_records(engine(handle)->session().link(), out, capacity);
 }
 
-// In one line. Good until the next call on this thread; null where it cannot be had.
+// In one line. Good until the next call on this thread; null on failure.
 const char* penstock_session_summary(void* handle, const PenstockSummary* asked) {
   thread_local std::string text;
   return guarded([&] { text = session_summary(*engine(handle), *asked); }) ? nullptr : text.c_str();
@@ -430,7 +430,7 @@ int32_t penstock_session_stop_trace(void* handle) {
   });
 }
 
-// Of the trace that was stopped last, seven numbers a span. Called first for the count alone.
+// Spans of the trace that was stopped last, seven numbers each. Called first for the count alone.
 int64_t penstock_session_spans(void* handle, int64_t* out, int64_t capacity) {
   return copy_records(engine(handle)->spans, out, capacity);
 }

@@ -18,7 +18,7 @@ int64_t sum_of(const std::vector<int64_t>& amounts) {
   return sum;
 }
 
-// Of all weights that are read, each once. A session may know of more: those of delegates that have another one.
+// Bytes of all weights that are read, each once. A session may know of more: those of delegates with another session.
 int64_t read_bytes(const Engine& over) {
   if (over.lru) return sum_of(over.weight_bytes);
   std::set<int64_t> read;
@@ -29,7 +29,7 @@ int64_t read_bytes(const Engine& over) {
   return bytes;
 }
 
-// Of the device memory, what copies come and go in: all else keeps its content.
+// Device memory that copies overwrite; all other memory keeps its content.
 int64_t ring_bytes(const PlanRecord& plan) {
   std::set<int64_t> ring;
   for (const MethodRecord& method : plan.methods)
@@ -106,7 +106,7 @@ void add_plan(Engine& over, const PenstockSummary& asked, std::vector<std::strin
   }
 }
 
-// In GB/s, rounded half up, without a float: a process may have a locale that writes it with a comma.
+// In GB/s, rounded half up, without a float: the process's locale may print floats with a comma.
 std::string rate_text(const LinkRecord& sample) {
   const auto tenths = (int64_t)(((__int128)sample.bytes * 20 + sample.ns) / ((__int128)sample.ns * 2));
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10);

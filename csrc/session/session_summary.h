@@ -1,4 +1,4 @@
-// What a session was set up to do, in words: one line, the same for Python and for C++.
+// Says in one line what a session was set up to do, the same for Python and for C++.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace penstock {
 
-// `asked`: what the session does not know of itself.
+// `asked`: what the session does not know about itself.
 std::string session_summary(Engine& over, const PenstockSummary& asked);
 
 }  // namespace penstock

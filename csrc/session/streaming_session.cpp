@@ -10,7 +10,7 @@ namespace penstock {
 namespace {
 std::string text(int64_t value) { return std::to_string(value); }
 
-// Sizes of copies whose rates are measured, and how much of each at most: milliseconds in all.
+// Copy sizes whose rates are measured, and at most how many bytes of each. Takes milliseconds in all.
 constexpr int64_t kMeasuredPieces[] = {256 << 10, 1 << 20, 4 << 20, 16 << 20};
 constexpr int64_t kMeasuredPartsBytes = 64 << 20;
 }  // namespace
@@ -36,7 +36,7 @@ void StreamingSession::set_shapes(std::vector<Shape> shapes) {
   tensors_.clear();
   for (const Shape& shape : shapes_) tensors_.emplace_back(shape.numbers.size());
   owner_ = -1;
-  // Graphs hold addresses of the plan that was.
+  // Graphs hold addresses of the previous plan.
   for (const auto& [number, capture] : captures_) quietly([&] { driver_.destroy_graph(capture.graph); });
   captures_.clear();
 }
@@ -96,7 +96,7 @@ bool StreamingSession::acquire(int64_t number, Address* out) {
     if (trace_) trace_->step_begins(run_number_, method_, step_, compute_);
   } catch (const CoreError& failure) {
     return fail(failure.what(), failure.failure);
-  } catch (const std::exception& failure) {  // no memory: the caller is generated code, and must not see it
+  } catch (const std::exception& failure) {  // out of memory: generated code must not see exceptions
     return fail(failure.what(), Failure::usage);
   }
   position_++;
@@ -124,7 +124,7 @@ TensorHandle StreamingSession::tensor_at(int64_t position, Address address, cons
     strides[d] = step;
     step *= request.sizes[d] > 0 ? request.sizes[d] : 1;
   }
-  // The device is the session's own: compiled code carries the number of the device it was compiled on.
+  // Use the session's own device: compiled code carries the number of the device it was compiled on.
   int32_t index = request.device_type == torch_abi().device_type_cpu() ? request.device_index : device_index_;
   TensorHandle tensor = nullptr;
   if (torch_abi().create_tensor_from_blob(reinterpret_cast<void*>(address), request.rank, request.sizes,
@@ -212,7 +212,7 @@ int64_t StreamingSession::end_capture() {
   if (mode_ != Mode::capture) throw CoreError(Failure::usage, "a capture was ended that was not begun");
   require_complete();
   capture_ends();
-  // Whatever comes of it, the stream is not captured any more.
+  // Whatever the result, the stream is not captured any more.
   leave_capture();
   Graph graph = driver_.end_capture(compute_);
   captures_[next_capture_] = {method_, graph};
@@ -264,7 +264,7 @@ void StreamingSession::end_replay() {
 }
 
 void StreamingSession::abort() noexcept {
-  // A run that was refused before it began has touched nothing; and a stream under capture must not be synchronized.
+  // A run that was refused before it began has touched nothing. And a stream under capture must not be synchronized.
   if (mode_ == Mode::idle) return;
   if (mode_ == Mode::capture) {
     capture_failed();
@@ -288,7 +288,7 @@ void StreamingSession::require_idle() const {
 void StreamingSession::finish() noexcept {
   // The caller's stream first: the copies that follow its kernels cannot end before it does.
   if (mode_ == Mode::run || mode_ == Mode::replay) sync_with_retry([&] { driver_.synchronize_stream(compute_); });
-  // A run that failed at its start may not have come to wait for the last one.
+  // A run that failed at its start may have failed before it waited for the last one.
   if (has_run_) sync_with_retry([&] { driver_.synchronize_event(run_end_); });
   sync_with_retry([&] { driver_.synchronize_stream(copy_stream_); });
   source_.finish();
@@ -324,7 +324,7 @@ void StreamingSession::measure_link(const Copies& copies) {
   }
   link_ = std::move(link);
   if (!poison_) return;
-  // A copy that is missing later must not be made up for by this one.
+  // These copies must not hide one that is missing later.
   for (const auto& [piece, to] : copies) driver_.fill(to, kPoison, (size_t)piece.bytes, copy_stream_);
   driver_.synchronize_stream(copy_stream_);
 }
@@ -343,7 +343,7 @@ LinkRecord StreamingSession::time_copies(const Copies& copies) {
   Undo undo_end([&] { driver_.destroy_event(end); });
   // The first copy out of memory that was just registered is slower than any after it, so the second time counts.
   for (int time = 0; time < 2; ++time) {
-    // Nothing of the first time is left under way that the second would find done.
+    // No work from the first time is left that the second would find done.
     driver_.synchronize_stream(copy_stream_);
     driver_.record(begin, copy_stream_);
     for (const auto& [piece, address] : copies) source_.copy(piece, address, copy_stream_);

@@ -1,5 +1,5 @@
-// What the two policies share: the compiled code is held to its schedule, runs are ordered after one another whatever
-// their stream (S8), and what moves is counted (S7). A policy says where the weight of an access is.
+// What the two policies share: it holds the compiled code to its schedule, orders runs one after the other whatever
+// their stream (S8), and counts what moves (S7). A policy says where the weight of an access is.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ namespace penstock {
 
 using Counters = PenstockCounters;
 
-// So many copies, one after the other, and the bytes that they take over the link together.
+// `copies` copies, one after the other, and the bytes they move over the link in all.
 struct LinkRecord {
   int64_t copies;
   int64_t bytes;
@@ -32,40 +32,40 @@ class StreamingSession : public Session {
   // What compiled code calls. Never throw: the caller is generated code.
   bool fetch(const FetchRequest& request, TensorHandle* out) override;
   void done(int64_t step) override;
-  // The part of fetch that knows no torch.
+  // The part of fetch without torch.
   bool acquire(int64_t number, Address* out);
 
-  // Around the compiled code, on one thread. begin and end throw; a begin that threw leaves no run, and a run that was
-  // there before it alone. After end threw, or after a failed fetch, abort.
+  // Around the compiled code, on one thread. begin and end throw. A begin that threw leaves no run, and does not touch
+  // a run that was there before. If end threw or a fetch failed, call abort.
   void begin(int64_t method, Stream compute);
   void end();
-  // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own. A capture that
-  // failed has touched nothing on the device, and is forgotten.
+  // The run failed: waits for the device, and leaves nothing that a later run could mistake for its own. A failed
+  // capture has touched nothing on the device and is forgotten.
   void abort() noexcept;
 
-  // A run that is captured into a graph, its copies included, and not made. Returns the number by which it can be
-  // replayed, until it is dropped or the plan changes.
+  // Captures a run into a graph, including its copies, without executing it. Returns the number by which it can be
+  // replayed until it is dropped or the plan changes.
   void begin_capture(int64_t method, Stream compute);
   int64_t end_capture();
   void drop_capture(int64_t capture);
 
-  // A run that is the launch of a graph (S9). Other work on `compute` may stand between begin and end, before the launch
-  // and after it; all of it belongs to the run.
+  // A run that launches a graph (S9). Other work on `compute` may come between begin and end, before the launch or
+  // after it; all of it belongs to the run.
   void begin_replay(int64_t capture, Stream compute);
   void launch();
   void end_replay();
 
-  // Throws while a run has not ended: what it was lent must stay.
+  // Throws while a run has not ended: what the run was lent must stay.
   void require_idle() const;
 
-  // Waits until nothing of ours is at work on the device.
+  // Waits until none of our work is left on the device.
   void drain();
 
-  // Of the last run, and of all of them. Waits for the device.
+  // Counts of the last run and of all runs. Waits for the device.
   void count(Counters* last_run, Counters* totals);
 
-  // How long copies of real weights take, measured once when a plan or a pool is set up: as many as will be made first,
-  // as they are; then some of each size. Empty when nothing is ever copied.
+  // How long copies of real weights take, measured once when a plan or a pool is set up: first the copies that will be
+  // made first, as they are, then some of each size. Empty when nothing is ever copied.
   const std::vector<LinkRecord>& link() const { return link_; }
 
   Stream copy_stream() const { return copy_stream_; }
@@ -79,11 +79,11 @@ class StreamingSession : public Session {
     int64_t step_count;
   };
 
-  // Called by a policy when it is set up, and with none when it is given up; forgets the tensors of addresses that are
-  // no more.
+  // A policy calls this when it is set up, and with no shapes when it is given up. Forgets the tensors of addresses
+  // that no longer exist.
   void set_shapes(std::vector<Shape> shapes);
 
-  // Before memory is given back: waits until nothing of ours is at work, also in a run that has not ended.
+  // Before memory is given back: waits until none of our work is left, even in a run that has not ended.
   void finish() noexcept;
 
   // `cold`: the last run was of another method, or failed.
@@ -98,23 +98,23 @@ class StreamingSession : public Session {
   virtual void capture_begins() = 0;
   virtual void capture_ends() = 0;
   virtual void capture_failed() noexcept = 0;
-  // What only the device knows, of the last run and of all of them. Nothing of ours is at work.
+  // Adds what only the device has counted, for the last run and for all. None of our work is left when this is called.
   virtual void add_device_counts(Counters*, Counters*) {}
 
   // Before and after the launch.
   virtual void replay_begins(bool cold) = 0;
   virtual void replay_ends() = 0;
 
-  // Where an access that was fetched in this run stands in the schedule; throws if it was not.
+  // The schedule position of an access that was fetched in this run; throws if it was not.
   int64_t fetched_position(int64_t number) const;
 
-  // The method of the last run; -1 where it failed, or there was none.
+  // The method of the last run; -1 if it failed or there was none.
   int64_t last_method() const { return owner_; }
 
-  // The compute stream waits for a copy; the wait is measured.
+  // Makes the compute stream wait for a copy, and measures the wait.
   void wait_for_copy(Event ready);
 
-  // Copies to addresses that hold nothing yet, and times it. What it copied is poison again where that is asked for.
+  // Times copies to addresses that hold nothing yet. With poison on, what it copied is poison again afterwards.
   using Copies = std::vector<std::pair<PieceRecord, Address>>;
   void measure_link(const Copies& copies);
 
@@ -164,10 +164,10 @@ class StreamingSession : public Session {
   int64_t position_ = 0;
   int64_t step_ = 0;
   Mode mode_ = Mode::idle;
-  std::map<int64_t, Capture> captures_;  // of the present plan
+  std::map<int64_t, Capture> captures_;  // of the current plan
   int64_t next_capture_ = 0;             // no number is given out twice
-  Graph graph_ = nullptr;                // that is being replayed
-  Counters before_capture_run_;  // a capture is no run: the last one stays what it was
+  Graph graph_ = nullptr;                // the one being replayed
+  Counters before_capture_run_;  // a capture is not a run: counts of the last run are kept
 };
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// The driver table over the parts: memory, pools, streams, host memory.
+// Implements the driver table with its parts: memory, pools, streams, host memory.
 #include "soft/soft_driver.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 SoftDriver::SoftDriver(size_t granularity_bytes, size_t capacity_bytes, bool poison)
     : capacity_(capacity_bytes), memory_(granularity_bytes, poison, capacity_), poison_(poison) {}
 
-// First of all: what is queued uses the rest.
+// Streams go first, because queued work uses the rest.
 SoftDriver::~SoftDriver() { finish_streams(); }
 
 void SoftDriver::finish_streams() { streams_.clear(); }
@@ -195,7 +195,7 @@ Event SoftDriver::create_event(bool timing) {
 }
 
 void SoftDriver::destroy_event(Event event) {
-  // Those who wait hold the recording, not the event.
+  // Waiters hold the recording, not the event.
   take(events_, event, "destroy_event", "event");
 }
 
@@ -248,7 +248,7 @@ int64_t SoftDriver::elapsed_ns(Event from, Event to) {
     throw_if(fault);
     if (!complete) fail("elapsed_ns", EBUSY, which + " is not complete");
   }
-  // As cuEventElapsedTime tells it.
+  // With the precision of cuEventElapsedTime.
   const auto milliseconds = (float)((double)(times_ns[1] - times_ns[0]) / 1e6);
   return std::llround((double)milliseconds * 1e6);
 }

@@ -1,8 +1,8 @@
 // The driver of a machine without a GPU: streams are threads, device memory is pages that several ranges can map,
 // events are real. A null Stream is the calling thread itself: its work is done when the call returns.
 //
-// A copy whose source cannot be read fails its stream for good. What is queued there is skipped, and whoever observes
-// it (synchronizes, waits inline, asks if an event is complete), directly or through other streams, gets the error.
+// A copy whose source cannot be read fails its stream for good. Work queued there is skipped, and whoever observes the
+// stream (synchronizes, waits inline, queries an event), directly or through other streams, gets the error.
 #pragma once
 
 #include <functional>
@@ -18,7 +18,7 @@
 
 namespace penstock {
 
-// What is alive, by kind. The layout is part of the C interface.
+// How many objects of each kind are alive. The layout is part of the C interface.
 struct SoftCounts {
   int64_t blocks;
   int64_t block_bytes;
@@ -37,11 +37,11 @@ struct SoftCounts {
   int64_t peak_host_bytes;
 };
 
-// A program on the CPU has no graphs, so nothing can be captured here. For tests there is a driver that stands on this one and
+// A program on the CPU has no graphs, so nothing can be captured here. Tests have a driver on top of this one that
 // captures: tests/native/capturing_driver.h.
 class SoftDriver : public Driver {
  public:
-  // A capacity of 0 is no limit of ours. With poison, device bytes that are fresh or released read as 0xFF.
+  // A capacity of 0 sets no limit of our own. With poison, fresh and released device bytes read as 0xFF.
   SoftDriver(size_t granularity_bytes, size_t capacity_bytes, bool poison);
   ~SoftDriver() override;
 
@@ -58,8 +58,8 @@ class SoftDriver : public Driver {
 
   Pool create_pool(size_t max_bytes) override;
   void destroy_pool(Pool pool) override;
-  // Bytes that another stream has released count as taken until that stream has reached the release: this fails with
-  // Failure::device_memory rather than wait.
+  // Bytes that another stream has released count as taken until that stream has reached the release. This does not wait
+  // for them, but fails with Failure::device_memory.
   Address pool_allocate(Pool pool, size_t bytes, Stream stream) override;
   void pool_release(Pool pool, Address address, Stream stream) override;
   size_t pool_peak_bytes(Pool pool) override;
@@ -99,8 +99,8 @@ class SoftDriver : public Driver {
   void launch_graph(Graph, Stream) override { refuse_graph(); }
   void destroy_graph(Graph) override { refuse_graph(); }
 
-  // What follows is for tests: what only the inside of a driver can tell or force. The rest of what they need is outside,
-  // in tests/native.
+  // The rest is for tests: what only the inside of a driver can tell or force. Everything else that they need is in
+  // tests/native.
 
   // A kernel: runs in stream order.
   void launch(Stream stream, std::function<void()> body);
@@ -110,12 +110,12 @@ class SoftDriver : public Driver {
 
  protected:
   enum class Work { copy, kernel };
-  // Whether somebody else has taken a piece of work on this stream.
+  // Whether a derived driver has taken a piece of work on this stream, which then must not run here.
   virtual bool captured(Stream, const char*, Work, const std::function<void()>&) { return false; }
-  // Before whatever their work uses goes.
+  // Must be called before anything that their work uses goes.
   void finish_streams();
   std::shared_ptr<SoftEvent> event_of(Event event, const char* call) const;
-  // Null for the calling thread's own.
+  // Null for a null Stream, the calling thread itself.
   std::shared_ptr<SoftStream> queue_of(Stream stream, const char* call) const;
 
  private:

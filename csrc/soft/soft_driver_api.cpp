@@ -1,4 +1,4 @@
-// The soft driver over a C interface: how one is made. Everything else is asked of it as of any driver.
+// The C interface that makes a soft driver. Everything else goes through the table of any driver.
 #include <exception>
 #include <string>
 

@@ -1,4 +1,4 @@
-// What is registered and what is allocated, and what is refused of either.
+// Keeps track of what is registered and allocated, and refuses wrong calls.
 #include "soft/soft_host.h"
 
 #include <unistd.h>

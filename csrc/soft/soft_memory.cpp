@@ -48,7 +48,7 @@ MemoryInfo system_memory() {
 }  // namespace
 
 void SoftCapacity::take(const char* call, size_t bytes) {
-  // Without a capacity of its own it has the machine's.
+  // Without a capacity of its own, the device has the machine's.
   const size_t most_bytes = capacity_bytes ? capacity_bytes : system_memory().total_bytes;
   std::lock_guard<std::mutex> lock(mutex_);
   const size_t free_bytes = most_bytes - std::min(most_bytes, used_bytes_);
@@ -151,7 +151,7 @@ void SoftMemory::drop_if_unused(std::map<Block, Pages>::iterator found) {
 
 Address SoftMemory::reserve(size_t bytes) {
   check_extent("reserve", 0, bytes);
-  // Longer by one unit, of which the ends are cut off: mmap itself aligns to system pages only.
+  // One unit longer, and the ends are cut off: mmap itself aligns only to system pages.
   const size_t room_bytes = bytes + granularity_bytes;
   void* start = mmap(nullptr, room_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED) fail_system("reserve", std::to_string(bytes) + " bytes of addresses");

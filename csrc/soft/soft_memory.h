@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-// Bytes of the pretended device, shared by blocks and pools. A capacity of 0 is no limit.
+// Bytes of the simulated device, shared by blocks and pools. A capacity of 0 is no limit.
 class SoftCapacity {
  public:
   explicit SoftCapacity(size_t bytes) : capacity_bytes(bytes) {}
@@ -64,7 +64,7 @@ class SoftMemory {
   using Mappings = std::map<Address, Mapping>;
 
   void check_extent(const char* call, Address address, size_t bytes) const;
-  // The mappings that fill [address, address + bytes) exactly, from the first to behind the last.
+  // The mappings that fill [address, address + bytes) exactly: the first, and the one past the last.
   std::pair<Mappings::iterator, Mappings::iterator> exact_mappings(const char* call, Address address, size_t bytes);
   void drop_if_unused(std::map<Block, Pages>::iterator pages);
   void poison(const Pages& pages) const;

@@ -1,4 +1,4 @@
-// When the streams of a soft driver run, and by which clock: what a test needs to force an order instead of hoping for it.
+// When the streams of a soft driver run, and by which clock. Tests use this to force an order instead of hoping for it.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ class SoftDelays {
   uint64_t max_ns_ = 0;
 };
 
-// The machine's, until it is set: from then on it moves only by one tick for every copy and every kernel that has run.
+// The machine's clock until it is set. From then on it advances only by one tick per copy and kernel that has run.
 class SoftClock {
  public:
   void set(int64_t now_ns, int64_t tick_ns);
@@ -38,8 +38,8 @@ class SoftClock {
   std::atomic<int64_t> tick_ns_{0};
 };
 
-// How many streams have something that they can do. A late stream is none of them: it waits for all of them to come to
-// rest before each thing that it does. Counting orders no stream behind another, or ThreadSanitizer would see no race.
+// Counts the streams that have work they can do. A late stream is not counted: before each piece of work it waits until
+// all of them are at rest. Counting must not order one stream behind another, or ThreadSanitizer would see no race.
 class SoftRest {
  public:
   void add(int streams) { busy_.fetch_add(streams, std::memory_order_release); }

@@ -1,4 +1,4 @@
-// Which bytes of a pool are taken, by whose order, and pages of released allocations kept for later ones.
+// Tracks which bytes of a pool are taken, on which stream, and keeps pages of released allocations for later ones.
 #include "soft/soft_pool.h"
 
 #include <sys/mman.h>
@@ -37,7 +37,7 @@ SoftPool::Lease SoftPool::allocate(size_t bytes, Stream stream) {
     throw DriverError(Failure::device_memory, "soft pool_allocate", ENOMEM,
                       std::to_string(bytes) + " bytes asked for, " + std::to_string(max_bytes_ - taken_bytes) +
                           " free for this stream of " + std::to_string(max_bytes_) + " in the pool");
-  // The stream's own released bytes first: the others cannot have those yet.
+  // The stream's own released bytes first: other streams cannot have those yet.
   const size_t again_bytes = std::min(bytes, unused_bytes(stream, false));
   capacity_.take("pool_allocate", bytes - again_bytes);
   Lease lease;
@@ -64,7 +64,7 @@ SoftPool::Lease SoftPool::allocate(size_t bytes, Stream stream) {
 SoftPool::Lease SoftPool::take_room(size_t bytes, Stream stream) {
   const auto page_bytes = (size_t)sysconf(_SC_PAGESIZE);
   const size_t room_bytes = (bytes + page_bytes - 1) / page_bytes * page_bytes;
-  // The address released last is used again first: the order in which a missing wait shows soonest.
+  // The address that was released last is reused first: in this order a missing wait shows soonest.
   for (auto room = rooms_.begin(); room != rooms_.end(); ++room) {
     if ((*room)->room_bytes != room_bytes || !((*room)->executed || (*room)->stream == stream)) continue;
     const Lease lease{(*room)->address, room_bytes, false};
@@ -95,7 +95,7 @@ std::shared_ptr<SoftPool::Release> SoftPool::release(Address address, Stream str
 }
 
 void SoftPool::execute(Release& release) {
-  // Before the bytes are anybody else's. Without poison the pages go back, so that the pool's cap is one on RAM too.
+  // Before anybody else gets the bytes. Without poison the pages go back, so that the pool's cap holds for RAM too.
   if (poison_)
     std::memset(pointer(release.address), kPoison, release.room_bytes);
   else

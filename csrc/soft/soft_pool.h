@@ -15,8 +15,8 @@ namespace penstock {
 
 class SoftPool {
  public:
-  // A release that its stream has perhaps not reached yet. Until then only that stream may have the bytes again: it
-  // will touch them after the release, whatever the host does.
+  // A release that its stream may not have reached yet. Until then only that stream may get the bytes again, because it
+  // touches them after the release whatever the host does.
   struct Release {
     Stream stream;
     Address address;
@@ -39,7 +39,7 @@ class SoftPool {
 
   // Touches no byte of the memory.
   Lease allocate(size_t bytes, Stream stream);
-  // Two halves: on the host, then in stream order.
+  // The two halves of a release: on the host, then in stream order.
   std::shared_ptr<Release> release(Address address, Stream stream);
   void execute(Release& release);
 
@@ -62,7 +62,7 @@ class SoftPool {
   mutable std::mutex mutex_;
   std::map<Address, Allocation> live_;
   std::list<std::shared_ptr<Release>> pending_;  // not yet executed
-  std::list<std::shared_ptr<Release>> rooms_;    // addresses to be used again, newest first
+  std::list<std::shared_ptr<Release>> rooms_;    // addresses to reuse, newest first
   size_t live_bytes_ = 0;
   size_t held_bytes_ = 0;  // live, and released but not yet executed
   size_t peak_bytes_ = 0;

@@ -1,4 +1,4 @@
-// The thread of a stream, its queue, and how a failed one hands its error on.
+// The thread of a stream, its queue, and how a failed stream passes its error on.
 #include "soft/soft_stream.h"
 
 #include <cerrno>
@@ -80,7 +80,7 @@ void SoftStream::record(std::shared_ptr<Completion> completion) {
 }
 
 void SoftStream::wait(std::shared_ptr<Completion> completion) {
-  // Also on a failed stream: memory that a later release gives back may still be in use where this waits for.
+  // Also on a failed stream: the work that this waits for may still use memory that a later release gives back.
   auto body = [this, completion = std::move(completion)] {
     SoftFault fault = completion->await(counted_);
     if (fault && !fault_) fault_ = fault;
@@ -112,7 +112,7 @@ void SoftStream::finish() {
 void SoftStream::set_late(bool late) {
   drain();
   std::unique_lock<std::mutex> lock(mutex_);
-  // The thread has done all of its work, and is about to say so.
+  // The thread has done all of its work, and is about to clear busy_.
   changed_.wait(lock, [this] { return !busy_; });
   late_ = late;
   counted_ = !late;

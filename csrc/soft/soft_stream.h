@@ -27,10 +27,10 @@ class SoftStream;
 class Completion {
  public:
   explicit Completion(SoftPace& pace) : pace_(pace) {}
-  // The piece of work that completes it. Without one, somebody does who needs not be asked.
+  // Sets the piece of work that completes this. If none is set, this completes without a demand.
   void come_from(std::weak_ptr<SoftStream> stream, uint64_t number);
   void complete(SoftFault fault);
-  // Blocks until complete, and has a late stream get there. `counted`: the caller is a stream, and rests meanwhile.
+  // Blocks until complete, and makes a late stream get there. `counted`: the caller is a stream, and rests meanwhile.
   SoftFault await(bool counted = false);
   void demand();
   bool is_complete(SoftFault* fault, int64_t* time_ns);
@@ -47,7 +47,7 @@ class Completion {
   SoftFault fault_;
 };
 
-// Recording again replaces the completion, so that those who wait for an earlier one are not disturbed.
+// Recording again replaces the completion, so that waiters for an earlier one are not disturbed.
 class SoftEvent {
  public:
   explicit SoftEvent(bool timing) : timing(timing) {}
@@ -67,25 +67,25 @@ class SoftStream : public std::enable_shared_from_this<SoftStream> {
   SoftStream(const SoftStream&) = delete;
   SoftStream& operator=(const SoftStream&) = delete;
 
-  // Skipped once the stream has failed; a DriverError out of the work fails the stream.
+  // Skipped once the stream has failed; a DriverError thrown by the work fails the stream.
   void work(std::function<void()> body);
-  // Done even on a failed stream: what gives memory back.
+  // Runs even on a failed stream: for work that gives memory back.
   void work_always(std::function<void()> body);
   void record(std::shared_ptr<Completion> completion);
   void wait(std::shared_ptr<Completion> completion);
-  // What has its own way with a fault: takes the stream's, and leaves it with what it returns.
+  // For work that handles faults itself: it gets the stream's fault, and what it returns becomes the stream's fault.
   void work_through(std::function<SoftFault(SoftFault)> body, const std::vector<std::shared_ptr<Completion>>& completes);
   // Blocks until everything queued before has been done.
   SoftFault drain();
   // Ends the thread once its queue is empty. Later work is refused.
   void finish();
 
-  // As late as can be: work is done when somebody waits for it, and then up to that point alone, with every stream that
-  // is not late at rest before each piece. Drains the stream first.
+  // As late as possible: work runs only when somebody waits for it, and only up to that point. Before each piece, every
+  // stream that is not late must be at rest. Drains the stream first.
   void set_late(bool late);
   // Somebody waits for the work of this number.
   void demand(uint64_t number);
-  // Called by the stream's own work: while it can do nothing but wait for others.
+  // Called by the stream's own work while it can do nothing but wait for others.
   template <typename Wait>
   void while_resting(Wait wait) {
     if (counted_) pace_.rest.add(-1);
@@ -111,7 +111,7 @@ class SoftStream : public std::enable_shared_from_this<SoftStream> {
   uint64_t pushed_ = 0;
   uint64_t demanded_ = 0;
   bool late_ = false;
-  bool busy_ = false;  // has work, and counts as one that has
+  bool busy_ = false;  // has work, and is counted as such
   bool finishing_ = false;
   std::atomic<bool> counted_{true};  // !late_, for the stream's own thread
   SoftFault fault_;  // of the stream's own thread

@@ -1,4 +1,4 @@
-// The events on both sides of a run's waits, used again by a later run, and the sum of what lies between.
+// Keeps the events on both sides of a run's waits, reuses them in a later run, and sums the time between them.
 #include "timing/stall_meter.h"
 
 #include "driver/cleanup.h"

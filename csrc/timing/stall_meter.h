@@ -1,4 +1,4 @@
-// How long the compute stream waited for copies, from events on both sides of each wait.
+// Measures how long the compute stream waited for copies, by events on both sides of each wait.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ class StallMeter {
   // Around a wait of the compute stream.
   void before(Stream stream);
   void after(Stream stream);
-  // The run's events will not complete in order: forget them.
+  // The run's events will not complete in order, so this forgets them.
   void discard_run();
 
   // Both wait for the runs they count.
@@ -30,7 +30,7 @@ class StallMeter {
     Event after;
   };
   struct Run {
-    std::vector<Wait> waits;  // created once, used again
+    std::vector<Wait> waits;  // created once, then reused
     size_t used = 0;
     bool collected = true;
     int64_t stall_ns = 0;
@@ -38,7 +38,7 @@ class StallMeter {
 
   void collect(Run& run);
 
-  // A host that is further ahead of the device than this waits here for the device. It bounds the events.
+  // A host that is more runs ahead of the device than this waits for it. This bounds the number of events.
   static constexpr size_t kRuns = 8;
   Driver& driver_;
   std::array<Run, kRuns> runs_;

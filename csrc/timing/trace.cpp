@@ -1,4 +1,4 @@
-// The events of spans, and their distances to one another made into times of one clock.
+// Records the events of spans, and turns the distances between them into times of one clock.
 #include "timing/trace.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace penstock {
 namespace {
-// Up to here a float of milliseconds tells single nanoseconds.
+// Up to here, milliseconds in a float resolve single nanoseconds.
 constexpr int64_t kNearNs = 8'000'000;
 }  // namespace
 
@@ -85,7 +85,7 @@ void Trace::drop_open() {
 std::vector<SpanRecord> Trace::collect() {
   std::vector<SpanRecord> records;
   driver_.synchronize_event(base_);
-  // By lane: copies for the next run may be made long after the steps that come behind them in this list.
+  // One per lane: copies for the next run may be made long after steps that come behind them in this list.
   Event near_of[] = {base_, base_, base_};
   int64_t near_ns_of[] = {0, 0, 0};
   for (Span& span : spans_) {

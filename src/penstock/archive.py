@@ -1,8 +1,8 @@
-"""A .pt2 as an archive: what is in it, whole, before anything looks inside. No torch.
+"""Checks a .pt2 as an archive, as a whole, before anything looks inside. No torch.
 
-torch writes members one behind the other, without compression, under one folder. Everything else is refused by name:
-what is compressed, encrypted, twice there, or laid over something else. So a reader needs no more memory than the file
-has bytes, and what is checked here is what torch's own reader finds later.
+torch writes members one after the other, without compression, in one folder. Everything else is refused by name:
+members that are compressed, encrypted, duplicate or overlapping. So a reader needs no more memory than the file has
+bytes, and what is checked here is what torch's own reader finds later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["CODE_FOLDER"]
 
 METADATA_FILE = "penstock.json"
 
-# A program holds code and no weights: megabytes. What is larger is something else.
+# A program holds code and no weights, so it takes megabytes. Anything larger is something else.
 ARCHIVE_LIMIT_BYTES = 1 << 30
 METADATA_LIMIT_BYTES = 1 << 24
 MEMBERS_LIMIT = 1 << 16
@@ -46,7 +46,7 @@ _DAMAGE = (
 
 
 class NoMetadataError(PackageError):
-    """An archive that may be a .pt2, but is none of ours."""
+    """An archive that may be a .pt2, but is not one of ours."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_archive(file: BinaryIO, shown: str) -> Archive:
         described = [name for name in names if name.endswith(f"/extra/{METADATA_FILE}")]
         if len(described) != 1:
             text = f"{shown} is no weightless program: it has {len(described)} {METADATA_FILE}, needs one"
-            # Where the name stands somewhere and no member has it, the archive's directory is damaged.
+            # If the name is somewhere in the file and no member has it, the archive's directory is damaged.
             if described or _mentions(file, f"/extra/{METADATA_FILE}".encode()):
                 raise PackageError(f"{text}: it is damaged")
             raise NoMetadataError(text)
@@ -104,7 +104,7 @@ def _mentions(file: BinaryIO, name: bytes) -> bool:
 
 
 class _Bounded:
-    """As much of a file as zipfile asks for. It reads the directory in one piece, as long as the archive says it is."""
+    """Limits each read: zipfile reads the directory in one piece, as long as the archive says it is."""
 
     def __init__(self, file: BinaryIO, file_bytes: int) -> None:
         self._file = file
@@ -140,7 +140,7 @@ def _check_members(members: list[zipfile.ZipInfo], folder: str, shown: str) -> N
 
 
 def _starts(file: BinaryIO, members: list[zipfile.ZipInfo], end_bytes: int, shown: str) -> Iterator[int]:
-    """Where each member's bytes begin. Members lie apart, the first at the beginning, and say their name twice."""
+    """Where each member's bytes begin. Members must lie apart, the first at offset 0, and say their name twice."""
     order = sorted(members, key=lambda info: info.header_offset)
     ends = dict(zip((info.filename for info in order), [*(i.header_offset for i in order[1:]), end_bytes], strict=True))
     if order and order[0].header_offset != 0:
@@ -159,7 +159,7 @@ def _starts(file: BinaryIO, members: list[zipfile.ZipInfo], end_bytes: int, show
 
 
 def _read(file: BinaryIO, info: zipfile.ZipInfo, start: int, shown: str) -> str:
-    """The SHA-256 of a member whose CRC is right."""
+    """The SHA-256 of a member, whose CRC must be right."""
     crc, digest, left = 0, hashlib.sha256(), info.file_size
     file.seek(start)
     while left:

@@ -18,7 +18,7 @@ for _power, _prefix in enumerate(_PREFIXES, start=1):
         _UNIT_BYTES[_spelling] = 1024**_power
     for _spelling in (f"{_prefix}B", f"{_prefix.lower()}b"):
         _UNIT_BYTES[_spelling] = 1000**_power
-# The one SI prefix of these that is written in lower case.
+# The only one of these SI prefixes that is written in lower case.
 _UNIT_BYTES["kB"] = 1000
 
 # The digits are bounded because Python refuses to convert very long ones, with an error of its own.

@@ -50,7 +50,7 @@ class ToolchainError(CompileError):
 
 
 class UntestedTorchError(CompileError):
-    """This torch is none of the versions that Penstock was tested with."""
+    """This torch is not a version that Penstock was tested with."""
 
 
 class DeviceError(PenstockError):
@@ -118,12 +118,12 @@ class BelowFloorError(BudgetError):
         self.floor_bytes = floor_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        # On its way between processes.
+        # For pickling between processes.
         return partial(type(self), budget_bytes=self.budget_bytes, floor_bytes=self.floor_bytes), self.args
 
 
 class PlanError(PenstockError):
-    """A plan breaks one of its own rules. No plan is installed that does: it would be a fault of the planner's."""
+    """A plan breaks one of the rules for plans. It is not installed: this would be a bug in the planner."""
 
 
 class RuntimeFailure(PenstockError):
@@ -143,7 +143,7 @@ class DriverCallError(RuntimeFailure):
 
 
 class StickyDeviceError(DriverCallError):
-    """The device context is lost: this process can use the device no more."""
+    """The device context is lost: this process can no longer use the device."""
 
 
 class MissingWeightError(WeightsFileError):
@@ -203,4 +203,4 @@ class InputError(PenstockError, TypeError):
 
 
 class ModelError(PenstockError):
-    """A model of transformers that Penstock cannot run, or not as it was asked to."""
+    """A transformers model that Penstock cannot run, or not in the way that was asked for."""

@@ -18,7 +18,7 @@ class Module(CompiledModule):
     A .pte gives a penstock.executorch.Module, whose surface is the same as far as ExecuTorch allows.
     """
 
-    if not TYPE_CHECKING:  # who then sees the options, as they are
+    if not TYPE_CHECKING:  # type checkers then see the options themselves
 
         def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **keywords: Any) -> Any:
             if cls is not Module or Path(path).suffix != ".pte":

@@ -1,4 +1,4 @@
-"""How arguments or results nest, as torch's pytree specs say it in JSON and a program file records it. No torch."""
+"""How arguments or results nest: torch's pytree specs in JSON, as a program file records them. No torch."""
 
 from __future__ import annotations
 

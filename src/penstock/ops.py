@@ -6,8 +6,8 @@ penstock_weight  what a fetch becomes while compiling: a factory without the wei
                  is named after it without the namespace.
 penstock_linear  x (tokens, K) times a lent weight (N, K) transposed, plus bias: for a weight whose rows may lie in two
                  places. Its C shim asks the session where, by the access of the weight.
-penstock_rows    rows of a lent weight by index: experts, of which only those that are asked for need be anywhere.
-penstock_grouped groups of rows of x times a matrix each of a lent weight. `ends`: where the rows of each end. `linear`:
+penstock_rows    rows of a lent weight by index: experts, of which only the requested ones need to be present.
+penstock_grouped each group of rows of x times its matrix of a lent weight. `ends`: where each group ends. `linear`:
                  the matrices are (columns, depth), as linears have them.
 force_clone      a copy that the compiler cannot elide
 materialize      the identity, computed on the spot: the compiler may not compute its input again in each of its readers
@@ -53,7 +53,7 @@ FORBID_REINPLACE = torch.ops.penstock.forbid_reinplace.default
 
 
 def _fetch(weight: torch.Tensor, access: int, name: str) -> torch.Tensor:
-    # A copy, always: an op that returned its own input would make outputs alias the weight.
+    # Always a copy: an op that returned its own input would make outputs alias the weight.
     order = canonical(weight.shape, weight.stride())
     inverse = [order.index(d) for d in range(weight.dim())]
     plain = weight.resolve_conj().resolve_neg()  # as the weights file has it
@@ -95,8 +95,8 @@ def _grouped_fake(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, lin
 
 
 _LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
-# A weight that is lazily conjugated or negated reaches the op as it is. Resolved before, it would be a copy that the
-# fetch takes, and no longer the weight itself.
+# A lazily conjugated or negated weight reaches the op as it is. If it were resolved first, fetch would take a copy, no
+# longer the weight itself.
 for _key in ("Conjugate", "Negative"):
     _LIBRARY.impl("fetch", torch.library.fallthrough_kernel, _key)
 _LIBRARY.impl("penstock_weight", _weight_missing, "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
 """The values of `placement=`, for the planner, the runtime and the command line alike."""
 
-# What does not fit into the budget is: copied or read in place, whichever suits it; copied; read in place; or read in
-# place but for its first rows, where a kernel can. The planner knows these.
+# What happens to weights that do not fit into the budget. They are: copied or read in place, whichever suits; copied;
+# read in place; or read in place except for their first rows, if a kernel can. The planner knows these.
 PLANNED = ("auto", "stream", "in-place", "split")
-# And without a plan: the least recently used goes, for comparison.
+# For comparison, one without a plan: evicts the least recently used weight.
 PLACEMENTS = (*PLANNED, "lru")

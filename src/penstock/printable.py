@@ -1,4 +1,4 @@
-"""Text that came out of a file, as it may be shown: in an error message, in a table, on a terminal.
+"""Makes text that came out of a file safe to show: in an error message, in a table, on a terminal.
 
 A name in a damaged or hostile file may hold an escape sequence that moves the cursor, changes the title or hides what
 follows, an override that turns the reading order around, or half a surrogate pair, which no encoder takes. Whoever
@@ -13,7 +13,7 @@ _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-
 
 
 def printable(text: str) -> str:
-    """The text with every character that a terminal would act upon written as its escape; other text as it is."""
+    """The text with every character that a terminal would act upon replaced by its escape; other text as it is."""
     return _UNSAFE.sub(lambda match: _escaped(ord(match.group())), text)
 
 

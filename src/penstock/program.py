@@ -48,13 +48,13 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
     strides: tuple[int | str, ...]
-    # Of an input of whole numbers: what they index.
+    # For an input of whole numbers: what they index.
     indexes: tuple[IndexRange, ...] = ()
 
 
 @dataclass(frozen=True)
 class ConstantSpec:
-    """An input or output that is no tensor and was fixed when the program was exported."""
+    """An input or output that is not a tensor and was fixed at export."""
 
     KIND: ClassVar[str] = "constant"
 
@@ -93,12 +93,12 @@ class Method:
     signature: Signature
     # Names of the states that are this method's leading inputs.
     states: tuple[str, ...]
-    # Memory the compiled code itself allocates at most: for the example inputs, and for the largest bounded shapes
-    # (None: a dynamic size has no bound).
+    # The most memory that the compiled code itself allocates: for the example inputs, and for the largest bounded
+    # shapes (None: a dynamic size has no bound).
     activation_example_bytes: int
     activation_bound_bytes: int | None
     temporaries: tuple[Temporary, ...]
-    # Weights that look like stacks of experts, and are read whole: why.
+    # Weights that look like stacks of experts but are read whole, with the reason.
     whole_experts: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -111,8 +111,8 @@ class Program:
     weights: tuple[Weight, ...]
     states: tuple[State, ...]
     identity: str
-    # The least that load accepts in its default mode, in the pages of plan/pages.py: what is gathered from is read in
-    # place, everything else streamed. Load computes its own and is the authority.
+    # The smallest budget that load accepts in its default mode, with the pages of plan/pages.py: gathered weights are
+    # read in place, everything else is streamed. Load computes its own floor, which is the authority.
     floor_bytes: int
     budget_bytes: int | None
     # Parameters and buffers that no compiled method reads: not in the weights file.
@@ -131,18 +131,18 @@ class Program:
 
     @property
     def host_state_bytes(self) -> int:
-        """Of the states that lie in host memory where the device is a GPU."""
+        """Bytes of the states that lie in host memory if the device is a GPU."""
         return sum(state.nbytes for state in self.states if state.host)
 
     @property
     def caches(self) -> tuple[tuple[State, State], ...]:
-        """KV caches whose split is chosen at load: the states of the device's positions and of the host's."""
+        """KV caches whose split is chosen at load: for each, the states with the device's and the host's positions."""
         by_name = {state.name: state for state in self.states}
         return tuple((by_name[state.near], state) for state in self.states if state.near is not None)
 
     @property
     def gathered_weights(self) -> frozenset[str]:
-        """Those of which some method reads only some rows."""
+        """Weights of which some method reads only some rows."""
         accesses = (access for method in self.methods for access in method.schedule.accesses)
         return frozenset(access.weight for access in accesses if access.gathered)
 
@@ -175,7 +175,7 @@ class _MethodRow:
 
 @dataclass(frozen=True)
 class _Description:
-    """The whole of penstock.json but its seal: the schema that a file is held against."""
+    """All of penstock.json but its seal: the schema that a file is checked against."""
 
     format_version: int
     methods: tuple[_MethodRow, ...]
@@ -191,7 +191,7 @@ class _Description:
 
 
 def program_to_json(program: Program, code: Sequence[CodeFile] = ()) -> str:
-    """`code` are the files of compiled code that belong to the description, and that its seal covers."""
+    """`code`: the files of compiled code that belong to the description and that its seal covers."""
     table = dataclasses.asdict(program)
     for method, row in zip(program.methods, table["methods"], strict=True):
         row["signature"] = signature_to_row(method.signature)
@@ -217,7 +217,7 @@ def _spec_to_row(spec: TensorSpec | ConstantSpec) -> dict[str, Any]:
 
 
 def program_from_json(text: str | bytes) -> Program:
-    """PackageError where the description is not whole, not of the schema, or breaks a rule of its own."""
+    """Raises PackageError if the description is not whole, does not fit the schema, or breaks a rule of its own."""
     return _described(text if isinstance(text, bytes) else text.encode(errors="replace"))[0]
 
 
@@ -256,7 +256,7 @@ def _check_version(raw: bytes) -> None:
 
 
 def read_program(path: str | Path) -> Program:
-    """The offload metadata of a .pt2 file, once every byte of the file has its checksum. Nothing is loaded or run."""
+    """Reads the offload metadata of a .pt2 after checking every byte against its checksum. Loads and runs nothing."""
     with open_regular(path, PackageError) as file:
         return program_from_archive(file, printable(str(path)))
 
@@ -276,7 +276,7 @@ def program_from_archive(file: BinaryIO, shown: str) -> Program:
 
 
 def _check_code(recorded: tuple[CodeFile, ...], found: tuple[CodeFile, ...]) -> None:
-    """The code is that for which the description was written: the same files, each with the same bytes."""
+    """Checks that the description was written for this code: the same files, each with the same bytes."""
     wanted, there = ({entry.name: entry for entry in entries} for entries in (recorded, found))
     for name in sorted(wanted.keys() | there.keys()):
         if name not in there:

@@ -1,7 +1,7 @@
-"""What the parts of a program's description must be to one another. Types are the schema's business.
+"""Rules between the parts of a program's description. The schema checks types.
 
-Each rule is broken by name, with what is there and what is needed. Counts are bounded, so that no file makes its reader
-work for ever.
+A refusal names what breaks the rule, what it has and what it needs. Counts are bounded, so that no file keeps its
+reader busy forever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("cpu", "cuda")
 INITS = ("zeros", "stored")
-# Far beyond any model: what one description may ask its reader to work through.
+# How much one description may make its reader work through; far beyond any model.
 SYMBOLS_LIMIT = 256
 EXPRESSIONS_LIMIT = 10_000
 LIFETIMES_LIMIT = 1 << 22
@@ -66,7 +66,7 @@ def check_program(program: Program) -> None:
 
 
 def check_signature(signature: Signature) -> None:
-    """Sizes that can be told from inputs, strides for each size, and as many leaves as there are values."""
+    """Sizes must follow from inputs, each size needs a stride, and there must be as many leaves as values."""
     if len(signature.symbols) > SYMBOLS_LIMIT:
         _refuse(f"it has {len(signature.symbols)} symbols, needs at most {SYMBOLS_LIMIT}")
     for name, (low, high) in signature.symbols.items():

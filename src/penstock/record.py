@@ -1,9 +1,9 @@
-"""Flat records: 64-bit little-endian numbers, the version first. What C++ must understand of a program is written so.
+"""Flat records: 64-bit little-endian numbers, the version first. What C++ must know of a program is written this way.
 
 include/penstock_records.h reads them, in the core and in the ExecuTorch delegate: a reader that checks every count
 against the numbers that are left needs no grammar, and allocates nothing for what it refuses. Dataclasses are written
-field after field: a number as it is; text as its length in bytes, and the bytes, filled up with zeros to whole numbers;
-a tuple, or what may be None, as its length and its items; a dict as its length, and each key before its value.
+field by field: a number as it is; text as its length in bytes, then the bytes, padded with zeros to whole numbers; a
+tuple, or a value that may be None, as its length and its items; a dict as its length, with each key before its value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def to_record(value: Any) -> bytes:
 
 
 def from_record(kind: type[T], data: bytes) -> T:
-    """SchemaError where the bytes are no record of this kind, to the last of them."""
+    """Raises SchemaError unless the bytes are exactly one record of this kind."""
     reader = _Reader(data)
     version = reader.number()
     if version != VERSION:
@@ -113,7 +113,7 @@ class _Reader:
 
     def _count(self, where: str, most: int) -> int:
         found = self.number()
-        # Each takes at least a number, and this was one.
+        # Each item takes at least one number, and the count itself took one.
         if not 0 <= found <= min(most, self._left):
             raise SchemaError(f"{where} has {found} items, at most {min(most, self._left)} can follow")
         return found

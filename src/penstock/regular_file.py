@@ -1,4 +1,4 @@
-"""Opening a file that somebody named: a regular one, or an error that says what it is. Nothing is waited for."""
+"""Opens a file by name: a regular one, or an error that says what it is. Never waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str], error: type[PenstockError]) -> io.FileIO:
-    """For reading, unbuffered. `error` is raised by the name of the path, whatever is wrong with it."""
+    """For reading, unbuffered. Raises `error`, with the path in the message, whatever is wrong with it."""
     text = os.fspath(path)
     try:
         text.encode()

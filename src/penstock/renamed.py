@@ -1,4 +1,4 @@
-"""What options and methods were called before: each is refused with a sentence that tells its new name."""
+"""Former names of options and methods. Each is refused with a sentence that tells its new name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIONS = {
     "progress": "a bar is shown where standard error is a terminal; TQDM_DISABLE=1 turns it off",
 }
 METHODS = {"calibrate_direct": "use calibrate(in_place=True)"}
-# Values of options that are still there.
+# Former values of options that still exist.
 VALUES = {
     ("placement", "streamed"): '"stream"',
     ("placement", "direct"): '"in-place"',
@@ -28,7 +28,7 @@ VALUES = {
 
 
 def refuse_options(given: Mapping[str, Any]) -> None:
-    """Keywords that a module had before. Others are not its business."""
+    """Refuses keywords that a module had before; ignores others."""
     for name in given:
         if name in OPTIONS:
             raise PenstockError(f"Module has no {name}= any more: {OPTIONS[name]}")

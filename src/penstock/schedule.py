@@ -18,8 +18,8 @@ class Access:
     gathered: bool = False
     # Every reader is a penstock_linear, which multiplies by its rows wherever each of them lies.
     linear: bool = False
-    # Of experts, which are read by an op of ours: accesses of one method that have the same number are taken by the
-    # same index. None: no experts.
+    # For experts that an op of ours reads: accesses of one method with the same number are taken by the same index.
+    # None: no experts.
     routing: int | None = None
 
 

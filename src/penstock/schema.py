@@ -1,8 +1,8 @@
-"""JSON out of a file, made into dataclasses by their own annotations: the one place that judges types.
+"""Turns JSON from a file into dataclasses by their annotations: the one place that judges types.
 
-What passes is of exactly the types that the dataclasses say: whole numbers of 0 to 2^63 - 1 and no booleans among them,
-text that UTF-8 can hold, every key once, none missing and none too many. What the values mean to one another is judged
-by rules of their own, on the finished dataclass.
+What passes has exactly the types that the dataclasses say: whole numbers from 0 to 2^63 - 1 and no booleans among them,
+text that UTF-8 can hold, every key once, none missing and none too many. Separate rules judge how the values relate, on
+the finished dataclass.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAMES: dict[Any, str] = {
 
 
 class SchemaError(ValueError):
-    """The text is no JSON, or not of the shape that is asked for. Whoever reads the file says which file it is."""
+    """The text is not JSON, or does not have the required shape. Whoever reads the file says which file it is."""
 
 
 def parse_json(text: str) -> Any:
-    """As the standard says it: no NaN, no Infinity, no key twice, nothing nested or spelled beyond reason."""
+    """Accepts what the standard allows: no NaN, no Infinity, no key twice, nothing nested or spelled beyond reason."""
     try:
         return json.loads(
             text,
@@ -52,7 +52,7 @@ def parse_json(text: str) -> Any:
 
 
 def decode(kind: type[T], value: Any, where: str = "", *, rows: tuple[type, ...] = ()) -> T:
-    """`value`, which json gave, as a `kind`; dataclasses of `rows` stand as lists of their fields in order."""
+    """Decodes `value`, which json gave, as a `kind`. Dataclasses of `rows` are lists of their fields in order."""
     found: T = _decoded(kind, value, where, rows)
     return found
 
@@ -89,7 +89,7 @@ def _decoded(kind: Any, value: Any, where: str, rows: tuple[type, ...]) -> Any:
 
 
 def _member(parts: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Of several kinds the one that the value says it is: by its `kind`, if it is an object, or by its type."""
+    """Picks the kind that the value says it is, of several: by its `kind`, if it is an object, or by its type."""
     tagged: dict[str, Any] = {part.KIND: part for part in parts if hasattr(part, "KIND")}
     if tagged:
         found = value.get("kind") if type(value) is dict else None

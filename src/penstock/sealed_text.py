@@ -1,7 +1,7 @@
 """JSON that ends in a hash of itself: `{..., "seal": "<64 digits>"}`.
 
-The digits are the SHA-256 of every byte before the seal, behind those of what belongs to it outside. What is hashed are
-the bytes as they stand, so nobody has to agree on a canonical spelling.
+The digits are the SHA-256 of every byte before the seal, preceded by the bytes outside that belong to it. The bytes are
+hashed as they stand, so nobody has to agree on a canonical spelling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sealed(text: str, outside: bytes = b"") -> bytes:
 
 
 def unsealed(raw: bytes, outside: bytes = b"") -> str:
-    """The object without its seal; SchemaError where the seal is not that of what it stands behind."""
+    """The object without its seal. Raises SchemaError if the seal does not match what precedes it."""
     found = _SEAL.search(raw[-SEAL_BYTES:])
     if found is None:
         raise SchemaError("it does not end in a seal: it is damaged, or was written by another release")

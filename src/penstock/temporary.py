@@ -1,8 +1,7 @@
-"""Temporary folders that go with their owner: at the latest, the next one that is made removes what killed owners left.
+"""Temporary folders that go with their owner. At the latest, making the next one removes what killed owners left.
 
-Each folder is locked for as long as its owner holds it, and the kernel lets go of a lock when a process ends, however
-that comes. So a folder without a lock has no owner, also where process numbers repeat or are those of another
-container.
+Each folder is locked for as long as its owner holds it, and the kernel releases a lock when a process ends, however it
+ends. So a folder without a lock has no owner, even if process ids repeat or belong to another container.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
-# Nobody else makes names like this one, and no version before this file did: what is called so has a lock, or no owner.
+# Nobody else makes names like this one, and no version before this file did. So what has one has a lock, or no owner.
 PREFIX = "penstock-held-"
 
 
 class TemporaryFolder:
     """Removed at the end of its `with`, by remove(), or with the last reference.
 
-    It lies in `base`, or else where the system has temporary files. Whoever renames what was made in it needs it on the
+    It lies in `base`, by default the system's folder for temporary files. To rename what was made in it, put it on the
     file system of the new name.
     """
 
@@ -53,7 +52,7 @@ def sweep(base: Path) -> None:
             continue  # it has an owner, is gone already, is no folder, or is on a file system without locks
         try:
             if lock is not None:
-                # What cannot be removed now is left for the next one who sweeps.
+                # What cannot be removed now is left for the next sweep.
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             if lock is not None:
@@ -66,9 +65,9 @@ def _make(base: Path, purpose: str) -> tuple[Path, int | None]:
         try:
             lock = _lock(path)
         except (BlockingIOError, FileNotFoundError):
-            continue  # somebody sweeps, and came between the making and the locking
+            continue  # a sweep came between the making and the locking
         except OSError:
-            return path, None  # a file system without locks: those who sweep cannot lock it either, and leave it alone
+            return path, None  # a file system without locks: a sweep cannot lock it either, and leaves it alone
         except BaseException:
             path.rmdir()
             raise
@@ -94,7 +93,7 @@ def _lock(path: Path) -> int | None:
 def _remove(path: Path, lock: int | None, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child: the folder and its lock are the parent's
-    # A child that still writes into it may keep it from going; without the lock, the next one who sweeps removes it.
+    # A child that still writes into it may prevent the removal; without the lock, the next sweep removes it.
     shutil.rmtree(path, ignore_errors=True)
     if lock is not None:
         os.close(lock)

@@ -31,13 +31,13 @@ ITEM_BYTES: dict[str, int] = {
 }
 
 
-# Of a KV cache: keys and values, sequences, heads, positions, numbers of a head.
+# The dimensions of a KV cache: keys and values, sequences, heads, positions, numbers of a head.
 CACHE_DIMS = 5
 SEQUENCES_DIM = 1
 POSITIONS_DIM = 3
 
 
-# Of experts, which are the rows of a weight: as csrc/experts/expert_table.h has them.
+# Limits for experts, which are the rows of a weight: as in csrc/experts/expert_table.h.
 MOST_EXPERTS = 4096
 EXPERT_UNIT_BYTES = 16
 
@@ -93,13 +93,13 @@ class State:
     dtype: str
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
-    # "zeros", or "stored": the first value lies in the weights file under the state's name. A weights file that holds a
-    # value for a state that the program starts as zeros has the last word.
+    # "zeros", or "stored": the first value lies in the weights file under the state's name. If a weights file holds a
+    # value for a state that the program starts as zeros, the file has the last word.
     init: str
     # The host side of a KV cache: with a GPU it lies in host memory, which kernels read and write in place.
     host: bool = False
-    # Of a host side that only our ops take, and as it is: the state with the positions before its own. How many of all
-    # these lie on the device is then for the loader to choose; the shapes are those of the export.
+    # For a host side that only our ops take, and as it is: the state with the positions before its own. The loader then
+    # chooses how many of all these positions lie on the device; the shapes are those of the export.
     near: str | None = None
 
     @property

@@ -72,7 +72,7 @@ def test_forms_of_a_budget(decoder: Path) -> None:
     ("given", "message"),
     [
         (-1, "-1 is negative"),
-        ("-1", "'-1' is not a number of bytes"),
+        ("-1", "'-1' is negative"),
         ("lots", "'lots' is not a number of bytes"),
         ("8 gigs", "unit 'gigs', which is unknown"),
         ("1.3B", "not a whole number"),

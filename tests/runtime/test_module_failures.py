@@ -310,7 +310,7 @@ def test_another_device(chain: Path, kept: KeptDrivers, works: Callable[[], None
             errors.HostMemoryError,
             "a cap of 100 bytes of host memory is too small: staging needs at least",
         ),
-        ({"host_memory": "-1"}, errors.HostMemoryError, "host_memory is '-1'; .* is not"),
+        ({"host_memory": "-1"}, errors.HostMemoryError, "host_memory is '-1'; .* is negative"),
     ],
 )
 def test_options_that_do_not_exist(

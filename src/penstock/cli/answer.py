@@ -1,4 +1,4 @@
-"""One answer: tokens go to stdout as they come, Ctrl-C ends it early, and how fast it came is counted."""
+"""One answer: writes tokens to stdout as they come, ends early on Ctrl-C, and measures its own speed."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from penstock.printable import printable
 if TYPE_CHECKING:
     from penstock.runtime.session import Stats
 
-# A character of several tokens ends in the first of these until its last token is there. A line may end in "\r\n".
+# Until its last token is there, a character of several tokens decodes to "\ufffd". A "\r" may begin a "\r\n".
 _INCOMPLETE = ("\ufffd", "\r")
-# No character has more bytes, so what is still incomplete after as many tokens stays so.
+# No character has more bytes than this, so what is still incomplete after this many tokens stays incomplete.
 _LONGEST_CHARACTER = 4
-# What printable() would escape and text needs: lines, tabs, and the joiners inside words and emoji.
+# printable() would escape these, but text needs them: newlines, tabs, and the joiners inside words and emoji.
 _KEPT = re.compile("([\n\t\u200c\u200d])")
 
 
 @dataclass(frozen=True)
 class Speed:
     tokens: int
-    # Runs of the program, the prompt's included: with prompt lookup, fewer than tokens.
+    # Runs of the program, including the prompt's. With prompt lookup there are fewer runs than tokens.
     passes: int
     # From the call to the last token; the first one waits for the whole prompt.
     seconds: float
     first_token_s: float | None
-    # Of the tokens after the first. None: there was one at most.
+    # Of the tokens after the first; None if there was at most one.
     tokens_per_s: float | None
     bytes_streamed: int
     streamed_bytes_per_s: float
-    # As measured when the model was loaded; None: nothing is ever copied.
+    # Measured when the model was loaded; None if nothing is ever copied.
     link_bytes_per_s: float | None
     link_part: float | None
     budget_bytes: int
@@ -61,7 +61,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Answer:
-    # Of the prompt and of the answer, in that order.
+    # Tokens of the prompt, then of the answer.
     ids: list[int]
     text: str
     speed: Speed
@@ -69,7 +69,7 @@ class Answer:
 
 
 class StopAsked:
-    """Ctrl-C asks the answer to end after the token that is under way. A second one does not wait for that token."""
+    """Ctrl-C ends the answer after the token that is under way. A second Ctrl-C does not wait for that token."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -91,12 +91,12 @@ class StopAsked:
 
 
 class TokenStream:
-    """What generate() hands its tokens to. The first call has the prompt's."""
+    """Receives the tokens of generate(). The first call brings the prompt's."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._prompt_seen = False
-        # Of the line that is being written: its tokens, and what of it is on stdout.
+        # The line that is being written: its tokens, and the part of it that is on stdout.
         self._line: list[int] = []
         self._written = ""
         self._withheld = 0
@@ -120,7 +120,7 @@ class TokenStream:
             return
         self._write(text)
         if text.endswith("\n"):
-            # Decoding the answer from its beginning for every token would take the square of its length.
+            # Decoding the whole answer again for every token would take time quadratic in its length.
             self._line, self._written = [], ""
 
     def end(self) -> None:
@@ -131,18 +131,18 @@ class TokenStream:
         return decoded(self._tokenizer, self._line)
 
     def _write(self, text: str) -> None:
-        # A character that was given up as incomplete may have been completed after all; it is not taken back.
+        # A character given up as incomplete may be complete by now. What was written of it is not taken back.
         new, self._written, self._withheld = text[len(self._written) :], text, 0
         write_stdout(safe_text(new))
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Without tidying spaces up: what was written must stay as it is when more follows."""
+    """Decodes without cleaning up spaces: text that was written must not change when more follows."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def safe_text(text: str) -> str:
-    """What a model wrote, as it may be shown: it could write escape sequences, too."""
+    """A model's text, safe to show: a model could write escape sequences, too."""
     parts = _KEPT.split(text.replace("\r\n", "\n"))
     return "".join(part if _KEPT.fullmatch(part) else printable(part) for part in parts)
 
@@ -150,7 +150,7 @@ def safe_text(text: str) -> str:
 def answer(
     transformers: ModuleType, model: Any, tokenizer: Any, ids: list[int], stop: StopAsked, **options: Any
 ) -> Answer:
-    """generate(), with the tokens on stdout. Whatever it raises is one of Penstock's errors."""
+    """generate(), with the tokens on stdout. Raises Penstock's errors, and OSError as it is."""
     import torch
 
     class Stop(transformers.StoppingCriteria):  # type: ignore[name-defined, misc]

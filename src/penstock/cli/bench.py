@@ -1,4 +1,4 @@
-"""`penstock bench`: the benchmark suite, where the source tree is at hand."""
+"""`penstock bench`: runs the benchmark suite, if the source tree is there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bench(arguments: tuple[str, ...], as_json: bool) -> None:
     if as_json and result is None:
         raise click.UsageError("--json prints the suite's result.json, which needs --out FOLDER")
     path = os.pathsep.join([str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Started in the tree: its processes look for their modules where they are, and first.
+    # Runs in the tree, so that its processes look for their modules there, and there first.
     code = subprocess.run(
         [sys.executable, "-m", "bench.suite", *_from_here(arguments)],
         cwd=root,
@@ -65,7 +65,7 @@ def source_root() -> Path | None:
 
 
 def _from_here(arguments: tuple[str, ...]) -> list[str]:
-    """The folder of --out as it is meant here, whichever way it is written; all else as it is."""
+    """Makes the folder of --out absolute, in either spelling; leaves all other arguments as they are."""
     made: list[str] = []
     for argument in arguments:
         if made and made[-1] == "--out":

@@ -1,4 +1,4 @@
-"""`penstock cache`: what `penstock.from_pretrained` compiled and wrote, and how to be rid of it."""
+"""`penstock cache`: lists and clears what `penstock.from_pretrained` compiled and wrote."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 class CachedThing:
     kind: str
     name: str
-    # As the key has it; None where the key is unreadable or names no model.
+    # As the key names it; None if the key is unreadable or names no model.
     model: str | None
     key: Mapping[str, Any] | None
     nbytes: int
@@ -128,7 +128,7 @@ def _store(cache_dir: Path | None) -> Store:
 
 
 def _confirmed(question: str) -> bool:
-    """Not click's own: it makes exceptions of its own of interrupts and of the end of the input."""
+    """Not click's own: that turns interrupts and the end of the input into exceptions of its own."""
     print(printable_lines(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
     answer = "" if sys.stdin is None else sys.stdin.readline()
     if not answer:

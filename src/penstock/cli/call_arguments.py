@@ -1,4 +1,4 @@
-"""From what a file of inputs holds to the arguments of a call; and made-up inputs where there is no file."""
+"""Turns the content of a file of inputs into the arguments of a call, and makes up inputs if there is no file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.program import ConstantSpec, Method, Signature, TensorSpec
 from penstock.runtime.size_expression import size_expression
 from penstock.torch_private.pytree import leaves_of, unflatten, with_tensors
 
-# numpy names arrays without a name so; plain numbers mean the same.
+# numpy's names for arrays without a name. Plain numbers mean the same.
 _POSITION = re.compile(r"(?:arr_)?([0-9]{1,6})")
-# A dynamic size where nobody says which: small, and larger than the sizes that export treats apart.
+# The value of a dynamic size if none is given: small, but larger than the sizes that export treats specially.
 _USUAL_SIZE = 4
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -85,8 +85,8 @@ def _nested(tensors: Mapping[str, Any], signature: Signature) -> Arguments:
 
 
 def made_arguments(method: Method, seed: int) -> Arguments:
-    """Inputs of the recorded shapes. Numbers at random; whole numbers count up, within what they may index: they
-    suit as tokens and as positions."""
+    """Inputs of the recorded shapes: random numbers, and whole numbers that count up within what they may index, so
+    that they work as tokens and as positions."""
     symbols = {name: _size_within(low, high) for name, (low, high) in method.signature.symbols.items()}
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -105,7 +105,7 @@ def _made(spec: TensorSpec, symbols: Mapping[str, int], generator: torch.Generat
     if not isinstance(dtype, torch.dtype):
         raise PackageError(f"input {spec.name!r} has dtype {spec.dtype!r}, which this torch does not have")
     span = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    # Laid out as the program reads it, so that nothing is copied on the way, and expanded inputs are expanded.
+    # In the layout that the program reads, so nothing is copied on the way, and expanded inputs are expanded.
     memory = torch.randn(span, generator=generator) if dtype.is_floating_point else torch.zeros(span)
     tensor = memory.to(dtype).as_strided(shape, strides)
     if not dtype.is_floating_point and not dtype.is_complex and shape and not overlaps(shape, strides):
@@ -120,7 +120,7 @@ def _number(size: int | str, symbols: Mapping[str, int]) -> int:
 
 
 def copied(arguments: Arguments, device: torch.device) -> Arguments:
-    """In memory of their own, since a program may write into its inputs. None writes into what is expanded."""
+    """Copies, because a program may write into its inputs. Expanded tensors are not copied: none writes into them."""
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device, copy=not overlaps(tensor.shape, tensor.stride()))
@@ -129,7 +129,7 @@ def copied(arguments: Arguments, device: torch.device) -> Arguments:
 
 
 def named_leaves(result: Any, signature: Signature | None) -> dict[str, torch.Tensor]:
-    """The tensors of a result by the program's own names of its outputs; by number where those do not tell."""
+    """The tensors of a result by the program's output names, or by number unless each has a name of its own."""
     tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
     names = [] if signature is None else [spec.name for spec in signature.outputs if isinstance(spec, TensorSpec)]
     if len(set(names)) != len(tensors):

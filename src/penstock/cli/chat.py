@@ -56,7 +56,7 @@ Ctrl-C stops an answer; what was written of it stays in the conversation."""
 class ChatReport:
     folder: Path
     messages: tuple[dict[str, str], ...]
-    # Of the last answer; None: there was none.
+    # Of the last answer; None if there was none.
     speed: Speed | None
     tokens: int
     bytes_streamed: int
@@ -108,7 +108,7 @@ def chat(
 
 
 class Talk:
-    """Reads a line, does what it says, and so on until there are no more."""
+    """Reads lines and does what they say, until there are no more."""
 
     def __init__(self, model: Any, conversation: Conversation, options: dict[str, Any]) -> None:
         self._model = model
@@ -220,7 +220,7 @@ def _check_template(tokenizer: Any, folder: Path) -> None:
 
 
 def _read_line() -> str | None:
-    """Without the end of the line; None at the end of the file."""
+    """The next line without its line end; None at the end of the file."""
     if sys.stdin is None:
         return None
     try:
@@ -243,7 +243,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _plain_interrupts() -> Iterator[None]:
-    """Ctrl-C is KeyboardInterrupt and no more. The handler of commands takes it for their end."""
+    """Ctrl-C only raises KeyboardInterrupt here. The handler of other commands takes it for their end."""
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -23,9 +23,9 @@ from penstock.schedule import Access, Schedule, Step
 from penstock.weight import ITEM_BYTES, Weight
 
 _METHOD = "forward"
-# Of the cache that the model is run with. Other lengths are worked out from it.
+# Length of the cache that the model is run with. Sizes at other lengths are computed from it.
 _TRIED_LENGTH = 1009
-# Layers keep what they know of all earlier tokens together under these names, and it has the same size at any length.
+# Under these names layers keep one state for all earlier tokens together. It has the same size at any length.
 _WITHOUT_LENGTH = frozenset({"conv_states", "recurrent_states"})
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -34,7 +34,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a mixture of experts."""
+    """The experts of a mixture of experts."""
 
     nbytes: int
     experts: int
@@ -42,7 +42,7 @@ class Experts:
 
     @property
     def routed_bytes(self) -> int:
-        """Of the experts that one token is sent to."""
+        """Bytes of the experts that one token is routed to."""
         return self.nbytes * self.per_token // self.experts
 
 
@@ -55,7 +55,7 @@ class CheckpointSize:
         self.dtype = dtype
         model = _meta_model(transformers, config, dtype, trust_remote_code)
         self.class_name = type(model).__name__
-        # A tied weight is one tensor under several names: the first is kept.
+        # A tied weight is one tensor under several names. This keeps the first.
         self._names = {id(tensor): name for name, tensor in reversed(list(_tensors(model)))}
         self.weights = {name: _weight(name, tensor) for name, tensor in _tensors(model) if self._is_first(name, tensor)}
         self.parameters = sum(tensor.numel() for tensor in model.parameters())
@@ -76,19 +76,19 @@ class CheckpointSize:
 
     @property
     def read_bytes(self) -> int:
-        """Of the weights that a token is computed with, as a whole: without tables of which only rows are read."""
+        """Bytes of all weights that a token is computed with, except tables of which only rows are read."""
         names = {access.weight for access in self.schedule.accesses if not read_directly_by_default(access)}
         return sum(self.weights[name].nbytes for name in names)
 
     @property
     def max_length(self) -> int | None:
-        """Of a conversation, as the configuration has it; None: it has none."""
+        """The longest conversation by the configuration; None if it names no limit."""
         found = getattr(self.text_config, "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     def cache_bytes(self, length: int) -> int:
-        """As from_pretrained keeps it, with room for so many tokens of one conversation: sliding layers keep every
-        position, and the padding of a last decode run has its own."""
+        """The cache that from_pretrained keeps for one conversation of `length` tokens. Sliding layers keep every
+        position, and the padding of a last decode run has positions of its own."""
         positions = length + min(self._decode_tokens, length) - 1
         return sum(
             nbytes if name in _WITHOUT_LENGTH else nbytes // layer.max_cache_len * positions
@@ -97,7 +97,7 @@ class CheckpointSize:
         )
 
     def floor(self, page_bytes: int) -> Floor:
-        """As plan/floor.py has it, with one step per matrix in the order of the modules. The compiler's may differ."""
+        """By plan/floor.py, with one step per matrix in the order of the modules. The compiler's steps may differ."""
         schedules, weights = stand_ins([self.schedule], self.weights, read_directly_by_default)
         return floor_bytes(schedules, weights, granularity_bytes=page_bytes)
 
@@ -133,7 +133,7 @@ class CheckpointSize:
 
         hooks = [module.register_forward_pre_hook(note) for module in model.modules()]
         ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")
-        # Mamba's own models have another name for it.
+        # Mamba's own models name this argument differently.
         name = "cache_params" if "mamba" in self.class_name.lower() else "past_key_values"
         try:
             with torch.no_grad():
@@ -155,12 +155,12 @@ def module_has_matrix(module: torch.nn.Module) -> bool:
 def read_config(transformers: ModuleType, folder: Path, trust_remote_code: bool) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a damaged file makes any of a dozen
+    except Exception as error:  # a damaged file raises any of a dozen kinds
         raise CheckpointError(f"{folder}: config.json cannot be used: {one_line(error)}") from error
 
 
 def config_dtype(config: Any) -> torch.dtype | None:
-    """As the checkpoint was saved; None: it does not say."""
+    """The dtype that the checkpoint was saved in; None if the configuration does not say."""
     for one in (config, config.get_text_config(decoder=True)):
         found = getattr(one, "dtype", None)
         if isinstance(found, torch.dtype):
@@ -177,14 +177,14 @@ def _meta_model(transformers: ModuleType, config: Any, dtype: torch.dtype, trust
             model: torch.nn.Module = build_model(built_as, config, dtype, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise CheckpointError(f"no model can be built from config.json: {one_line(error)}") from error
-    # Of the ways to run experts this one works on meta tensors of every dtype. Models without experts refuse it.
+    # This way to run experts works on meta tensors of every dtype. Models without experts refuse it.
     with contextlib.suppress(AttributeError, ValueError):
         model.set_experts_implementation("batched_mm")  # type: ignore[operator]
     return model.eval()
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Under every name; what is not stored in a checkpoint is computed, and small."""
+    """Stored tensors, under each of their names. Those that a checkpoint does not store are computed, and small."""
     stored = model.state_dict(keep_vars=True)
     yield from stored.items()
 

@@ -1,4 +1,4 @@
-"""A Python child that may crash or hang without harm: what it says, or what became of it."""
+"""A Python child process that may crash or hang without harm: returns its answer, or says how it ended."""
 
 from __future__ import annotations
 

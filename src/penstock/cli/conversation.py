@@ -1,4 +1,4 @@
-"""A conversation on one KV cache: of each turn, only what the cache does not hold yet is run."""
+"""A conversation on one KV cache: each turn runs only the tokens that the cache does not hold yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import CheckpointError, InputError
 
 
 class Conversation:
-    """`messages` as the chat template takes them. They change only when a turn has succeeded."""
+    """`messages` are in the form that the chat template takes. They change only when a turn has succeeded."""
 
     def __init__(self, transformers: ModuleType, model: Any, tokenizer: Any, max_new_tokens: int | None) -> None:
         self._transformers = transformers
@@ -33,7 +33,7 @@ class Conversation:
         return len(self._held)
 
     def turn(self, text: str, stop: StopAsked, **options: Any) -> Answer:
-        """InputError: there is no room for it, and nothing has changed."""
+        """Raises InputError if there is no room for it; then nothing has changed."""
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self.token_ids(asked)
         length = self._model.cache_length
@@ -51,10 +51,10 @@ class Conversation:
                 self._transformers, self._model, self._tokenizer, ids, stop, past_key_values=self._cache, **options
             )
         except BaseException:
-            # Nobody knows how far it came.
+            # How far it got is unknown.
             self._drop_cache()
             raise
-        # The last token was drawn and not run, so the cache does not hold it.
+        # The last token was drawn but not run, so the cache does not hold it.
         self._held = found.ids[: int(self._cache.get_seq_length())]
         self.messages = [*asked, {"role": "assistant", "content": found.text}]
         return found
@@ -72,7 +72,7 @@ class Conversation:
             raise CheckpointError(f"the chat template refused the conversation: {one_line(error)}") from error
 
     def _keep_common(self, ids: list[int]) -> None:
-        """Templates may rewrite earlier text (some leave out what was thought aloud): what follows it is run again."""
+        """Templates may rewrite earlier text (some drop what was thought aloud): what follows it is run again."""
         common = 0
         for ours, theirs in zip(self._held, ids, strict=False):
             if ours != theirs:
@@ -88,7 +88,7 @@ class Conversation:
             self._drop_cache()
 
     def _drop_cache(self) -> None:
-        # Two caches may be more than the device has room for.
+        # The device may not have room for two caches.
         self._cache = None
         self._held = []
         self._cache = self._model.new_cache()

@@ -20,7 +20,7 @@ class MissingPackageError(PenstockError):
 
 
 def check_curve_path(path: Path) -> None:
-    """Before anything is planned: what would fail only at the end."""
+    """Checks before planning what would otherwise fail only at the end."""
     refuse_unwritable(path)
     if path.suffix == ".png":
         _pyplot()

@@ -1,4 +1,4 @@
-"""`penstock doctor`: whether this machine has what is needed, and what to do where it has not."""
+"""`penstock doctor`: whether this machine has what is needed, and what to do about what it lacks."""
 
 from __future__ import annotations
 

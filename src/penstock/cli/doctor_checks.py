@@ -74,7 +74,7 @@ for _ in range(4):
 print(json.dumps({"bytes_per_s": max(rates[1:])}))
 """
 
-# Importing torch takes seconds, so the process that tries the compiler beside it tells of both.
+# Importing torch takes seconds, so one process reports on both torch and the compiler.
 _COMPILER = f"""{_TORCH}
 from penstock.errors import ToolchainError
 from penstock.export.toolchain import check_toolchain
@@ -92,16 +92,16 @@ class Line:
     name: str
     status: Status
     finding: str
-    # What to do about it, or what works all the same; None where everything is well.
+    # What to do about it, or what works all the same; None if everything is well.
     remedy: str | None = None
 
 
 class Doctor:
-    """Later checks build on earlier ones: without a driver nobody asks for the link."""
+    """Later checks build on earlier ones: without a driver, the link is not checked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # What trying the compiler told, or how it failed to tell.
+        # The answer of the process that tried the compiler, or how that process failed.
         self._compiler: dict[str, Any] | ChildFailure | None = None
         self._gpus: list[dict[str, Any]] = []
         self._torch_sees_gpu = False
@@ -246,7 +246,7 @@ class Doctor:
 
 
 def measured_link_bytes_per_s() -> float:
-    """From pinned memory, in a child. ChildFailure: how it could not be measured."""
+    """Measured from pinned memory, in a child process. Raises ChildFailure if that fails."""
     return float(ask_child(_LINK, timeout_s=_TIMEOUT_S)["bytes_per_s"])
 
 

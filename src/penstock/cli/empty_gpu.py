@@ -1,4 +1,4 @@
-"""A GPU with nothing else on it, which need not be here: what an automatic budget would be."""
+"""What an automatic budget would be on a GPU with nothing else on it, which need not be in this machine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from penstock.errors import BelowFloorError
 
 @dataclass(frozen=True)
 class GpuRow:
-    """What is left for weights beside the rest that a run needs, and whether that is enough."""
+    """What is left for weights after all else that a run needs, and whether that is enough."""
 
     memory_bytes: int
     activation_bytes: int
-    # KV caches, for one.
+    # KV caches, for example.
     state_bytes: int
     reserve_bytes: int
     left_bytes: int
@@ -23,7 +23,7 @@ class GpuRow:
 def empty_gpu(
     memory_bytes: int, *, activation_bytes: int, state_bytes: int, needed_bytes: int
 ) -> tuple[GpuRow, BelowFloorError | None]:
-    """As loading works it out, and how it would refuse a GPU that leaves less than is needed."""
+    """The budget as loading computes it, and the error by which loading refuses a GPU that leaves too little."""
     import torch
 
     from penstock.runtime.automatic_budget import AutomaticTerms, reserve_bytes

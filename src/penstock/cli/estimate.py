@@ -27,7 +27,7 @@ _DEFAULT_LENGTH = 4096
 _SHORTEST_LENGTH, _LONGEST_LENGTH = 2048, 32768
 # Activations are counted for a prompt that is read in pieces of this many tokens.
 _PROMPT_PIECE = 512
-# Beyond these, quotients leave what a float can hold.
+# Outside this range, quotients no longer fit a float.
 _GB_PER_S = FiniteRange(min=1e-6, max=1e6)
 _COMMON_GPUS_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 
@@ -42,11 +42,11 @@ class CacheRow:
 class BudgetRow:
     what: str
     budget_bytes: int
-    # That cross the link for each token.
+    # Bytes that cross the link for each token.
     streamed_bytes: int
-    # At most. None: the link does not limit it, and how fast the GPU is was not said.
+    # Upper bound. None: the link does not limit it, and the GPU's speed was not given.
     tokens_per_s: float | None
-    # The same if of a mixture of experts only those that a token is sent to cross the link.
+    # The same if only those experts cross the link that a token is routed to.
     routed_tokens_per_s: float | None
 
 
@@ -55,7 +55,7 @@ class ExpertsRow:
     experts: int
     per_token: int
     nbytes: int
-    # Of all weights that one token is computed with.
+    # Counts all weights that one token is computed with.
     read_bytes_per_token: int
 
 
@@ -70,7 +70,7 @@ class EstimateReport:
     experts: ExpertsRow | None
     cache_length: int
     cache: tuple[CacheRow, ...]
-    # An estimate; what sets it.
+    # An estimate, and the weights that set it.
     floor_bytes: int
     floor_weights: tuple[str, ...]
     link_bytes_per_s: float
@@ -132,7 +132,7 @@ def estimate(
 
 
 def _refusals(config: Any, transformers_version: str) -> list[str]:
-    """What from_pretrained would say of it. Sizes are right all the same."""
+    """Why from_pretrained would refuse it. The sizes are right all the same."""
     from penstock.errors import ModelError
     from penstock.models.families import check_family
 
@@ -229,7 +229,7 @@ def _lengths(longest: int | None, wanted: int) -> list[int]:
 
 
 def _activation_bytes(size: CheckpointSize, length: int) -> int:
-    """What the widest layer and the logits take. The compiler finds out exactly."""
+    """What the widest layer and the logits take. The compiler finds the exact number."""
     config: Any = size.text_config
     hidden = getattr(config, "hidden_size", None) or 0
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -240,7 +240,7 @@ def _activation_bytes(size: CheckpointSize, length: int) -> int:
 
 
 def _smallest_gpu_bytes(needed_bytes: int) -> int:
-    """The reserve is a part of the whole, which is what is looked for."""
+    """Iterates, because the reserve is a part of the total that is searched for."""
     import torch
 
     from penstock.runtime.automatic_budget import reserve_bytes
@@ -274,8 +274,8 @@ def _budget(size: CheckpointSize, what: str, budget_bytes: int, link: float, mem
     routed_s: float | None = None
     if experts is not None:
         dense = read - experts.nbytes
-        # What every token reads is kept first. Of the experts the rest of the budget holds a part, in slots, and those
-        # are asked for more often than others: as often as plans take it, where nothing was measured.
+        # What every token reads is kept first. The rest of the budget holds some of the experts, in slots. These are
+        # used more often than others: at the hit rate that plans assume if nothing was measured.
         missing_dense = max(0, dense - budget_bytes)
         slots = experts.experts * max(0, budget_bytes - dense) / experts.nbytes
         missing_part = 1 - HitRates.usual(experts.experts).at(slots)

@@ -1,4 +1,4 @@
-"""What a command's exit code says: one for every family of errors. docs/cli.md has the same table."""
+"""Exit codes of commands: one for each family of errors. docs/cli.md has the same table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from penstock import errors
 OK = 0
 FAILED = 1
 USAGE = 2
-# As sysexits.h has it.
+# As in sysexits.h.
 INTERNAL = 70
-# As a shell shows them: 128 and the number of the signal, SIGINT and SIGPIPE.
+# As a shell shows them: 128 plus the number of the signal, SIGINT or SIGPIPE.
 INTERRUPTED = 130
 NOBODY_READS = 141
 
@@ -25,7 +25,7 @@ class Family:
     meaning: str
 
 
-# The first family that an error belongs to gives its code, so bases come after what derives from them.
+# An error gets the code of the first family that it belongs to, so base classes come after their subclasses.
 FAMILIES: tuple[Family, ...] = (
     Family(3, (errors.ProgramError, errors.ModelError), "the model or its exported program cannot be offloaded"),
     Family(4, (errors.CompileError,), "compiling failed, the C++ compiler included"),
@@ -60,11 +60,11 @@ def exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, click.ClickException):
         return USAGE
-    # Plans are made here and nowhere else: one that its check refuses is a fault of the planner's.
+    # All plans are made here, so a plan that its check refuses is a fault of the planner.
     if isinstance(error, errors.PlanError):
         return INTERNAL
     for family in FAMILIES:
         if isinstance(error, family.classes):
             return family.code
-    # The machine said no, and nobody foresaw where.
+    # The machine refused something, at a place where no code expects it.
     return FAILED if isinstance(error, (OSError, MemoryError)) else INTERNAL

@@ -181,7 +181,7 @@ def _function(text: str) -> Any:
 
 @contextmanager
 def _users_code(text: str) -> Iterator[None]:
-    """Whatever it raises, and if it ends the process: a fault of the model, with the place where it is."""
+    """Reports whatever the user's code raises, sys.exit() included, as a fault of the model, with its place."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""`penstock generate`: a checkpoint goes on with a text, inside a budget."""
+"""`penstock generate`: continues a text with a checkpoint, inside a budget."""
 
 from __future__ import annotations
 

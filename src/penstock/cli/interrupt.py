@@ -1,8 +1,7 @@
 """Ctrl-C leaves no process behind, whoever started it.
 
-A compiler's driver starts the compiler proper, and killing the first leaves the second at work. So orphans of this
-process come to it and not to init, the signal is passed on to all of them, and what is still there at the end
-is killed.
+A compiler's driver starts the compiler proper, and killing the driver leaves the compiler running. So this process
+adopts its orphans in place of init, passes the signal on to all descendants, and kills what is left at the end.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from penstock.errors import OutputPathError
 from penstock.temporary import TemporaryFolder
 
 _PR_SET_CHILD_SUBREAPER = 36
-# What was interrupted removes its temporary files; after this it is killed.
+# Interrupted processes have this long to remove their temporary files. Then they are killed.
 _GRACE_S = 1.0
 _POLL_S = 0.02
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """KeyboardInterrupt on SIGINT, in this process and its children; when it leaves the block, no child is left."""
+    """SIGINT raises KeyboardInterrupt here, and reaches all children. When it leaves the block, no child is left."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("signals reach the main thread only: call this there")
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -47,7 +46,7 @@ def interruptible() -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Libraries make other exceptions of an interrupt, and cleaning up after one may fail over what it has ended.
+        # Libraries turn an interrupt into other exceptions, and cleanup may fail over what the interrupt has ended.
         if came.is_set():
             raise KeyboardInterrupt from error
         raise
@@ -93,7 +92,7 @@ def _signal_all(number: signal.Signals) -> None:
 
 
 def _reap() -> bool:
-    """Whether there is any child left that has not ended."""
+    """Whether any child has not ended yet."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -105,7 +104,7 @@ def _reap() -> bool:
 
 @contextmanager
 def private_temporary_files() -> Iterator[None]:
-    """Children put their temporary files into a folder that is removed, also when they were killed over them."""
+    """Children put their temporary files into a folder that is removed at the end, even if they were killed."""
     try:
         tempfile.gettempdir()  # this process, and the compiler's cache, stay where they were
         made = TemporaryFolder("cli")

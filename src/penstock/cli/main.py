@@ -49,7 +49,7 @@ for command in (doctor, estimate, generate, chat, export, pack, unpack, inspect,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     with standard_streams():
         try:
@@ -67,7 +67,7 @@ def _invoked(given: list[str]) -> int:
             raise click.UsageError(f"{argument!r} holds a NUL character, which no option and no file name can")
     if "_PENSTOCK_COMPLETE" in os.environ:
         penstock.main(given, prog_name="penstock")  # prints completions for a shell, and exits
-    # Not click's main(): it makes exceptions of its own of interrupts, closed pipes and ends of files.
+    # Not click's main(): it turns interrupts, closed pipes and ends of files into exceptions of its own.
     try:
         with penstock.make_context("penstock", given) as context:
             found = penstock.invoke(context)
@@ -87,7 +87,7 @@ def _ended(error: BaseException, given: Sequence[str]) -> int:
         _say(_line(error, code))
         if _wants_json(given):
             print_json({"error": {"class": type(error).__name__, "message": _message(error), "exit_code": code}})
-    except OSError:  # there is nowhere left to tell it; the code still does
+    except OSError:  # there is nowhere left to report it; the exit code still does
         drop_stdout()
     return code
 
@@ -118,7 +118,7 @@ def _message(error: BaseException) -> str:
 
 
 def _wants_json(given: Sequence[str]) -> bool:
-    """With --json a failure is a document, too; also where the command line was not understood."""
+    """With --json a failure is a document, too, even if the command line was not understood."""
     options = given[: given.index("--")] if "--" in given else given
     return "--json" in options
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-# Where the output is no terminal there is no width to respect; tables should not be folded at 80 columns.
+# Without a terminal there is no width to respect, and tables should not be folded at 80 columns.
 _PLAIN_WIDTH = 160
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _COLOURS = {"pass": "green", "warn": "yellow", "skip": "yellow", "fail": "bold red"}
@@ -43,7 +43,7 @@ def console(*, stderr: bool = False) -> Console:
             raise  # rich would exit with code 1
 
     stream = sys.stderr if stderr else sys.stdout
-    # Names of weights are no markup, and numbers need no colours.
+    # Names of weights are not markup, and numbers need no colours.
     return PlainConsole(
         file=stream, width=None if stream.isatty() else _PLAIN_WIDTH, markup=False, highlight=False, emoji=False
     )
@@ -62,14 +62,14 @@ def to_json(report: Any) -> dict[str, Any]:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    # allow_nan=False: NaN and Infinity are no JSON, and readers refuse them. All that is not ASCII is escaped; DEL is.
+    # NaN and Infinity are not JSON, and readers refuse them. dumps() escapes all but ASCII, and DEL is ASCII.
     text = json.dumps(_plain(document), allow_nan=False).replace("\x7f", "\\u007f")
     with _writing_to_stdout():
         print(text, flush=True)
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text; and no half of a surrogate pair (a byte of a path that is no UTF-8), which readers refuse."""
+    """Paths become text. Half surrogate pairs (bytes of a path that is not UTF-8) are escaped: readers refuse them."""
     if isinstance(value, (str, Path)):
         return _SURROGATE.sub(lambda match: printable(match.group()), str(value))
     if isinstance(value, dict):
@@ -87,7 +87,7 @@ def flush_stdout() -> None:
 
 
 def write_stdout(text: str) -> None:
-    """Text that comes in pieces, each of which is wanted at once."""
+    """Writes text that comes in pieces, and flushes each piece."""
     with _writing_to_stdout():
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -98,14 +98,14 @@ def _writing_to_stdout() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # nobody reads: that is no failure to tell of
+        raise  # nobody reads: that is no failure to report
     except OSError as error:
         raise OutputPathError(f"stdout cannot be written to: {error}") from error
 
 
 @contextmanager
 def only_json_on_stdout(as_json: bool) -> Iterator[None]:
-    """What anybody prints meanwhile, children and native code included, goes to stderr."""
+    """Sends everything that is printed meanwhile to stderr, including by children and native code."""
     if not as_json:
         yield
         return
@@ -123,7 +123,7 @@ def only_json_on_stdout(as_json: bool) -> Iterator[None]:
 
 
 def table(to: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Columns named with a leading '>' are numbers, and stand to the right. A status has its colour."""
+    """A leading '>' in a column's name marks numbers, which are aligned right. A status has its colour."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`penstock pack`: the same weights in a smaller file, of which less goes over the link."""
+"""`penstock pack`: the same weights in a smaller file, so that fewer bytes cross the link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackReport:
-    """Of `penstock pack` and of `penstock unpack`."""
+    """The report of `penstock pack` and of `penstock unpack`."""
 
     source_path: Path
     path: Path
@@ -31,7 +31,7 @@ class PackReport:
     # Sets of bytes in the file with packed entries, and how many of them are packed.
     stored_count: int
     packed_count: int
-    # Bytes with packing by bytes without, of everything that is stored.
+    # Bytes with packing over bytes without, of everything that is stored.
     ratio: float
     seconds: float
 
@@ -73,7 +73,7 @@ def pack(weights: Path, output: Path, program: Path | None, overwrite: bool, as_
 
 
 def checked(weights: Path, output: Path, overwrite: bool) -> WeightsIndex:
-    """The index of what is to be read; and nothing is read where nothing could be written."""
+    """The index of `weights`. Refuses an output that cannot be written before any weight is read."""
     from penstock.errors import OutputExistsError
     from penstock.weights.index import read_index
 
@@ -88,7 +88,7 @@ def checked(weights: Path, output: Path, overwrite: bool) -> WeightsIndex:
 
 
 def report(source: WeightsIndex, written: WeightsIndex, packed: WeightsIndex, seconds: float) -> PackReport:
-    """`packed` is the one of the two with packed entries."""
+    """`packed` is whichever of the two indexes has packed entries."""
     entries = packed.unique_entries
     raw_bytes = sum(entry.raw_bytes for entry in entries)
     return PackReport(

@@ -1,4 +1,4 @@
-"""`penstock plan`: what a budget buys, also on a GPU that is not here."""
+"""`penstock plan`: what a budget buys, even on a GPU that is not in this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
 @rate_option("--link", "link_rate", help="Host to device: 25GB/s.")
 @click.option(
     "--copy-latency-us",
-    # Up to a quarter of an hour: no sum of finite times is infinite.
+    # At most about a quarter of an hour, so that no sum of times is infinite.
     type=FiniteRange(min=0, max=1e9),
     help="What each copy costs beside its bytes. Default: 0.",
 )
@@ -175,7 +175,7 @@ def _times(
     step_times: Path | None,
     compute_bandwidth: float | None,
 ) -> tuple[Link | None, Mapping[str, Sequence[float]], StepTimes]:
-    """What is given on the command line about the link holds; then what was measured."""
+    """For the link, the command line takes precedence over what was measured."""
     from penstock.cli.plan_report import estimated_step_s
     from penstock.cli.step_times_file import read_step_times
     from penstock.plan.calibration import Link

@@ -1,7 +1,7 @@
 """What `penstock plan` says: placements, bytes and predicted times at one budget, or along a curve of them. No torch.
 
-Times come from the simulator. What a step takes was measured, or is estimated from the bandwidth of the device's
-memory, or is not known: then only the link's share is predicted, and that is said.
+Times come from the simulator. Step times were measured, or are estimated from the bandwidth of device memory, or are
+not known: then only the link's share is predicted, and the report says so.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ StepTimes = Literal["measured", "estimated", "unknown"]
 
 @dataclass(frozen=True)
 class MethodPrediction:
-    """One run of a method that follows another run of it. Times are None where the link is not known."""
+    """One run of a method right after another run of it. Times are None if the link is not known."""
 
     method: str
     weight_bytes: int
-    # Of them, those of which only rows are read, in host memory: in no time here, and not in the bound.
+    # The part that is gathered from in host memory, where only rows are read. No time here and no bound counts it.
     in_place_bytes: int
-    # What is multiplied by in host memory: it crosses the link like a copy, and is in both.
+    # The part that is multiplied in host memory. It crosses the link like a copy; the times and the bound count it.
     multiplied_in_place_bytes: int
     bytes_streamed: int
     copies: int
@@ -39,7 +39,7 @@ class MethodPrediction:
     predicted_s: float | None
     cold_s: float | None
     stall_s: float | None
-    # With every weight in place; 0 where the times of steps are not known.
+    # With every weight resident; 0 if the step times are not known.
     resident_s: float
     bound_s: float | None
 
@@ -53,7 +53,7 @@ class PlanReport:
     weight_bytes: int
     floor_bytes: int
     full_bytes: int
-    # What is used of what was asked for: never more than all weights take.
+    # The part of asked_bytes that is used: never more than all weights take.
     budget_bytes: int
     asked_bytes: int
     # Where the budget came from: "given", "gpu memory", "baked"; "floor" for a curve alone.
@@ -68,7 +68,7 @@ class PlanReport:
     methods: tuple[MethodPrediction, ...]
     placements: tuple[WeightResidency, ...]
     curve: tuple[CurvePoint, ...]
-    # What the plan is for.
+    # The weights file that the plan is for.
     weights_file: str
     notes: tuple[str, ...]
 
@@ -101,7 +101,7 @@ class Predictor:
 
     @cached_property
     def _calibration(self) -> Calibration | None:
-        # A plan is made for times only where they were measured, as a module does.
+        # Like a module, plans for times only if they were measured.
         if self.link is None or self.step_times != "measured":
             return None
         return Calibration(self.link, {name: self._step_s[name] for name in self._timed})
@@ -180,15 +180,15 @@ class Predictor:
 
 
 def _link_bound_s(method: MethodPlan, schedule: Schedule, step_s: Sequence[float], link: Link) -> list[float]:
-    """Steps that read their weights in place: as long as the link takes for them, which no kernel gets below."""
+    """Times of steps that read weights in place: at least what the link takes for them, which no kernel beats."""
     in_place = in_place_by_step(method, schedule)
     return [max(s, one.of_bytes / link.bytes_per_s) for s, one in zip(step_s, in_place, strict=True)]
 
 
 def estimated_step_s(subject: Subject, bytes_per_s: float) -> dict[str, tuple[float, ...]]:
-    """As long as it takes to read the step's weights from device memory: the least for one token.
+    """The time to read each step's weights from device memory: the least for one token.
 
-    Of what is gathered from only rows are read, which is taken for nothing.
+    Gathered weights count as nothing, because only rows of them are read.
     """
     return {
         schedule.method: tuple(

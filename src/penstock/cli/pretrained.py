@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: options, and a checkpoint's tokenizer and model as they say."""
+"""What `generate` and `chat` share: options, and the checkpoint's tokenizer and model loaded by them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sampling_options(command: Decorated) -> Decorated:
 
 @dataclass(frozen=True)
 class Sampling:
-    """As the options say. What none of them says is left to the checkpoint's generation_config."""
+    """Sampling by the options. What no option says is left to the checkpoint's generation_config."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -69,7 +69,7 @@ class Sampling:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Sampling:
-        """Those of sampling_options, which then leave what a command was given."""
+        """Takes those of sampling_options out of a command's options."""
         return cls(**{field.name: options.pop(field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Sampling:
             raise click.UsageError(f"--temperature 0 draws nothing, so {given[1]} says nothing; give one of them")
 
     def arguments(self) -> dict[str, Any]:
-        """For generate(). Beams cannot be streamed, so there is one."""
+        """The arguments of generate(). Beams cannot be streamed, so there is one."""
         found: dict[str, Any] = {"num_beams": 1}
         if self.greedy or self.temperature == 0:
             found["do_sample"] = False
@@ -95,7 +95,7 @@ class Sampling:
 
 
 def import_transformers(command: str) -> ModuleType:
-    """The package, told to keep its warnings to itself: each would be a line in the middle of an answer."""
+    """The package, with its warnings turned off: each would be a line in the middle of an answer."""
     try:
         import transformers
     except ImportError as error:
@@ -119,12 +119,12 @@ def check_folder(folder: Path) -> None:
 def load_tokenizer(transformers: ModuleType, folder: Path, trust_remote_code: bool) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a damaged file makes any of a dozen
+    except Exception as error:  # a damaged file raises any of a dozen kinds
         raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def load_model(folder: Path, options: Mapping[str, Any]) -> Any:
-    """`options`: those of model_options, which are from_pretrained's by the same names."""
+    """`options` are those of model_options. from_pretrained takes them under the same names."""
     import torch
 
     import penstock
@@ -136,7 +136,7 @@ def load_model(folder: Path, options: Mapping[str, Any]) -> Any:
 
 
 def check_text(text: str, source: str) -> str:
-    """Half a surrogate pair stands for a byte that is no UTF-8, and no tokenizer takes it."""
+    """Refuses half a surrogate pair: it stands for a byte that is not UTF-8, and no tokenizer takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

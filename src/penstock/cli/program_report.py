@@ -1,4 +1,4 @@
-"""What `penstock inspect` says of a file: plain data, of which both the tables and the JSON are made. No torch."""
+"""What `penstock inspect` says of a file: plain data, the source of both the tables and the JSON. No torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class WeightRow:
     # How often one run of each method reads it; and whether it is only gathered from, so that it may stay on the host.
     accesses: int
     gathered: bool
-    # Whether some access does nothing but multiply by its rows, which may then lie on both sides of the link.
+    # Whether some access only multiplies by its rows, which may then lie on both sides of the link.
     linear: bool
-    # How many experts its rows are, which one run takes only some of; 0: its rows are none.
+    # How many experts its rows are, of which one run takes only some; 0 if they are not experts.
     experts: int
 
 
@@ -56,10 +56,10 @@ class MethodRow:
     states: tuple[str, ...]
     accesses: int
     weight_bytes: int
-    # Beside the weights, at most; None: without a bound.
+    # Upper bound, beside the weights; None if there is no bound.
     activation_bytes: int | None
     temporary_bytes: int
-    # Weights that look like stacks of experts, and are read whole: why.
+    # Weights that look like stacks of experts but are read whole, and why.
     whole_experts: dict[str, str]
     # The whole schedule, in the order of the run.
     steps: tuple[StepRow, ...]
@@ -70,7 +70,7 @@ class MethodRow:
 
 @dataclass(frozen=True)
 class Part:
-    """A weight, and what it adds."""
+    """A weight, and the bytes that it adds."""
 
     name: str
     nbytes: int
@@ -89,7 +89,7 @@ class FloorRow:
     # The same with placement="stream", where nothing is read in place in host memory.
     streamed_bytes: int
     page_bytes: int
-    # Held all the time, because control flow reads it.
+    # Always held, because control flow reads it.
     pinned_bytes: int
     # None where nothing streams.
     method: str | None
@@ -123,7 +123,7 @@ class ProgramReport:
     # Device bytes with every weight resident: a larger budget buys nothing.
     full_bytes: int
     baked_budget_bytes: int | None
-    # What the floor and `full_bytes` were worked out for.
+    # The weights file that the floor and `full_bytes` were computed for.
     weights_file: str
     floor: FloorRow
     methods: tuple[MethodRow, ...]
@@ -131,7 +131,7 @@ class ProgramReport:
     states: tuple[StateRow, ...]
     # Parameters and buffers that no method reads.
     unused: tuple[str, ...]
-    # Weights of experts that have no slots at any budget: why.
+    # Weights of experts that have no slots at any budget, and why.
     without_slots: dict[str, str]
     # Of a .pte: device bytes of the plans that are in it.
     plan_bytes: tuple[int, ...]
@@ -145,10 +145,10 @@ class EntryRow:
     shape: tuple[int, ...]
     # As stored.
     nbytes: int
-    # Of the tensor: more than are stored, where the entry is packed.
+    # Of the tensor: more than are stored if the entry is packed.
     raw_bytes: int
     packed: bool
-    # Stored bytes by the tensor's.
+    # Stored bytes over the tensor's.
     ratio: float
     offset_bytes: int
     # xxh3_64 of the tensor in hexadecimal; None in a file that ExecuTorch wrote.

@@ -1,4 +1,4 @@
-"""How long runs take, and a line on the terminal that tells while they run."""
+"""Measures how long runs take, and shows a line on the terminal while they run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.cli.call_arguments import Arguments
 from penstock.cli.output import console
 from penstock.cli.units import short_rate
 
-# Reading the counters waits for the device, which a run back to back must not do: so seldom, and on a terminal only.
+# Reading the counters waits for the device, which back-to-back runs must not do. So: seldom, and on a terminal only.
 _LINE_EVERY_S = 0.25
 
 
 def time_runs(
     module: Any, method: str, arguments: Arguments, repeat: int, tick: Callable[[], None]
 ) -> tuple[float, float | None, Any]:
-    """The first run, the mean of the others, and what the last one gave."""
+    """Seconds of the first run, mean seconds of the others, and the result of the last."""
 
     def timed(runs: int) -> tuple[float, Any]:
         began_s = time.perf_counter()
@@ -35,7 +35,7 @@ def time_runs(
     first_run_s, result = timed(1)
     if repeat == 1:
         return first_run_s, None, result
-    del result  # two results may be more than the device has room for
+    del result  # the device may not have room for two results
     run_s, result = timed(repeat - 1)
     return first_run_s, run_s, result
 

@@ -1,4 +1,4 @@
-"""Options of the command line that are gone: refused with a sentence that tells the new one."""
+"""Former command line options: each is refused with a sentence that names the new one."""
 
 from __future__ import annotations
 

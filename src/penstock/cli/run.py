@@ -1,4 +1,4 @@
-"""`penstock run`: a program inside a budget, with the speed of the link beside its own."""
+"""`penstock run`: runs a program inside a budget, and shows the link's speed beside the program's."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class RunReport:
     device: str
     floor_bytes: int
     budget_bytes: int
-    # Device memory for weights, at most since load.
+    # Peak device memory for weights since load.
     peak_bytes: int
     weight_bytes: int
     runs: int
     load_s: float
-    # The first run finds nothing in place but the residents; the others follow one another. None: there was one only.
+    # The first run finds only the resident weights in place; the others run back to back. None: there was only one.
     first_run_s: float
     run_s: float | None
     # Of the last run.
     bytes_streamed: int
     copies: int
     bytes_hit: int
-    # For which the device waited for copies.
+    # How long the device waited for copies.
     stall_s: float | None
     streamed_bytes_per_s: float
-    # As measured when the program was loaded; None: nothing is ever copied.
+    # Measured when the program was loaded; None if nothing is ever copied.
     link_bytes_per_s: float | None
     link_part: float | None
     summary: str
@@ -229,7 +229,7 @@ def _only_method(methods: tuple[str, ...]) -> str:
 
 
 def _signature(module: Any, method: str) -> Signature | None:
-    """Of a .pt2. The caller's of a .pte is known inside its module only."""
+    """The signature of a .pt2. The caller's signature of a .pte is known only inside its module."""
     if module.path.suffix == ".pte":
         return None
     signature: Signature = module.program.method(method).signature
@@ -252,7 +252,7 @@ def _recording(module: Any, trace: Path | None, step_times: Path | None) -> Iter
                 with module.trace(partial):
                     yield
             except BaseException:
-                # A trace that was never entered is written when its module goes: now, while its file will be removed.
+                # A trace that was never entered is written when its module closes: now, so that its file is removed.
                 module.close()
                 raise
     elif step_times is not None:

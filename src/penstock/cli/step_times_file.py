@@ -13,7 +13,7 @@ from penstock.regular_file import open_regular
 
 # A hundred thousand steps take 2 MB.
 _MOST_BYTES = 256 << 20
-# Far beyond what anybody measures; so that no sum of them is infinite.
+# Limits far beyond anything measured, so that no sum is infinite.
 _MOST_S = 1e9
 _MOST_BYTES_PER_S = 1e18
 
@@ -33,7 +33,7 @@ def read_step_times(path: Path) -> Calibration:
             _number(table["link"]["bytes_per_s"], 1.0, _MOST_BYTES_PER_S),
             _number(table["link"]["copy_latency_s"], 0.0, _MOST_S),
         )
-        # Reads in place are timed where somebody asked for it.
+        # Reads in place are timed only on request.
         step_s, direct_step_s = (
             {name: tuple(_number(time, 0.0, _MOST_S) for time in times) for name, times in times_of.items()}
             for times_of in (table["step_s"], table.get("direct_step_s", {}))

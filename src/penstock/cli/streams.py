@@ -14,13 +14,13 @@ _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """A stream that was closed by whoever started us is a hole: the next file that is opened would take its number, and
-    what native code prints would go into that file. A closed stdout becomes a pipe that nobody reads, so that writing
-    to it fails as it does for `| head -0`; a closed stdin and stderr become /dev/null."""
+    """A stream that our caller closed is a hole: the next file that is opened would take its number, and native code
+    would print into that file. A closed stdout becomes a pipe that nobody reads, so that writing to it fails as it does
+    for `| head -0`. A closed stdin or stderr becomes /dev/null."""
     _fill_holes()
     earlier = sys.stdout.errors if isinstance(sys.stdout, io.TextIOWrapper) else None
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal's encoding does not have is shown escaped; stderr does so by itself.
+        # Escapes names that the terminal's encoding lacks; stderr does so by itself.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
@@ -41,7 +41,7 @@ def _fill_holes() -> None:
         os.dup2(writer, _STDOUT)
         os.close(reader)
         os.close(writer)
-    # Python has none where there was a hole when it started.
+    # Python has no stream object if there was a hole when it started.
     if sys.stdout is None:
         sys.stdout = os.fdopen(_STDOUT, "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:
@@ -65,7 +65,7 @@ def nobody_reads() -> bool:
 
 
 def drop_stdout() -> None:
-    """What is still buffered goes nowhere: Python would try once more at exit, and complain."""
+    """Discards what is still buffered: Python would try to write it again at exit, and complain."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, _STDOUT)
     os.close(null)

@@ -1,4 +1,4 @@
-"""A program as `inspect`, `plan` and `verify` look at it: the same questions of a .pt2 and of a .pte. No torch."""
+"""A program as `inspect`, `plan` and `verify` see it: .pt2 and .pte answer the same questions. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Subject:
     page_bytes: int
     # Of a .pte: device bytes of the plans that were made at export for all delegates together, smallest first.
     plan_bytes: tuple[int, ...] = ()
-    # Of the weights that are packed in the file that plans are for.
+    # Where blocks begin, for each weight that is packed in the file that plans are for.
     begins: Begins = field(default_factory=dict)
     # Which file that is, and what was found in it.
     weights_file: str = "none was looked for"
@@ -55,18 +55,18 @@ class Subject:
         )
 
     def link_bytes(self, name: str) -> int:
-        """Of the whole weight, as it crosses the link."""
+        """Bytes of the whole weight, as it crosses the link."""
         begins = self.begins.get(name)
         return self.weights[name].nbytes if begins is None else begins[-1] - begins[0]
 
     def floor(self) -> Floor:
-        """By the formula, in exact bytes, before pages: what sets it."""
+        """The floor by the formula, in exact bytes, before pages, and what sets it."""
         return floor_bytes(*stand_ins(self.schedules, self.weights, read_directly_by_default))
 
 
 @contextmanager
 def recorded_in(path: Path) -> Iterator[None]:
-    """A schedule that contradicts itself is the compiler's fault at export; here it stands in a damaged file."""
+    """At export, a schedule that contradicts itself is the compiler's fault. Here it means that the file is damaged."""
     try:
         yield
     except ScheduleError as error:
@@ -74,11 +74,11 @@ def recorded_in(path: Path) -> Iterator[None]:
 
 
 def read_subject(path: Path, weights: Path | None = None) -> Subject:
-    """`weights`: the file that the program will be run with. Without, it is the one beside it; if that is not there, or
-    cannot be used, the weights are taken not to be packed, and `weights_file` says so."""
+    """`weights` is the file that the program will run with, by default the one beside it. If that one is missing or
+    cannot be used, the weights are assumed not to be packed, and `weights_file` says so."""
     subject = _of_pte(path) if path.suffix == ".pte" else _of_pt2(path)
     with recorded_in(path):
-        subject.floor()  # which looks at the whole schedule, so that nobody else meets one that is damaged
+        subject.floor()  # looks at the whole schedule, so that a damaged one is found here
     if weights is not None:
         return _with_weights(subject, weights)
     beside = path.with_suffix(".ptd")

@@ -20,9 +20,9 @@ SUFFIXES = (".pt", ".npz", ".safetensors")
 
 
 def load_tensors(path: Path) -> Any:
-    """Of a .pt whatever is in it, as far as torch reads it without running any of it; else tensors by name."""
+    """From a .pt, whatever torch reads without running any code of it; from other files, tensors by name."""
     try:
-        # Their readers are torch's and numpy's, which raise whatever a damaged file leads them to.
+        # torch's and numpy's readers raise all kinds of exceptions on damaged files.
         with open_regular(path, InputError) as file:
             if path.suffix == ".pt":
                 return torch.load(file, map_location="cpu", weights_only=True)
@@ -41,7 +41,7 @@ def _first_line(error: Exception) -> str:
 
 
 def dump_tensors(path: Path, result: Any, named: Mapping[str, torch.Tensor]) -> bytes:
-    """A .pt holds the result as it is nested; the others its tensors by name."""
+    """A .pt holds the result with its nesting; other files hold its tensors by name."""
     if path.suffix == ".pt":
         buffer = io.BytesIO()
         torch.save(result, buffer)

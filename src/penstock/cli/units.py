@@ -33,7 +33,7 @@ def short_rate(bytes_per_s: float) -> str:
 
 
 def budget_option(*, help: str) -> Callable[[Decorated], Decorated]:
-    """--budget, which takes 8589934592, 8GiB or 2.3 GB. A malformed one has the exit code of budgets."""
+    """--budget, which takes 8589934592, 8GiB or 2.3 GB. A malformed one gets the exit code of budget errors."""
     return click.option("--budget", callback=_parse_budget, metavar="BYTES", help=help)
 
 
@@ -48,7 +48,7 @@ def rate_option(*names: str, help: str) -> Callable[[Decorated], Decorated]:
 
 
 class FiniteRange(click.FloatRange):
-    """Of numbers: "nan" lies in no range, and click would let it pass."""
+    """A range of finite numbers. "nan" lies in no range, but click would let it pass."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         found = super().convert(value, param, context)

@@ -1,4 +1,4 @@
-"""The checks of `penstock verify`, from what needs nothing to what runs the program."""
+"""The checks of `penstock verify`, from those that need nothing to those that run the program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.cli.call_arguments import Arguments
 
 Status = Literal["pass", "warn", "fail", "skip"]
-# Cold, then warm twice: the second warm run is the first that finds what a warm one left.
+# One cold run, then two warm ones: only the second warm run finds what a warm run left.
 _RUNS = 3
 _EVERYTHING = "1024TiB"
 
@@ -107,7 +107,7 @@ class Verifier:
         return f"{len(self._index.unique_entries)} entries, {self._index.file_bytes} bytes"
 
     def _schedule(self) -> str:
-        """What the generated code says, against what was recorded."""
+        """Compares the generated code with what was recorded."""
         from penstock.export.wrapper import check_weightless, check_wrapper
 
         sources = self._wrappers()
@@ -130,12 +130,12 @@ class Verifier:
         return found
 
     def _floor(self) -> str:
-        """Computed again; and the plan that meets it is proved by code that is none of the planner's."""
+        """Computes the floor again, and proves the plan at the floor with code that is not the planner's."""
         from penstock.cli.subject import read_subject
         from penstock.plan.check import check_plan
 
         subject = read_subject(self._path, self._weights_path)
-        # What was recorded is of weights that are not packed.
+        # The recorded floor is for weights that are not packed.
         computed = replace(subject, begins={}).planner("auto").floor_bytes
         if computed != self._program.floor_bytes:
             raise PackageError(f"the program records a floor of {self._program.floor_bytes} bytes; it is {computed}")
@@ -157,7 +157,7 @@ class Verifier:
 
     @property
     def _placements(self) -> tuple[str, ...]:
-        """With placement="auto" what is gathered from is read in place, so copying it is tried as well."""
+        """placement="auto" reads gathered weights in place, so copying them is tried as well."""
         accesses = (access for method in self._program.methods for access in method.schedule.accesses)
         return ("auto", "stream") if any(access.gathered for access in accesses) else ("auto",)
 
@@ -177,7 +177,7 @@ class Verifier:
         return [(method.name, call_arguments(load_tensors(self._inputs), method.signature, str(self._inputs)))]
 
     def _play(self, run: Callable[..., Any], device: torch.device) -> list[tuple[str, torch.Tensor]]:
-        """The bytes of every output of every run, by what it is. State carries on from run to run."""
+        """The bytes of every output of every run, with its name. State carries on from run to run."""
         import torch
 
         from penstock.cli.call_arguments import copied, named_leaves
@@ -200,7 +200,7 @@ class Verifier:
             return self._play(module.run_method, module.device)
 
     def _lifetimes(self) -> str:
-        """Every weight in memory of its own, overwritten the moment its recorded last reader is done."""
+        """Runs with every weight in memory of its own, overwritten the moment its recorded last reader is done."""
         from penstock.runtime.compatibility import resolve_device
         from penstock.verify.module import PoisonedModule
 
@@ -228,7 +228,7 @@ class Verifier:
         return f"{placement} within {peak} bytes, {streamed} streamed in the last run"
 
     def _floor_here(self, placement: str) -> int:
-        """On this device: what the refusal of no budget at all names."""
+        """The floor on this device, which the refusal of a budget of 0 names."""
         import penstock
         from penstock.errors import BelowFloorError
 
@@ -250,7 +250,7 @@ def _compare(wanted: list[tuple[str, torch.Tensor]], played: list[tuple[str, tor
 def _checked(name: str, check: Callable[[], str | Check]) -> Check:
     try:
         found = check()
-    except Exception as error:  # of whatever kind: what compiled code, or a reader of a damaged file, raises
+    except Exception as error:  # of any kind: compiled code and readers of damaged files raise what they like
         return Check(name, "fail", f"{type(error).__name__}: {error}")
     return found if isinstance(found, Check) else Check(name, "pass", found)
 

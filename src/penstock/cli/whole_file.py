@@ -1,4 +1,4 @@
-"""A file that is whole or absent, also after Ctrl-C."""
+"""A file that is whole or absent, even after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.errors import OutputPathError, PenstockError
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Gives the path to write to; what was written there takes its place when the block ends well."""
+    """Yields a path to write to. When the block succeeds, that file replaces `path`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -32,7 +32,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def refuse_unwritable(*paths: Path | None) -> None:
-    """Before anything is done: what would fail only at the end, or would take the place of a device."""
+    """Refuses early what would fail only at the end, or would replace a device."""
     for path in paths:
         if path is None:
             continue

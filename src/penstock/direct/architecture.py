@@ -7,32 +7,32 @@ from typing import Literal
 
 from penstock.direct.failures import KernelDeviceError
 
-# The copy engine, clusters and barriers that count bytes came with it.
+# Hopper introduced the copy engine, clusters and barriers that count bytes.
 OLDEST_CAPABILITY = (9, 0)
 _HOPPER = (9, 0)
-# Where CTAs of a cluster are sent the same bytes by one read. 12.x has the instruction too, and the assembler advises
-# against it there: substantially slower, it says.
+# Majors where one read sends the same bytes to several CTAs of a cluster. 12.x has the instruction too, but the
+# assembler advises against it there as substantially slower.
 _SHARING_MAJORS = (9, 10, 11)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One target of the compiler, and what of the kernel it gets."""
+    """One compiler target, and which parts of the kernel it gets."""
 
     target: str
-    # Of matrix products: Hopper's own, or those of a single warp that every newer GPU has.
+    # For matrix products: Hopper's own, or the single-warp ones that every newer GPU has.
     instructions: Literal["wgmma", "mma_sync"]
     # Whether CTAs share tiles. If not, tokens are taken in turns.
     clusters: bool
 
     @property
     def warpgroup_flop_per_s(self) -> float:
-        """What the consumers of 64 rows multiply, sustained, measured on an H200: for estimates."""
+        """The sustained rate at which the consumers of 64 rows multiply, measured on an H200. For estimates."""
         return 3.15e12 if self.instructions == "wgmma" else 1.2e12
 
 
 def architecture_of(major: int, minor: int) -> Architecture:
-    """The fastest build there is for this GPU; refuses those that can have none."""
+    """The fastest build for this GPU. Refuses GPUs that have none."""
     if (major, minor) < OLDEST_CAPABILITY:
         raise KernelDeviceError(
             f"split linear is built for compute capability {capability_text(OLDEST_CAPABILITY)} and newer, and this "
@@ -45,8 +45,8 @@ def architecture_of(major: int, minor: int) -> Architecture:
 
 
 def mma_sync_on(major: int, minor: int) -> Architecture:
-    """The build that any of these GPUs can run, also one that has a faster one."""
-    # Compiled for the very GPU it runs on: multicast is fast in such code alone.
+    """The build that any of these GPUs can run, even one that has a faster build."""
+    # Compiled for exactly the GPU it runs on: multicast is fast only in such code.
     return Architecture(f"sm_{major}{minor}a", "mma_sync", clusters=major in _SHARING_MAJORS)
 
 

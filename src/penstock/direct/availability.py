@@ -10,7 +10,7 @@ from penstock.direct.self_check import TRIED_CAPABILITIES, open_kernel
 
 
 def kernel_obstacle(device: torch.device) -> str | None:
-    """Why it cannot; None: it can. On the CPU the core has a way of its own."""
+    """Why the device cannot run the kernel; None: it can. On the CPU the core has its own implementation."""
     if device.type != "cuda":
         return None
     capability = _capability(device)

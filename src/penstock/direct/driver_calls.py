@@ -13,7 +13,7 @@ from penstock.errors import DriverCallError
 # CUtensorMapDataType
 FLOAT16, BFLOAT16 = 6, 9
 _SWIZZLE_128_BYTES = 3
-# CUtensorMapL2promotion: device memory comes in pairs of 128 bytes; of the host exactly what is needed is asked.
+# CUtensorMapL2promotion: read device memory in pairs of 128 bytes, and from the host exactly what is needed.
 PROMOTE_NOTHING, PROMOTE_256_BYTES = 0, 3
 _MAX_DYNAMIC_SHARED_BYTES, _NON_PORTABLE_CLUSTER = 8, 14
 _CLUSTER_DIMENSION, _OVERLAPS_LAST_LAUNCH = 4, 6
@@ -42,7 +42,7 @@ class LaunchConfig(ctypes.Structure):
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What one GPU is."""
+    """Compute capability and shared memory of one GPU."""
 
     major: int
     minor: int
@@ -52,7 +52,7 @@ class DeviceLimits:
 def launch_config(
     blocks: int, threads: int, shared_bytes: int, cluster_ctas: int, stream: int, *, overlapped: bool = False
 ) -> LaunchConfig:
-    """`overlapped`: it may begin before the launch in front of it has ended; the kernel itself must wait for that."""
+    """`overlapped`: it may begin before the previous launch has ended; the kernel itself must wait for that."""
     attributes = (LaunchAttribute * 2)()
     attributes[0].id = _CLUSTER_DIMENSION
     attributes[0].value[:3] = (cluster_ctas, 1, 1)
@@ -75,7 +75,7 @@ class DriverCalls:
 
     @contextmanager
     def context(self, ordinal: int) -> Iterator[None]:
-        """Inside, the device's primary context, which is torch's too, is the calling thread's."""
+        """Makes the device's primary context, which is also torch's, current in the calling thread."""
         if ordinal not in self._contexts:
             retained = ctypes.c_void_p()
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(retained), self._device(ordinal))
@@ -109,7 +109,7 @@ class DriverCalls:
         self._call("cuModuleUnload", ctypes.c_void_p(module))
 
     def function(self, module: int, name: str, shared_bytes: int, cluster_ctas: int, portable_ctas: int) -> int:
-        """The kernel, allowed its shared memory and its size of cluster."""
+        """The kernel, with its shared memory and cluster size allowed."""
         function = ctypes.c_void_p()
         self._call("cuModuleGetFunction", ctypes.byref(function), ctypes.c_void_p(module), name.encode())
         wanted = [(_MAX_DYNAMIC_SHARED_BYTES, shared_bytes)]
@@ -127,7 +127,7 @@ class DriverCalls:
         return count.value
 
     def device_address(self, address: int) -> int:
-        """Where the device finds this address: of device memory, or of registered host memory."""
+        """The device's address for this address, which is in device memory or in registered host memory."""
         found = ctypes.c_uint64()
         self._call(
             "cuPointerGetAttribute", ctypes.byref(found), ctypes.c_int(_DEVICE_POINTER), ctypes.c_uint64(address)

@@ -10,7 +10,7 @@ class KernelInputError(InputError, ValueError):
 
 
 class KernelDeviceError(DeviceError):
-    """The GPU lacks the instructions of the kernel, or gets wrong results by them."""
+    """The GPU lacks the instructions of the kernel, or gets wrong results with them."""
 
 
 class KernelCompileError(CompileError):

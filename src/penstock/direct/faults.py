@@ -1,4 +1,4 @@
-"""What a bounded wait of a kernel leaves behind before it traps, in words."""
+"""Describes in words what a bounded wait of a kernel leaves behind before it traps."""
 
 from __future__ import annotations
 

@@ -55,11 +55,12 @@ class KernelBuilds:
         self._kernels: dict[tuple[Variant, TileShape], LoadedKernel] = {}
 
     def kernel(self, tile: TileShape, architecture: Architecture, *, bf16: bool, bounded_waits: bool) -> LoadedKernel:
-        """Inside the device's context."""
+        """Call it inside the device's context."""
         variant = Variant(architecture, tile.tile_tokens, tile.tile_warpgroups, bf16, bounded_waits)
         key = (variant, tile)
         if key not in self._kernels:
-            # All that there is: tiles of one build share the function, and may differ in the length of their rings.
+            # Allow all the shared memory that there is: tiles of one build share the function, and their rings may
+            # differ in length.
             allowed = (self.limits.shared_limit_bytes, tile.cluster_ctas, PORTABLE_CLUSTER_CTAS)
             function = self._driver.function(self._module(variant), "split_linear", *allowed)
             fitting = self._driver.most_clusters(function, tile.threads, tile.shared_bytes, tile.cluster_ctas)

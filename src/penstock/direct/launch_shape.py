@@ -1,8 +1,8 @@
 """How a launch divides the GPU between HBM and the host: pure arithmetic, from sizes to a schedule.
 
-Congestion control is two numbers: how many clusters face the host, and how many slots of W each keeps under way. All
-others read HBM and never ask the host. What the host side needs follows from the link: enough bytes in flight to
-cover its latency, and enough SMs to multiply what arrives.
+Congestion control is two numbers: how many clusters face the host, and how many slots of W each keeps in flight. All
+other clusters read HBM and never the host. The link decides what the host side needs: enough bytes in flight to cover
+its latency, and enough SMs to multiply what arrives.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from penstock.direct.failures import KernelInputError
 from penstock.direct.schedule import ELEMENT_BYTES, GRAIN, TileSchedule
 from penstock.direct.tile_shape import TileShape
 
-# Of the bytes in flight that a calibration found best, what still reaches the link's rate: 192 KiB of 256 do.
+# The share of the calibrated bytes in flight that still reaches the link's rate: 192 KiB of 256 do.
 INFLIGHT_NEEDED = 0.75
-# What a plan that gives the host fewer clusters must gain before estimates are believed.
+# An estimate for fewer host clusters is believed only if it is below this share of the usual time.
 WORTH_IT = 0.98
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a calibration of one GPU and its link sets. The defaults are an H200 on PCIe 5 x16."""
+    """Set by a calibration of one GPU and its link. The defaults are those of an H200 on PCIe 5 x16."""
 
     # CTAs with rows of their own that face the host: two to four reached the link's limit.
     host_ctas: int = 4
-    # Bytes of W asked of the host and not yet arrived, all clusters together: two CTAs of 64 KiB reached the limit too.
+    # Bytes of W in flight from the host, all clusters together: two CTAs of 64 KiB reached the limit too.
     host_inflight_bytes: int = 256 << 10
     link_bytes_per_s: float = 51.4e9
     hbm_bytes_per_s: float = 3.6e12
@@ -42,7 +42,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Everything that a launch is made of, addresses aside."""
+    """Everything that a launch needs, except addresses."""
 
     tile: TileShape
     schedule: TileSchedule
@@ -88,7 +88,7 @@ def launch_shape(
 ) -> LaunchShape:
     """`most_clusters`: how many clusters of this tile the GPU holds at once. `limits=None`: no congestion control.
 
-    `warpgroup_flop_per_s`: what the consumers of 64 rows multiply, of the build that is launched.
+    `warpgroup_flop_per_s`: the rate at which the consumers of 64 rows multiply, in the build that is launched.
     """
     check_sizes(tokens, rows, depth, prefix_rows)
     if most_clusters < 1:
@@ -97,7 +97,7 @@ def launch_shape(
             "shared memory each; split linear needs at least 1"
         )
     bands = -(-rows // tile.cluster_rows)
-    # With nothing on the host even what lies beyond the last row counts as prefix: there is no rest to read it from.
+    # With nothing on the host, even rows beyond the last count as prefix: there is no rest to read them from.
     split_row = prefix_rows if prefix_rows < rows else bands * tile.cluster_rows
     bare = TileSchedule(split_row, rows, tile.cluster_rows, tile.token_blocks, 1, 0, 0)
     clusters = min(most_clusters, bare.hbm_items + bare.host_items)
@@ -122,19 +122,19 @@ def _shares(
     pace = _Pace.of(bare, tile, depth, clusters, limits, cluster_flop_per_s)
     left_for_hbm = 1 if bare.hbm_items and clusters > 1 else 0
     most = min(bare.host_items, clusters - left_for_hbm)
-    # Enough for the link: by requests, and by arithmetic at the rate at which weights arrive.
+    # Enough clusters for the link: for its requests, and for arithmetic at the rate at which weights arrive.
     by_requests = math.ceil(limits.host_ctas / tile.row_ctas)
     cluster_tokens = tile.tile_tokens * tile.token_ctas
     needed_flop_per_s = limits.link_bytes_per_s / ELEMENT_BYTES * 2 * cluster_tokens
     by_arithmetic = math.ceil(limits.compute_margin * needed_flop_per_s / cluster_flop_per_s)
     fewest = min(max(by_requests, by_arithmetic), most)
-    # Up to twice as many, if the last round is fuller then: a single cluster at the end would leave the link half idle.
+    # Up to twice as many if the last round is fuller then: a single cluster at the end would leave the link half idle.
     usual = min(range(fewest, min(2 * fewest, most) + 1), key=lambda count: -bare.host_items % count)
     helped, usual_s = pace.best_help(usual)
     if by_arithmetic <= by_requests:
         return usual, helped
-    # Where arithmetic takes longer than the link, clusters that wait for the link are missed on the other side: fewer
-    # of them, as long as their requests still cover its latency.
+    # Where arithmetic takes longer than the link, clusters that wait for the link are missing on the HBM side. So try
+    # fewer of them, as long as their requests still cover the link's latency.
     cluster_inflight_bytes = tile.row_ctas * tile.w_slot_bytes * max(tile.w_stages - 1, 1)
     covering = math.ceil(INFLIGHT_NEEDED * limits.host_inflight_bytes / cluster_inflight_bytes)
     fewer = [(pace.best_help(count), count) for count in range(min(covering, usual), usual)]
@@ -152,7 +152,7 @@ class _Pace:
     hbm_items: int
     host_items: int
     clusters: int
-    # One item: of HBM with all clusters at work; over the link, alone on it; and the arithmetic of either.
+    # Time of one item: from HBM with all clusters at work; over the link, alone on it; and the arithmetic of either.
     hbm_item_s: float
     link_item_s: float
     compute_s: float
@@ -180,7 +180,7 @@ class _Pace:
         return whole_s + (max(rest * self.link_item_s, self.compute_s) if rest else 0)
 
     def best_help(self, host_clusters: int) -> tuple[int, float]:
-        """How many HBM items each host cluster takes afterwards, so that both sides end together; and when."""
+        """How many HBM items each host cluster takes afterwards, so that both sides end together; and when they end."""
         most = -(-self.hbm_items // host_clusters)
         host_s = self.host_s(host_clusters)
         if host_clusters == self.clusters:
@@ -195,14 +195,14 @@ class _Pace:
         for helped in range(1, most + 1):
             if host_s + helped * self.hbm_item_s >= best_s:
                 break
-            # Of equals the first: help that gains nothing only disturbs.
+            # Of equals take the first: help that gains nothing only disturbs.
             if longest_s(helped) < best_s:
                 best, best_s = helped, longest_s(helped)
         return best, best_s
 
 
 def _host_w_stages(tile: TileShape, host_clusters: int, limits: Limits) -> int:
-    # CTAs that share a tile of W ask for it once. While the link is what is waited for, consumers keep the slot of the
-    # last chunk until the next has come: that one is not in flight.
+    # CTAs that share a tile of W request it once. While everything waits for the link, consumers keep the slot of the
+    # last chunk until the next chunk has arrived, so that slot is not in flight.
     per_stage = max(host_clusters, 1) * tile.row_ctas * tile.w_slot_bytes
     return min(max(limits.host_inflight_bytes // per_stage, 1) + 1, tile.w_stages)

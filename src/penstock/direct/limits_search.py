@@ -1,7 +1,7 @@
-"""How much of a GPU should face the host, measured: the limits that keep the link busy and get least in HBM's way.
+"""Measures how much of a GPU should face the host: the limits that keep the link busy and disturb HBM the least.
 
-Two things are timed for each pair of limits: a weight that lies on the host as a whole, and one of which so much lies
-there that both sides take about equally long, where too many requests to the host would hold the others up.
+Two weights are timed for each pair of limits. One lies on the host as a whole. The other has so many rows there that
+both sides take about equally long: here too many requests to the host would hold up the others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.direct.split_linear import Options, SplitLinear
 
 HOST_CTAS = (1, 2, 4, 8)
 INFLIGHT_BYTES_PER_CTA = (32 << 10, 64 << 10, 128 << 10)
-# Slower than the fastest by so much is as fast: beyond it measurements differ by themselves.
+# Within this factor of the fastest counts as equally fast: measurements differ that much by themselves.
 AS_FAST = 1.01
 # 32 MiB over the link take 0.6 ms, as long as ten launches from Python.
 ROWS, DEPTH = 4096, 4096
 BALANCED_HOST_ROWS = 96
-# On the device: more than any cache of a GPU holds, so that its memory is what is timed.
+# Rows on the device: more than any cache of a GPU holds, so that its memory is what is timed.
 DEVICE_ROWS = 4 * ROWS
-# What measuring takes there, with room for results.
+# What measuring takes on the device, with room for results.
 DEVICE_BYTES = (DEVICE_ROWS + 256) * DEPTH * 2
 LAUNCHES, ROUNDS = 4, 3
 
@@ -39,7 +39,7 @@ class Trial:
 
 
 def choose_limits(trials: Sequence[Trial]) -> Limits:
-    """Of those that read the host as fast as any, the one that is fastest with both sides; of equals, the least."""
+    """Of the limits that read the host fastest, those that are fastest with both sides; of equals, the smallest."""
     fastest_s = min(trial.host_s for trial in trials)
     busy = [trial for trial in trials if trial.host_s <= fastest_s * AS_FAST]
     balanced_s = min(trial.balanced_s for trial in busy)
@@ -48,13 +48,13 @@ def choose_limits(trials: Sequence[Trial]) -> Limits:
 
 
 def measure_limits(device: torch.device | str) -> Limits:
-    """On an otherwise idle GPU, one token. Takes DEVICE_BYTES there and 32 MiB of pinned host memory while it lasts."""
+    """With one token, on an otherwise idle GPU. Takes DEVICE_BYTES there and 32 MiB of pinned host memory meanwhile."""
     kernel = open_kernel(device)
     try:
         return _measured(kernel, torch.device(device))
     finally:
         kernel.close()
-        # What torch keeps of it would be missing to weights and activations.
+        # Weights and activations would lack the memory that torch keeps cached from this.
         torch.cuda.empty_cache()
 
 
@@ -86,7 +86,7 @@ def _trials(kernel: SplitLinear, x: torch.Tensor, rows: torch.Tensor) -> list[Tr
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one launch: the shortest of some rounds, in a graph, because a launch from Python takes longer than one."""
+    """Time of one launch: the shortest of some rounds, in a CUDA graph, because launching from Python takes longer."""
     with torch.cuda.device(device):
         run()
         torch.cuda.synchronize()

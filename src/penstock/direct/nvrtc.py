@@ -28,7 +28,7 @@ def nvrtc_candidates(cuda_major: int | None) -> Iterator[Path]:
     torch = importlib.util.find_spec("torch")
     for folder in (torch.submodule_search_locations or ()) if torch else ():
         found += Path(folder).glob("lib/libnvrtc*.so*")
-    # Its own helper libraries have similar names.
+    # NVRTC's own helper libraries have similar names.
     found = [path for path in found if "builtins" not in path.name and ".alt." not in path.name]
     yield from sorted(set(found), key=lambda path: (_major(path) != cuda_major, str(path)))
 
@@ -43,8 +43,8 @@ class Nvrtc:
 
     def __init__(self, library: str | Path) -> None:
         self.path = str(library)
-        # NVRTC opens its builtins by name while it compiles, and the loader does not look beside it: so they are opened
-        # beforehand, by path.
+        # NVRTC opens its builtins by name while it compiles, and the loader does not look beside it. So open them
+        # first, by path.
         for builtins in sorted(Path(library).parent.glob("libnvrtc-builtins*.so*")) if "/" in self.path else ():
             ctypes.CDLL(str(builtins))
         self._library = ctypes.CDLL(self.path)
@@ -54,7 +54,7 @@ class Nvrtc:
         self.version = (major.value, minor.value)
 
     def compile(self, source: Source, architecture: str, options: tuple[str, ...]) -> tuple[bytes, str]:
-        """The cubin, and what the compiler said."""
+        """The cubin and the compiler's log."""
         program = ctypes.c_void_p()
         count = len(source.headers)
         texts = (ctypes.c_char_p * count)(*(text.encode() for _, text in source.headers))
@@ -95,7 +95,7 @@ class Nvrtc:
 
 @lru_cache
 def load_nvrtc(cuda_major: int | None) -> Nvrtc:
-    """The NVRTC of torch's CUDA version, or of another; by the loader's search path where no wheel has one."""
+    """The NVRTC of torch's CUDA version, else of another; from the loader's search path if no wheel has one."""
     tried: list[str] = []
     names = [f"libnvrtc.so.{cuda_major}"] if cuda_major else []
     candidates: list[str | Path] = [*nvrtc_candidates(cuda_major), *names, "libnvrtc.so"]
@@ -116,7 +116,7 @@ def cubin_of(nvrtc: Nvrtc, source: Source, architecture: str, options: tuple[str
 
 
 def cuda_major_of_torch() -> int | None:
-    """Of the torch that is loaded; None for a build without CUDA."""
+    """The CUDA major version of the loaded torch; None for a build without CUDA."""
     torch = sys.modules.get("torch")
     version = getattr(getattr(torch, "version", None), "cuda", None)
     return int(str(version).split(".")[0]) if version else None

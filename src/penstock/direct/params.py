@@ -24,7 +24,7 @@ class SplitSchedule(ctypes.Structure):
 
 
 class SplitParams(ctypes.Structure):
-    """Must lie aligned while tensor maps are written into it: see `aligned_params`."""
+    """Must be aligned while tensor maps are written into it: see `aligned_params`."""
 
     _fields_ = [
         *((name, TensorMap) for name in ("x", "prefix", "rest", "prefix_16", "rest_16")),

@@ -35,16 +35,16 @@ class LinearRecipe(ctypes.Structure):
 
     _fields_ = [
         *_LAUNCH,
-        # Tensor maps lie aligned.
+        # Tensor maps must be aligned.
         ("pad", ctypes.c_char * (TENSOR_MAP_ALIGNMENT - 8 * len(_LAUNCH))),
         ("params", SplitParams),
     ]
 
 
 class Recipes:
-    """On one device. `limits`: of what its link and its SMs can do; None: those of an H200 on PCIe 5 x16.
+    """Recipes for one device. `limits`: what its link and its SMs can do; None: those of an H200 on PCIe 5 x16.
 
-    On a GPU of a kind that the kernel was never tried on it is checked first, once: KernelDeviceError if it is wrong.
+    On a kind of GPU where the kernel was never tried, it is checked once first: KernelDeviceError if it is wrong.
     """
 
     def __init__(self, device: torch.device | str, limits: Limits | None = None) -> None:
@@ -52,7 +52,7 @@ class Recipes:
         self._options = Options() if limits is None else Options(limits=limits)
 
     def prepare(self, case_address: int, recipe_address: int) -> None:
-        """Fills the recipe at this address. Compiles and loads a kernel that is new: not while a stream is captured."""
+        """Fills the recipe at this address. Compiles and loads a new kernel, so not during stream capture."""
         case, recipe = LinearCase.from_address(case_address), LinearRecipe.from_address(recipe_address)
         bf16 = bool(case.is_bf16)
         dtype = torch.bfloat16 if bf16 else torch.float16
@@ -71,5 +71,5 @@ class Recipes:
         try:
             self._kernel.close()
         except DriverCallError as error:
-            # A context that is lost refuses even this, and what else is to be given back must not wait for it.
+            # A lost context refuses even this, and other resources must still be given back.
             print(f"penstock: the kernels of split linears could not be unloaded: {error}", file=sys.stderr)

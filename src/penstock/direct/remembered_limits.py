@@ -1,4 +1,4 @@
-"""Limits as they were measured on the GPU at hand, remembered for it: a file for each GPU in the cache folder."""
+"""Limits measured on a GPU and remembered for it: one file for each GPU in the cache folder."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from penstock.errors import OutputPathError
 from penstock.store.cache_folder import cache_folder, make_private, writing
 
 _FOLDER = "limits"
-# Of what is measured, and how. What another one measured is measured again.
+# Version of what is measured, and how. Limits of another version are measured again.
 _FORMAT = 1
-# What no GPU or link has, so that a damaged file says nothing.
+# More than any GPU or link has, so that a damaged file is ignored.
 _MOST = {"host_ctas": 1024, "host_inflight_bytes": 1 << 30, "link_bytes_per_s": 1e13, "hbm_bytes_per_s": 1e14}
 
 _LOG = logging.getLogger(__name__)
 
 
 def gpu_key(device: torch.device) -> dict[str, str]:
-    """The GPU in its slot: another one of the kind may have fewer lanes."""
+    """Identifies the GPU in its slot: another of the same kind may have fewer lanes."""
     properties = torch.cuda.get_device_properties(device)
     return {"name": properties.name, "uuid": str(properties.uuid), "cuda": str(torch.version.cuda)}
 
 
 def read_limits(key: dict[str, str]) -> Limits | None:
-    """None where nothing was remembered, or nothing that makes sense."""
+    """None if nothing was remembered, or nothing that makes sense."""
     try:
         found = json.loads(_path(key).read_text())
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_limits(key: dict[str, str]) -> Limits | None:
 
 
 def remember_limits(key: dict[str, str], limits: Limits) -> None:
-    """A cache that cannot be written costs the next start a measurement; that is said, and no reason to fail."""
+    """A cache that cannot be written only costs the next start a measurement, so this logs a warning and goes on."""
     path = _path(key)
     text = json.dumps({"format": _FORMAT, "gpu": key, "limits": asdict(limits)}, indent=1)
     try:
@@ -62,7 +62,7 @@ def remember_limits(key: dict[str, str], limits: Limits) -> None:
 def known_limits(
     device: torch.device, measure: Callable[[torch.device], Limits], *, may_measure: bool
 ) -> Limits | None:
-    """As remembered, or else as measured now. None: nothing is remembered, and there is no room to measure."""
+    """The remembered limits, else measures them now. None: nothing is remembered, and there is no room to measure."""
     key = gpu_key(device)
     found = read_limits(key)
     if found is not None or not may_measure:

@@ -1,7 +1,7 @@
-"""Which tile each cluster takes, and where its rows lie: kernels/split_schedule.h, mirrored.
+"""Which tile each cluster takes, and where its rows lie. Mirrors kernels/split_schedule.h.
 
-An item is a band of `cluster_rows` rows of W times one block of tokens. Bands that hold any host row belong to the host
-side and go round the host-facing clusters; all others are HBM items. A test compiles the header and compares.
+An item is a band of `cluster_rows` rows of W times one block of tokens. Bands with any host row belong to the host side
+and are dealt round the host-facing clusters; all others are HBM items. A test compiles the header and compares.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 CHUNK = 64  # columns of W in one stage
-GRAIN = 16  # rows: the split lies at a multiple of it
+GRAIN = 16  # rows: the split lies at a multiple of this
 ELEMENT_BYTES = 2
 
 
@@ -75,6 +75,6 @@ class TileSchedule:
             step += 1
 
     def host_bytes(self, depth: int, row: int, count: int, column: int) -> int:
-        """Bytes that a load of `count` rows and one chunk of columns asks of the host."""
+        """Bytes that a load of `count` rows and one chunk of columns requests from the host."""
         host_rows = min(row + count, self.rows) - max(row, self.split_row)
         return max(host_rows, 0) * min(CHUNK, depth - column) * ELEMENT_BYTES

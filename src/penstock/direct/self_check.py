@@ -1,6 +1,6 @@
-"""Products with results known to the bit, for a kind of GPU that the kernel was never tried on, before it is used.
+"""Checks the kernel on a kind of GPU where it was never tried, before use: products with results known to the bit.
 
-All operands are small whole numbers, so that every sum is exact in 32 bits, in whatever order it is taken.
+All operands are small whole numbers, so every sum is exact in 32 bits, in any order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.direct.split_linear import SplitLinear
 
 # Compute capabilities of GPUs on which the tests of the kernel have run.
 TRIED_CAPABILITIES = frozenset({(9, 0)})
-# Both ragged. The columns are more than twice what the longest ring holds, so every slot is filled twice and more; the
+# Both ragged. The columns are more than twice what the longest ring holds, so every slot is filled at least twice. The
 # rows are several tiles of the largest kind.
 ROWS, DEPTH = 520, 3080
-# None, one grain, off the borders of every tile, all.
+# None; one grain; not on the border of any tile; all.
 PREFIX_ROWS = (0, 16, 272, ROWS)
-# One for each size of tile, tokens that several CTAs share, and more than one cluster takes at a time.
+# One for each size of tile, one that several CTAs share, and one that is more than a cluster takes at a time.
 BF16_TOKENS = (5, 12, 30, 64, 100, 150, 256, 300, 4100)
-# What differs between the kinds of floats is one word of an instruction.
+# The two kinds of floats differ in one word of an instruction.
 FP16_TOKENS = (8, 200)
 LARGEST = 4
 
@@ -44,9 +44,9 @@ class Product:
 
 
 def open_kernel(device: torch.device | str) -> SplitLinear:
-    """The kernel, ready for use. Where it was never tried it is checked first, and its waits are bounded.
+    """The kernel, ready for use. On a kind of GPU where it was never tried it is checked first, with bounded waits.
 
-    A barrier that behaves otherwise there ends in an error of the launch, and not in a GPU that hangs.
+    The waits stay bounded, so a barrier that behaves differently there fails the launch instead of hanging the GPU.
     """
     kernel = SplitLinear(device)
     if kernel.capability in TRIED_CAPABILITIES:
@@ -80,7 +80,7 @@ def check_products(launch: Launch, device: torch.device, capability: tuple[int, 
     for product in products():
         x, bias = product.x.to(device), product.bias.to(device)
         for prefix_rows in PREFIX_ROWS:
-            # Copies: what lies behind a side's last row is not the other side.
+            # Copies, so that the other side does not lie behind a side's last row.
             prefix, rest = product.weight[:prefix_rows].clone().to(device), product.weight[prefix_rows:].clone()
             if device.type == "cuda":
                 rest = rest.pin_memory()

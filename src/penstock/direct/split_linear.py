@@ -29,16 +29,16 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Options:
-    """How to launch. The defaults are for use; the others show what they are good for, or help to find faults."""
+    """How to launch. The defaults are for use; other values show what an option gains, or help to find faults."""
 
     # None: no congestion control, every cluster faces the host.
     limits: Limits | None = Limits()  # noqa: RUF009 - frozen
     # Off: each block of tokens reads the host's rows again, as on a GPU whose CTAs share nothing.
     multicast: bool = True
-    # It may begin, and copy W, before the launch in front of it on the stream has ended: for weights that no kernel
-    # right in front of it writes.
+    # The launch may begin, and copy W, before the previous launch on the stream has ended. Only for weights that no
+    # kernel right before it writes.
     overlapped: bool = False
-    # "own": the fastest that the GPU has. The other is what newer GPUs get: bits of its own, the same at every split.
+    # "own": the fastest that the GPU has. "mma_sync": what newer GPUs get; other bits, but the same at every split.
     instructions: Literal["own", "mma_sync"] = "own"
     # Less than the GPU has, for smaller tiles and shorter rings; None: all of it.
     shared_limit_bytes: int | None = None
@@ -55,7 +55,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Operands:
-    """What was checked: sizes, and both sides of W. A side without rows is not asked for anything."""
+    """Sizes and both sides of W, checked. Nothing is read from a side without rows."""
 
     tokens: int
     depth: int
@@ -97,7 +97,7 @@ class SplitLinear:
     def shape(
         self, tokens: int, rows: int, depth: int, prefix_rows: int, dtype: torch.dtype, options: Options
     ) -> LaunchShape:
-        """The launch that these sizes get. Compiles and loads a kernel that is new: not while a stream is captured."""
+        """The launch for these sizes. Compiles and loads a new kernel, so not during stream capture."""
         check_sizes(tokens, rows, depth, prefix_rows)
         bf16 = dtype == torch.bfloat16
         tile = self._tile(tokens, options)
@@ -126,7 +126,7 @@ class SplitLinear:
         return replace(usual, clusters=usual.clusters and options.multicast)
 
     def fill_weight(self, params: SplitParams, shape: LaunchShape, prefix: Side, rest: Side, *, bf16: bool) -> None:
-        """The shape of the launch, and where W lies: all but x, y and the bias."""
+        """Fills in the shape of the launch and where W lies: all but x, y and the bias."""
         fill_shape(params, shape)
         for name, side, promotion in (("prefix", prefix, PROMOTE_256_BYTES), ("rest", rest, PROMOTE_NOTHING)):
             # A side without rows has nothing to describe, and no tile asks for it.
@@ -173,7 +173,7 @@ class SplitLinear:
         options: Options = Options(),
         host_bytes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """On the current stream. `host_bytes`, one int64 on the device, is added what was asked of the host."""
+        """On the current stream. Adds the bytes requested from the host to `host_bytes`, one int64 on the device."""
         with self._driver.context(self.ordinal):
             operands = self._check(x, prefix, rest, bias, out, host_bytes)
             y = x.new_empty(operands.tokens, operands.rows) if out is None else out
@@ -250,7 +250,7 @@ class SplitLinear:
 
 
 def _stride(matrix: torch.Tensor) -> int:
-    """Elements from row to row; torch calls the stride of a single row whatever it likes."""
+    """Elements from row to row. For a single row, torch may report any stride."""
     return matrix.stride(0) if matrix.shape[0] > 1 else max(matrix.stride(0), matrix.shape[1])
 
 

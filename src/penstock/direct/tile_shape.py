@@ -1,7 +1,7 @@
 """The shape of one CTA's work and of a cluster, from the number of tokens alone.
 
-Nothing here may depend on where the split lies: the same tiles in the same order over K are what makes results equal
-bit for bit at every split.
+Nothing here may depend on where the split lies: results are bit-identical at every split because the tiles, and their
+order over K, are the same.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from penstock.direct.failures import KernelInputError
 from penstock.direct.schedule import CHUNK, ELEMENT_BYTES
 
-# Tokens of one CTA: what the kernel has products for.
+# Tokens of one CTA: the sizes that the kernel has products for.
 TILE_TOKENS = (8, 16, 32, 64, 128, 192, 256)
 # CTAs that share a tile of W. More than 8 is beyond the portable size of a cluster and needs a function attribute.
 TOKEN_CTAS = (1, 2, 4, 8, 16)
 PORTABLE_CLUSTER_CTAS = 8
 # Hopper's limit for one block; 227 KiB.
 SHARED_LIMIT_BYTES = 232_448
-# What must be under way of W before anything else gets room; a tile that cannot have as much needs 2 to work at all.
+# Stages of W that get room before anything else does; a tile without room for that many needs 2 to work at all.
 ENOUGH_W_STAGES, LEAST_STAGES = 4, 2
-# Enough that HBM is busy with fewer SMs than there are; more would only lengthen the set-up.
+# Enough to keep HBM busy with fewer SMs than there are; more would only lengthen the set-up.
 MOST_W_STAGES = 24
 ROW_BYTES = CHUNK * ELEMENT_BYTES
 OUT_STRIDE_BYTES = 64 * ELEMENT_BYTES + 16
@@ -38,7 +38,7 @@ class TileShape:
     tile_warpgroups: int
     token_ctas: int
     row_ctas: int
-    # More than one only where a cluster cannot hold all tokens: host rows then cross the link once for each.
+    # More than one only if a cluster cannot hold all tokens: host rows then cross the link once for each block.
     token_blocks: int
     w_stages: int
     x_stages: int
@@ -120,10 +120,10 @@ def choose_tile(
 
 
 def _bare_tiles(tokens: int, tile_tokens: int, token_ctas: int, multicast: bool) -> Iterator[TileShape]:
-    """Without stages of W: as many of x as are good for it, then fewer, then the same with half of the rows.
+    """Tiles without stages of W: with as many stages of x as are useful, then fewer, then the same with half the rows.
 
-    Rows go before tokens: however few there are in a tile, all host rows cross the link as often. Both are shared in
-    slices of whole eights, the rows of a swizzle atom.
+    Rows are given up before tokens: however few rows a tile has, host rows cross the link equally often. Both are
+    shared in slices of multiples of eight, the rows of a swizzle atom.
     """
     # Where x is read as fast as W, two CTAs share it; with several token CTAs each has tokens of its own.
     row_ctas = 2 if token_ctas == 1 and tile_tokens >= 32 and multicast else 1
@@ -144,18 +144,18 @@ def _bare_tiles(tokens: int, tile_tokens: int, token_ctas: int, multicast: bool)
 
 
 def _smaller_sizes(tokens: int, tile_tokens: int, most_token_ctas: int, multicast: bool) -> Iterator[tuple[int, int]]:
-    """Tokens of a CTA, and CTAs, where shared memory has no room for the tile that is best."""
-    most_sharing = min(most_token_ctas, 64 // 8)  # of a tile that has 64 rows alone
+    """Tokens of a CTA, and CTAs, if shared memory has no room for the best tile."""
+    most_sharing = min(most_token_ctas, 64 // 8)  # of a tile with only 64 rows
     for most in [size for size in reversed(TILE_TOKENS) if size < tile_tokens]:
         if not multicast:
-            # In turns: any number of them, so the fewest, and then what leaves the least empty.
+            # In turns: any number of turns will do, so take the fewest, then the size that leaves the least empty.
             yield min(TILE_TOKENS[: TILE_TOKENS.index(most) + 1], key=lambda size: (-(-tokens // size), size)), 1
         else:
             yield _tokens_of(tokens, most_sharing, most)
 
 
 def _tokens_of(tokens: int, most_token_ctas: int, most_tile_tokens: int) -> tuple[int, int]:
-    """Tokens of a CTA, and CTAs: the least that holds all tokens; of equals, the fewest CTAs."""
+    """Tokens of a CTA, and CTAs: the smallest product that holds all tokens; of equals, the fewest CTAs."""
     usable = [size for size in TILE_TOKENS if size <= most_tile_tokens]
     for tile_tokens in usable:
         if tokens <= tile_tokens:

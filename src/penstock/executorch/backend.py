@@ -46,9 +46,9 @@ from penstock.torch_private.graph import size_bound
 from penstock.weight import State
 from penstock.weights import read_index
 
-# Of weights in the .ptd: copies and registrations are of whole pages.
+# Alignment of weights in the .ptd: copies and registrations take whole pages.
 ALIGNMENT_BYTES = 4096
-# The .ptd that external data goes to, less its ending.
+# Name of the .ptd for external data, without its suffix.
 DATA_FILE = "weights"
 
 
@@ -57,7 +57,7 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
     def copy_exported_program_for_preprocess(
         cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]
     ) -> ExportedProgram:
-        # Nothing here changes it, and a deep copy is of the weights too.
+        # Nothing here changes the program, and a deep copy would also copy its weights.
         return edge_program
 
     @staticmethod
@@ -83,7 +83,7 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         }
         if not programs:
             return {method: [] for method in edge_programs}
-        # Weights go to the disk once, and from there into the .ptd: never a second time into memory.
+        # Weights are written to disk once and go from there into the .ptd: never a second time into memory.
         folder = TemporaryFolder("executorch")
         compiled = compile_programs(
             programs,
@@ -127,7 +127,7 @@ def _store(
     plan_tables = make_plan_tables(schedules, program.weights, page_bytes=page_bytes, device=program.device)
     floor_bytes = plan_tables[0].row.floor_bytes
     if program.budget_bytes is not None and program.budget_bytes < floor_bytes:
-        # On a GPU, where only Module splits weights: its floor may be lower than that of the plans in the file.
+        # This happens on a GPU, where only Module splits weights: its floor may be below that of the plans in the file.
         raise BelowFloorError(
             f"weight_offload_budget is {format_bytes(program.budget_bytes)}, below the floor of this program in a "
             f"process without Python: it needs at least {floor_bytes} bytes there",
@@ -145,7 +145,7 @@ def _store(
         built_with=dict(program.built_with),
         weights=tuple(
             SharedWeight(
-                # Of a tied one, all: a file that ExecuTorch wrote has any of them, and no other.
+                # All names of a tied weight: a file that ExecuTorch wrote has just one of them, and it can be any.
                 names=tuple(all_names.get(weight.name, [weight.name])),
                 scalar_type=tensor_layout(weight).scalar_type.value,
                 shape=weight.shape,
@@ -191,7 +191,7 @@ def _method(method: Method, ep: ExportedProgram, states: Sequence[State]) -> Del
     names = [state.name for state in states]
     return DelegateMethod(
         name=method.name,
-        # The leading inputs of its code, by number; the code writes into them.
+        # Numbers of the states. They are the leading inputs of the code, which writes into them.
         states=tuple(names.index(name) for name in method.states),
         inputs=tuple(_tensor(method.name, spec, ep) for spec in method.signature.inputs),
         outputs=sum(isinstance(spec, TensorSpec) for spec in method.signature.outputs),
@@ -200,7 +200,7 @@ def _method(method: Method, ep: ExportedProgram, states: Sequence[State]) -> Del
 
 
 def _tensor(method: str, spec: Any, ep: ExportedProgram) -> DelegateInput:
-    """What the compiled code reads without looking: it takes dtype and layout for granted."""
+    """What the compiled code takes for granted about an input without checking it: dtype and layout."""
     if not isinstance(spec, TensorSpec):
         raise UnsupportedProgramError(f"input {spec.name!r} of {method!r} is {spec.value!r}, no tensor")
     value = next(node for node in ep.graph.nodes if node.op == "placeholder" and node.name == spec.name).meta["val"]
@@ -220,7 +220,7 @@ def _index(index: IndexRange) -> InputIndex:
 
 
 def _transfer_bytes(method: Method, ep: ExportedProgram) -> int:
-    """Of what a run is given and returns, as ExecuTorch plans its memory: at the highest values of all sizes."""
+    """Bytes of a run's inputs and outputs at the highest values of all sizes, which is how ExecuTorch plans memory."""
     values = {node.name: node.meta["val"] for node in ep.graph.nodes if "val" in node.meta}
     results = [spec.arg.name for spec in ep.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     total_bytes = 0

@@ -25,10 +25,10 @@ from penstock.temporary import TemporaryFolder
 from penstock.weights.partial import partial_file
 
 LOGGER = logging.getLogger("penstock")
-# In the cache folder: one for each pair of versions that it was built against.
+# Folder inside the cache folder. It has one library for each pair of versions that it was built against.
 _FOLDER = "delegates"
 
-# As the wheel's own CMake config sets them: without the first, its headers look for one that only a build of torch has.
+# As in the wheel's own CMake config. Without the first, its headers look for one that only a build of torch has.
 _DEFINITIONS = ["-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_EVENT_TRACER_ENABLED", "-DET_USE_THREADPOOL"]
 _FLAGS = ["-std=c++20", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-pthread"]
 # The sources that include torch's headers; the others may include ExecuTorch's, which define the same names.
@@ -37,7 +37,7 @@ _TORCH_SOURCES = ("code.cpp", _GRAPHS_SOURCE, "state_table.cpp")
 
 
 def sources_folder() -> Path:
-    """Inside the package: an installation builds them against the executorch and torch beside it."""
+    """The sources ship inside the package: an installation builds them against the executorch and torch beside it."""
     folder = Path(__file__).resolve().parent / "csrc"
     if not folder.is_dir():
         raise PenstockError(f"the delegate's sources are missing: {folder} does not exist")
@@ -56,8 +56,8 @@ def _torch_folder() -> Path:
 
 
 def cuda_headers(torch: Path) -> Path | None:
-    """CUDA's headers, which torch's own for graph_memory.cpp need: beside this torch, or of a toolkit. None where torch
-    has no CUDA, or they are nowhere: then the library has no CUDA graphs, and says so when it is asked for them."""
+    """CUDA's headers, which torch's own headers for graph_memory.cpp include: from beside this torch or from a toolkit.
+    None if torch has no CUDA or they are not found: the library then has no CUDA graphs, and says so when asked."""
     if not (torch / "lib" / "libtorch_cuda.so").exists():
         return None
     beside = torch.parent
@@ -68,7 +68,7 @@ def cuda_headers(torch: Path) -> Path | None:
 
 
 def build(target: Path | None = None) -> Path:
-    """The library's path: the target, made anew, or a place in the cache folder, where what is there is taken.
+    """Returns the library's path: `target`, built anew, or one in the cache folder, where an existing build is reused.
 
     A new file each time: overwriting one that a process has mapped would crash that process.
     """
@@ -83,14 +83,14 @@ def build(target: Path | None = None) -> Path:
     with entry_lock(kept.parent / "lock", "builds the ExecuTorch delegate", LOGGER.warning):
         if not kept.exists():
             versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("executorch", "torch"))
-            # Not an information: a minute without a word looks like a fault.
+            # A warning, because a minute of silence looks like a fault.
             LOGGER.warning("building the ExecuTorch delegate for %s, once: it takes up to a minute", versions)
             _build(kept)
     return kept
 
 
 def _key() -> str:
-    """Of everything that goes into it: neither has a stable C++ interface."""
+    """Hash of everything that goes into the build: neither executorch nor torch has a stable C++ interface."""
     made = hashlib.sha256()
     for name in ("executorch", "torch"):
         made.update(f"{name} {importlib.metadata.version(name)} ".encode())
@@ -112,7 +112,7 @@ def _build(target: Path) -> None:
             f"the ExecuTorch delegate must be built, and there is no C++ compiler {compiler!r}: install g++, or name "
             f"one with $CXX, or a library that was built elsewhere with ${ENVIRONMENT}"
         )
-    # Of the core's C interface, which both kinds of sources know.
+    # For the core's C interface, which both kinds of sources include.
     own = f"-I{headers_folder()}"
     torch_includes = [
         own,
@@ -148,7 +148,7 @@ def _build(target: Path) -> None:
                 *(compiler, "-shared", "-pthread", *(command[-1] for command in commands), "-o", str(linked)),
                 *(f"-L{folder}" for folder in folders),
                 *(f"-Wl,-rpath,{folder}" for folder in folders),
-                # torch, not torch_cpu alone: where there is CUDA, that is what brings its part of the loader.
+                # torch, not torch_cpu alone: with CUDA, torch brings in the CUDA part of the loader.
                 *("-Wl,--no-as-needed", "-lexecutorch", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"),
                 *(("-ltorch_cuda", "-lc10_cuda") if cuda is not None else ()),
             ]

@@ -1,4 +1,4 @@
-"""The .ptd files of a program: which there are, which of them the weights lie in, and one made of several."""
+"""The .ptd files of a program: opens them, finds the one that holds the weights, and merges several into one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def data_files(program: Path, weights: Any) -> list[WeightsIndex]:
-    """Each is read: ExecuTorch itself looks at no more than the header, and a damaged index can crash it."""
+    """Reads the index of each file: ExecuTorch itself looks only at the header, and a damaged index can crash it."""
     if weights is None:
         paths = [program.with_suffix(".ptd")]
     elif isinstance(weights, (str, os.PathLike)):
@@ -29,7 +29,7 @@ def data_files(program: Path, weights: Any) -> list[WeightsIndex]:
     if not paths:
         raise PenstockError("weights is an empty list; leave it out for the .ptd beside the program")
     indices = [read_weights_index(path) for path in paths]
-    # Each holds our metadata, under one name for all; ExecuTorch refuses a name that two files have.
+    # Each file holds our metadata under the same name, and ExecuTorch refuses a name that is in two files.
     ours = [str(index.path) for index in indices if index.identity is not None]
     if len(ours) > 1:
         raise WeightsFileError(
@@ -40,9 +40,9 @@ def data_files(program: Path, weights: Any) -> list[WeightsIndex]:
 
 
 def weights_file(files: Sequence[WeightsIndex], names: Sequence[Sequence[str]]) -> Path:
-    """The file that holds the weights, of which each may have several names.
+    """The file that holds the weights, each of which may have several names.
 
-    A copy to the device is from one mapping, so they must lie in one file.
+    Copies to the device read from one mapping, so all weights must lie in one file.
     """
     held = [(index, [known[0] for known in names if any(name in index for name in known)]) for index in files]
     best, found = max(held, key=lambda pair: len(pair[1]))
@@ -59,7 +59,7 @@ def weights_file(files: Sequence[WeightsIndex], names: Sequence[Sequence[str]]) 
 def merge_weights(
     files: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Path:
-    """Writes one .ptd with everything that several have; no name may be in two of them."""
+    """Writes one .ptd with everything that the given files hold; no name may be in two of them."""
     indices = [read_weights_index(Path(file)) for file in files]
     for index in indices:
         require_raw(index, "merging it with others")

@@ -1,6 +1,6 @@
-"""The delegates of a .pte as methods of a .pt2, which the code inside the file is: planned and set up as such.
+"""The delegates of a .pte as methods of the .pt2 inside it: planned and set up as for any .pt2.
 
-ExecuTorch calls the delegates; what they run in is made here, by the same code as for penstock.Module over a .pt2.
+ExecuTorch calls the delegates. The sessions they run in are made here, with the code of penstock.Module for a .pt2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Delegates(Module):
-    """Some or all delegates of one program, in one session. Not called itself: run_method is ExecuTorch's business."""
+    """Some or all delegates of one program, in one session. ExecuTorch calls them, not run_method."""
 
     _is_delegate = True
 
@@ -42,12 +42,12 @@ class Delegates(Module):
     ) -> None:
         self._shown = shown
         self._transfer_bytes = transfer_bytes
-        # Of the other delegates of the program, where there are any.
+        # State of the program's other delegates, if there are any.
         self._shared_state = state_store
         self._names = tuple(names)
         index = read_weights_index(weights)
         self._identity = index.identity
-        # A file that ExecuTorch wrote has one of the names of a tied weight, any.
+        # A file that ExecuTorch wrote has just one of the names of a tied weight, and it can be any.
         self._stored_as = {
             known[0]: next((name for name in known if name in index), known[0]) for known in tied if len(known) > 1
         }
@@ -56,7 +56,7 @@ class Delegates(Module):
             package.write_bytes(code)
             super().__init__(package, budget, weights=weights, **options)
         self.path = shown
-        # One for all delegates of a loaded program, held while one of its methods runs.
+        # One lock for all delegates of a loaded program, held while one of its methods runs.
         self._lock = lock
 
     @property
@@ -73,7 +73,7 @@ class Delegates(Module):
             whole,
             methods=methods,
             weights=tuple(weight for weight in weights if weight.name in read),
-            # Delegates may be a part of what a weights file was written for: that every weight fits is all there is.
+            # A weights file may serve more than these delegates, so the only requirement is that every weight fits.
             identity=self._identity or whole.identity,
         )
 
@@ -85,7 +85,7 @@ class Delegates(Module):
         return replace(method, schedule=replace(method.schedule, accesses=accesses))
 
     def _say(self, lines: list[str]) -> None:
-        if self.path == self._shown:  # else it is being loaded, and says so as a part of its program
+        if self.path == self._shown:  # else its program is being loaded, and says it
             super()._say(lines)
 
     def _made_state(self, index: WeightsIndex) -> StateStore:
@@ -96,7 +96,7 @@ class Delegates(Module):
         return self._state
 
     def access_state(self, access: Callable[[StateStore], T]) -> T:
-        """Inside an operation: the module's."""
+        """Call it inside an operation of the module."""
         return self._synchronized(lambda: access(self._state))
 
     @property

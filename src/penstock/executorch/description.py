@@ -1,5 +1,5 @@
-"""What the delegates of a .pte share, as a flat record. csrc/description.cpp reads it in the same order, and asks the
-same of it."""
+"""What the delegates of a .pte share, as a flat record. csrc/description.cpp reads it in the same order and makes the
+same checks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from penstock.record import from_record
 from penstock.schema import SchemaError, Signed
 
-# What no machine has: sums of so few never overflow.
+# More bytes than any machine has, and so few that sums of such amounts never overflow.
 MOST_BYTES = 1 << 56
 MOST_PAGE_BYTES = 1 << 30
-# Of ExecuTorch's scalar types, the first so many are whole numbers.
+# The first so many of ExecuTorch's scalar types are integers.
 WHOLE_NUMBER_TYPES = 5
-# Between main memory and the device, what a run is given and returns passes through one block of pinned memory.
+# Inputs and outputs of a run pass between main memory and the device through one block of pinned memory.
 TRANSFER_ALIGNMENT_BYTES = 256
 
 
@@ -34,13 +34,13 @@ class SharedState:
     shape: tuple[int, ...]
     dim_order: tuple[int, ...]
     nbytes: int
-    # 1: the weights file holds what it starts with.
+    # 1: the weights file holds its initial value.
     stored: int
 
 
 @dataclass(frozen=True)
 class IndexSlice:
-    """Of one dimension, as Python has it; none is without an end here."""
+    """A Python slice of one dimension, but always with an end."""
 
     begin: Signed
     end: Signed
@@ -49,14 +49,14 @@ class IndexSlice:
 
 @dataclass(frozen=True)
 class InputIndex:
-    """Numbers of an input that index a table or a cache: what program.IndexRange says."""
+    """Values in an input that index a table or a cache, as program.IndexRange describes them."""
 
     low: Signed
     high: Signed
     table: str
     dim: int
     size: int
-    # By dimension of the input; empty: all of it.
+    # One slice per dimension of the input; empty: all of it.
     region: tuple[IndexSlice, ...]
 
 
@@ -77,7 +77,7 @@ class DelegateMethod:
     states: tuple[int, ...]
     inputs: tuple[DelegateInput, ...]
     outputs: int
-    # Of its inputs and outputs together, at the most that each can have, each from a multiple of TRANSFER_ALIGNMENT on.
+    # Of its inputs and outputs together, each at its largest size and starting at a multiple of TRANSFER_ALIGNMENT.
     transfer_bytes: int
 
 
@@ -86,10 +86,10 @@ class PlanRow:
     """A plan in the file. It fits every budget of `device_bytes` or more."""
 
     device_bytes: int
-    # 1: something is copied in every run, so that packed weights need slots to pass through.
+    # 1: every run copies something, so packed weights need slots to pass through.
     copies: int
-    # How many numbers it has, and their checksum: a plan that is changed, or stands in the place of another, is not
-    # what was proved.
+    # How many numbers it has, and their checksum: a plan that was changed, or swapped with another, is not the one that
+    # was proved.
     numbers: int
     seal: Signed
 
@@ -99,12 +99,12 @@ class PlanTable:
     """The plans of some of a program's methods over one ring, smallest first."""
 
     methods: tuple[int, ...]
-    # Numbers of the weights that one of the plans reads where they lie in host memory.
+    # Numbers of the weights that at least one plan reads in place, in host memory.
     in_place: tuple[int, ...]
     floor_bytes: int
     # With everything resident.
     full_bytes: int
-    # With less, weights are read over the link instead of copied. 0: that is no question of the budget.
+    # Below this, weights are read over the link instead of copied. 0: this does not depend on the budget.
     copying_bytes: int
     plans: tuple[PlanRow, ...]
 
@@ -133,7 +133,7 @@ class DelegateRef:
 
 
 def read_description(record: bytes) -> Description:
-    """SchemaError where it is none, or its parts do not go together."""
+    """Raises SchemaError if the record is no description, or if its parts do not fit together."""
     found = from_record(Description, record)
     for message in _faults(found):
         raise SchemaError(message)

@@ -1,4 +1,4 @@
-"""From the edge dialect back to ATen: what ExecuTorch hands to a backend, as penstock.compile takes it."""
+"""Turns what ExecuTorch hands to a backend from the edge dialect back into ATen, as penstock.compile takes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.ops import FETCH
 from penstock.torch_private.graph import OpOverload, op_name, overload_name
 
 _ATEN = torch.ops.aten
-# Views that lost their name's stem on the way: a reshape copies where a view cannot be had.
+# Copying ops whose view is not named after them. A reshape copies where a view is impossible.
 _RENAMED = {"view_copy": "reshape"}
 _DIM_ORDER_OPS = {
     "_to_dim_order_copy": _ATEN._to_copy.default,
@@ -71,7 +71,7 @@ def _rewrite_ops(graph: Graph) -> None:
 
 
 def plain_op(op: OpOverload) -> OpOverload:
-    """The view in place of an op that copies what the view shows; any other op as it is."""
+    """The view op that matches a copying op such as view_copy; any other op as it is."""
     if op.namespace != "aten":
         return op
     stem = str(op_name(op)).removeprefix("aten::")
@@ -79,7 +79,7 @@ def plain_op(op: OpOverload) -> OpOverload:
     if not name or name == "_to":
         return op
     packet = getattr(_ATEN, name, None)
-    # A view of a dtype has no reshape.
+    # reshape has no overload for a view as another dtype.
     overload = overload_name(op)
     if stem == "view_copy" and overload != "default":
         packet = _ATEN.view
@@ -121,7 +121,7 @@ def _is_weight(spec: InputSpec) -> bool:
 
 
 def _inline_scalars(graph: Graph, signature: ExportGraphSignature, values: Mapping[str, Any]) -> None:
-    """Numbers that the edge dialect lifted into constants go back into the code; no fetch stands before them."""
+    """Puts numbers that the edge dialect lifted into constants back into the code, where no fetch reads them."""
     nodes = placeholders(graph)
     kept: list[InputSpec] = []
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -151,7 +151,7 @@ def _name_weights(
     values: dict[str, Any],
     further_names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Weights that were copied for several partitions get their name back; one placeholder for each name."""
+    """Gives weights that were copied for several partitions their names back, with one placeholder for each name."""
     nodes = placeholders(graph)
     states = mutated_targets(ep)
     kept: list[InputSpec] = []
@@ -197,7 +197,7 @@ def is_fetch(node: Node) -> bool:
 
 
 def erase_fetches(graph_module: GraphModule) -> int:
-    """Outside of a delegate a weight is read where it lies; how many fetches went."""
+    """Removes fetches outside of delegates, where a weight is read where it lies. Returns how many it removed."""
     count = 0
     for node in list(graph_module.graph.nodes):
         if is_fetch(node):

@@ -1,11 +1,11 @@
-"""What the delegate and ExecuTorch refuse, as the exceptions that the .pt2 path raises."""
+"""Turns what the delegate and ExecuTorch refuse into the exceptions that the .pt2 path raises."""
 
 from __future__ import annotations
 
 from penstock import errors
 from penstock.runtime.failures import exception
 
-# `enum class Kind` in csrc/load_error.h; below the floor and the core's own failures carry a number besides.
+# `enum class Kind` in csrc/load_error.h. _BELOW_FLOOR and _CORE carry a number besides.
 _BELOW_FLOOR = 3
 _CORE = 10
 _CLASSES: dict[int, type[errors.PenstockError]] = {
@@ -24,7 +24,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     15: errors.ConcurrentRunError,
     16: errors.ActivationMemoryError,
 }
-# ExecuTorch's own, by number: runtime/core/error.h. What is not here is no fault of the file's or the caller's.
+# ExecuTorch's own errors, by number: runtime/core/error.h. Others are no fault of the file or the caller.
 _NAMES = {
     0x01: "Internal",
     0x02: "InvalidState",
@@ -44,14 +44,14 @@ _NAMES = {
     0x32: "DelegateInvalidHandle",
 }
 _OF_THE_FILE = (0x10, 0x11, 0x12, 0x13, 0x14, 0x20, 0x22, 0x23, 0x24)
-# NotSupported is what an input of another size gets where the program has one size only.
+# ExecuTorch returns NotSupported for an input of another size where the program has one size only.
 _OF_THE_CALL = (0x10, 0x12, 0x13)
 
 
 def failure(
     doing: str, status: int, kind: int, detail: int, text: str, *, is_call: bool = False
 ) -> errors.PenstockError:
-    """`is_call`: a method was run, so that what does not fit may be the caller's."""
+    """`is_call`: a method was run, so a mismatch may be the caller's fault."""
     if kind == _BELOW_FLOOR:
         return errors.BelowFloorError(text, budget_bytes=-1, floor_bytes=detail)
     if kind == _CORE:

@@ -1,8 +1,8 @@
-"""The end of a .pte that penstock.executorch.export wrote: a hash of all that stands before it.
+"""The end of a .pte that penstock.executorch.export wrote: a hash of everything before it.
 
-ExecuTorch reads a .pte by the lengths in its header and never looks behind them. Its own parts, which say what runs in
-which order, have no checksum of theirs; with this one, damage anywhere is found before anything is loaded. A .pte that
-was lowered with ExecuTorch's own tools has no such end, and is taken without.
+ExecuTorch reads a .pte by the lengths in its header and ignores what follows. Its own parts, which say what runs in
+which order, have no checksum; with this one, damage anywhere is found before anything is loaded. A .pte that was
+lowered with ExecuTorch's own tools has no seal, and is accepted without one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def append_seal(file: BinaryIO) -> None:
-    """`file` is open for reading and writing, whole but for its end."""
+    """`file` is open for reading and writing, and complete but for its seal."""
     length_bytes = file.seek(0, os.SEEK_END)
     digest = _digest(file, length_bytes)
     file.seek(length_bytes)
@@ -34,7 +34,7 @@ def append_seal(file: BinaryIO) -> None:
 
 
 def check_seal(path: Path) -> None:
-    """PackageError where a file of ours is not as it was written, or is no file."""
+    """Raises PackageError if a file of ours is not as it was written, or if the path is no file."""
     shown = printable(str(path))
     with open_regular(path, PackageError) as file:
         file_bytes = os.fstat(file.fileno()).st_size

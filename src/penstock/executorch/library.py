@@ -12,10 +12,10 @@ from penstock.errors import PenstockError
 from penstock.native import core
 
 LIBRARY = "libpenstock_executorch.so"
-# As ExecuTorch's own Python runtime has them: kernels for what delegates leave to it and for the writing back of state,
-# and the delegate for CPUs.
+# The libraries that ExecuTorch's own Python runtime loads: kernels for what delegates leave to it and for writing back
+# state, and its delegate for CPUs.
 _OF_EXECUTORCH = ("libexecutorch_kernels_optimized.so", "libexecutorch_backend_xnnpack.so")
-# Another build of the delegate.
+# Names another build of the delegate.
 ENVIRONMENT = "PENSTOCK_EXECUTORCH_LIBRARY"
 
 
@@ -27,10 +27,10 @@ def executorch_folder() -> Path:
 
 
 def library_path() -> Path:
-    """The delegate library for the executorch and torch at hand. It is built when it is first asked for."""
+    """The delegate library for the installed executorch and torch, built on first use."""
     named = os.environ.get(ENVIRONMENT)
     if not named:
-        from penstock.executorch.build import build  # which imports this room
+        from penstock.executorch.build import build  # which imports this module
 
         return build()
     if not Path(named).exists():
@@ -42,9 +42,9 @@ def library_path() -> Path:
 def load_library() -> ctypes.CDLL:
     """Registers the backend with ExecuTorch's runtime, for the life of the process.
 
-    torch first, whose libraries the delegate stands on; then the core, globally, because compiled programs find its
-    fetch function in the global scope. ExecuTorch's libraries not so: one of them holds functions with the names of
-    BLAS, and whatever the process loads later would take them for the ones it means.
+    Loads torch first, because the delegate depends on its libraries; then the core, globally, because compiled programs
+    find its fetch function in the global scope. ExecuTorch's libraries are loaded locally: one of them holds functions
+    with the names of BLAS, and libraries loaded later would bind to those.
     """
     import torch  # noqa: F401
 

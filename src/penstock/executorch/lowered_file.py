@@ -1,4 +1,4 @@
-"""What a .pte with delegates of ours says of itself, read off its bytes: nothing of it is loaded or run. No torch."""
+"""What a .pte with our delegates says about itself, read from its bytes. Nothing of it is loaded or run. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.executorch.payload import HEADER_BYTES, PAYLOAD_MAGIC, payload_byt
 from penstock.program import Program, program_from_archive
 from penstock.regular_file import open_regular
 
-# What reading an archive raises where it is damaged.
+# What reading a damaged archive raises.
 _DAMAGE = (
     *(KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
     *(struct.error, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError),
@@ -24,14 +24,14 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class LoweredFile:
-    # What tells it from other programs: a hash of its code.
+    # A hash of its code, which tells it from other programs.
     name: str
-    # The delegates as methods: what the .pt2 inside the .pte says of itself.
+    # The delegates as methods: what the .pt2 inside the .pte says about itself.
     program: Program
     page_bytes: int
     # Device bytes of the plans that were made at export for all delegates together, smallest first.
     plan_bytes: tuple[int, ...]
-    # All names of each weight; the program has the first.
+    # All names of each weight; the program uses the first.
     weight_names: tuple[tuple[str, ...], ...]
 
 
@@ -50,7 +50,7 @@ def read_lowered(path: Path) -> LoweredFile:
 
 
 def _payload(path: Path) -> bytes:
-    """What all delegates share. It is found by its magic; that it is the right one is shown by its seal."""
+    """What all delegates share. It is found by its magic; its seal shows that it is the right one."""
     try:
         with open_regular(path, PackageError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             at = mapped.find(PAYLOAD_MAGIC)

@@ -49,7 +49,7 @@ SEGMENT_ALIGNMENT_BYTES = 4096
 class Exported:
     program_path: Path
     weights_path: Path
-    # Of weights as they are: packed ones need room to pass through besides.
+    # For weights as they are. Packed weights also need room to pass through.
     floor_bytes: int
     # Delegate -> names of the weights in the order in which its code fetches them.
     access_order: dict[str, list[str]]
@@ -108,11 +108,11 @@ def export(
         return edge, ours.constant_methods
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of ExecuTorch's about torch
+        warnings.simplefilter("ignore", FutureWarning)  # ExecuTorch's, about torch
         try:
             edge, constants = lowered(())
         except TornStateError as torn:
-            # Known only when the last method was looked at, and before anything is compiled.
+            # Known only once the last method has been looked at, but before anything is compiled.
             edge, constants = lowered(torn.names)
         if FLOOR_METHOD not in constants:
             raise NoWeightsError("no part of the program was delegated: every op that reads a weight was left out")
@@ -152,7 +152,7 @@ def _signatures(methods: Mapping[str, ExportedProgram], device: torch.device) ->
 
 
 def _tied_names(methods: Mapping[str, ExportedProgram], weights: Any) -> list[Sequence[str]]:
-    """Of each weight with several names all of them, first the one that the checkpoint has it under."""
+    """All names of each weight with several, starting with the one that the checkpoint has it under."""
     tied = [weight for weight in build_catalog(methods).weights.values() if weight.aliases]
     if weights is None:
         return [weight.names for weight in tied]
@@ -167,7 +167,7 @@ def _tied_names(methods: Mapping[str, ExportedProgram], weights: Any) -> list[Se
 
 
 def _apart(methods: Mapping[str, ExportedProgram]) -> dict[str, ExportedProgram]:
-    """Programs with tables of their own: lowering takes out of them what it puts elsewhere."""
+    """The same programs with tables of their own, because lowering takes out of them what it puts elsewhere."""
     return {
         name: ExportedProgram(
             root=ep.graph_module,
@@ -193,13 +193,13 @@ def _configuration(methods: Mapping[str, ExportedProgram]) -> Any:
         segment_alignment=SEGMENT_ALIGNMENT_BYTES,
         passes=[InitializedMutableBufferPass(_initialized(methods, states))],
         memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=bool(states) and len(methods) > 1),
-        # By which Module finds state in ExecuTorch's memory.
+        # Module finds state in ExecuTorch's memory by these names.
         emit_mutable_buffer_names=True,
     )
 
 
 def _initialized(methods: Mapping[str, ExportedProgram], states: frozenset[str]) -> list[str]:
-    """Inputs whose first value is not zero: ExecuTorch stores only what it is told to."""
+    """Inputs whose initial value is not zero: ExecuTorch stores only what it is told to."""
     names: set[str] = set()
     for ep in methods.values():
         for spec in ep.graph_signature.input_specs:
@@ -214,7 +214,7 @@ def _initialized(methods: Mapping[str, ExportedProgram], states: frozenset[str])
 
 
 def _write(program: Any, program_path: Path, weights_path: Path, pack: bool) -> None:
-    """Both files or none: the program appears only after the weights are whole."""
+    """Writes both files or none: the program appears only when the weights are complete."""
     others = [name for name in program._tensor_data if name != DATA_FILE]
     if others:
         raise UnsupportedProgramError(f"other backends keep data outside of the .pte: {', '.join(sorted(others))}")
@@ -226,7 +226,7 @@ def _write(program: Any, program_path: Path, weights_path: Path, pack: bool) -> 
             program.write_to_file(file)
             append_seal(file)
         if pack:
-            # ExecuTorch's writer knows no checksums, which packing goes by.
+            # ExecuTorch's writer stores no checksums, and packing relies on them.
             raw = merge_weights([partial_weights], folder / "raw.ptd")
             partial_weights.unlink()
             index = pack_weights(raw, partial_weights, program=partial_program)

@@ -1,4 +1,4 @@
-"""What a partitioner asks of the backend. ExecuTorch hands on nothing but bytes, and writes them into the program."""
+"""What a partitioner asks of the backend. ExecuTorch passes on only bytes, and writes them into the program."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ATTRIBUTE = "penstock_request"
 
 
 class ConstantMethods(dict[str, Any]):
-    """Methods that return one value each. The backend adds ours when it knows them.
+    """Methods that return one value each. The backend adds ours once it knows their values.
 
-    ExecuTorch copies its table of them on the way, and a copy would miss what is added later.
+    ExecuTorch copies its table of such methods on the way, and a copy would miss what is added later.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConstantMethods:
@@ -26,26 +26,26 @@ class ConstantMethods(dict[str, Any]):
 
 @dataclass(frozen=True)
 class LoweringRequest:
-    # Plain values, which also stand in the program.
+    # Plain values, which are also written into the program.
     options: dict[str, Any]
     constant_methods: ConstantMethods
     # What penstock.compile takes as `weights`; None: the values are in the program.
     checkpoint: Any
-    # To be called when all methods have been partitioned: refuses what was named and is not there.
+    # Call it when all methods have been partitioned: it refuses options that name something that is not there.
     check_names: Callable[[], None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoweringRequest:
         return self
 
     def compile_spec(self) -> CompileSpec:
-        """Its serializer goes by the name of the class, so that this is one of ExecuTorch's with one attribute more."""
+        """ExecuTorch's serializer goes by the class name, so this is ExecuTorch's own class with one more attribute."""
         spec = CompileSpec("options", json.dumps(self.options).encode())
         setattr(spec, _ATTRIBUTE, self)
         return spec
 
 
 def request_of(specs: list[CompileSpec]) -> LoweringRequest:
-    """The one that all of them are of."""
+    """The one request that all of them carry."""
     found = {id(request): request for spec in specs if (request := getattr(spec, _ATTRIBUTE, None)) is not None}
     if len(found) != 1:
         raise ProgramError(f"the methods of one program have {len(found)} of our partitioners; use one CudaPartitioner")

@@ -44,11 +44,11 @@ def _of_sharing(name: str) -> Any:
 class Module(LoadedProgram):
     """Loads `path` (a .pte with delegates of ours) and its data files, and runs it within a budget of device bytes.
 
-    The surface of penstock.Module for a .pt2, and its options: `device`, `placement`, `host_memory`, `calibration`,
-    `verify` and what else there is. What a .pte cannot have is refused by name.
+    It has the interface of penstock.Module for a .pt2, and its options: `device`, `placement`, `host_memory`,
+    `calibration`, `verify` and the others. Options that a .pte cannot have are refused by name.
 
     weights           one .ptd or several; the one beside the program by default
-    delegate_budgets  delegates that are to have a budget and a session of their own, by name; the others share `budget`
+    delegate_budgets  budgets by delegate name, for delegates with a session of their own; the others share `budget`
 
     Loading runs native code from the file: load only what you trust.
     """
@@ -69,7 +69,7 @@ class Module(LoadedProgram):
                 self._load(budget, weight_offload_budget_mb, weights, delegate_budgets, options)
             LOGGER.info("%s", self.summary)
         except BaseException:
-            # Also by an interrupt that waited until everything was loaded: nobody gets this module.
+            # Also after an interrupt that was held until everything was loaded: nobody gets this module.
             self.close()
             raise
 
@@ -105,7 +105,7 @@ class Module(LoadedProgram):
         signatures: dict[str, Method] = {}
         if SIGNATURES_METHOD in names:
             signatures = methods_from_json(str(self._native.execute(SIGNATURES_METHOD, ())[0]))
-        # All of them, and before any runs: a refusal belongs to the load, and loading one writes first values of state.
+        # Load all methods before any runs: refusals belong to the load, and loading one writes initial values of state.
         for name in self.methods:
             self._native.load_method(name)
         self._calls = {name: NestedCall(signatures[name]) for name in self.methods if name in signatures}
@@ -114,7 +114,7 @@ class Module(LoadedProgram):
     # ------------------------------------------------------------------------------------------------------- running
 
     def _run(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """A program that penstock.executorch.export did not write takes and gives flat tensors."""
+        """A program that penstock.executorch.export did not write takes and returns flat tensors."""
         self._state.require_valid(method)
         call = self._calls.get(method)
         if call is not None:
@@ -134,7 +134,7 @@ class Module(LoadedProgram):
 
     # ------------------------------------------------------------------------------------------------- what is there
 
-    # Of the delegates that share the budget.
+    # These belong to the delegates that share the budget.
     program: Program = _of_sharing("program")
     floor_bytes: int = _of_sharing("floor_bytes")
     full_bytes: int = _of_sharing("full_bytes")
@@ -147,7 +147,7 @@ class Module(LoadedProgram):
 
     @property
     def delegates(self) -> Mapping[str, Delegates]:
-        """Those with a budget of their own: each has the surface of this module, but for running."""
+        """Delegates with a budget of their own. Each has the interface of this module, except for running."""
         return MappingProxyType(self._sessions.own)
 
     @property
@@ -160,12 +160,12 @@ class Module(LoadedProgram):
 
     @property
     def state_bytes(self) -> int:
-        """Of the buffers that the program mutates, outside the budget."""
+        """Bytes of the buffers that the program mutates; they are outside the budget."""
         return self._state.nbytes
 
     @property
     def device_state_bytes(self) -> int:
-        """Of them, those in the memory that the delegates compute in."""
+        """The part of `state_bytes` in the memory that the delegates compute in."""
         return self._state.device_bytes
 
     @property
@@ -173,7 +173,7 @@ class Module(LoadedProgram):
         return self._sessions.host_bytes
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
-        """What would be planned for another budget; nothing changes. None under placement="lru"."""
+        """The plan for another budget; nothing changes. None under placement="lru"."""
         return self._sharing.plan_at(budget_bytes)
 
     def stats(self) -> Stats:
@@ -181,7 +181,7 @@ class Module(LoadedProgram):
         return self._sessions.stats()
 
     def expert_uses(self) -> tuple[ExpertUse, ...]:
-        """What was in slots and what was not, by bank, since the present plans were installed. Waits for the device."""
+        """Slot hits and misses by bank, since the present plans were installed. Waits for the device."""
         return self._sessions.expert_uses()
 
     def device_memory(self) -> tuple[int, int]:
@@ -190,26 +190,26 @@ class Module(LoadedProgram):
 
     @property
     def summary(self) -> str:
-        """What was loaded: a line for each session."""
+        """What was loaded: one line for each session."""
         return self._sessions.summary
 
     # ------------------------------------------------------------------------------------------------------- changing
 
     def set_budget(self, budget: int | str) -> None:
-        """Plans again, between runs, for the delegates that share a budget; delegates[name] has it for one alone."""
+        """Plans again, between runs, for the delegates that share a budget. delegates[name] has it for one alone."""
         self._sharing.set_budget(budget)
 
     @contextmanager
     def calibrate(self, *, in_place: bool = False) -> Iterator[None]:
         """Measures the runs inside it, then plans again for the times that their steps and copies took.
 
-        in_place  after calibrate(): reads every weight in place meanwhile, then plans by both
+        in_place  use after calibrate(): reads every weight in place meanwhile, then plans by both measurements
         """
         with self._sharing.calibrate(in_place=in_place):
             yield
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's."""
+        """Records from now on. The file is written when the trace is closed: by `with`, its close() or the module's."""
         return self._sharing.trace(path)
 
     def read_state(self, name: str) -> torch.Tensor:
@@ -222,12 +222,12 @@ class Module(LoadedProgram):
             self._state.write(name, value)
 
     def select_state_rows(self, rows: torch.Tensor) -> None:
-        """Row i of every state becomes what row rows[i] was: for the beams of a search."""
+        """Row i of every state becomes the former row rows[i], as beam search needs it."""
         with self._operation():
             self._state.select_rows(rows)
 
     def reset_state(self) -> None:
-        """Puts the first values back; also after a failed run, which leaves state unusable."""
+        """Restores the initial values, also after a failed run, which leaves state unusable."""
         with self._operation():
             self._state.reset()
 

@@ -108,11 +108,11 @@ class Payload:
         return [state.name for state in self.description.states]
 
     def transfer_bytes(self, delegates: Sequence[str]) -> int:
-        """Pinned memory that each of these allocates, for what its runs are given and return."""
+        """Pinned memory that these delegates allocate for the inputs and outputs of their runs."""
         return sum(method.transfer_bytes for method in self.description.methods if method.name in delegates)
 
     def states_of(self, method: str) -> list[str]:
-        """Of all delegates of a method of the .pte."""
+        """States of all delegates of one method of the .pte."""
         part = re.compile(rf"{re.escape(method)}(__\d+)?")
         rows = [row for row in self.description.methods if part.fullmatch(row.name)]
         return [self.states[number] for row in rows for number in row.states]
@@ -120,7 +120,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What delegates chose that were lent no session; of the plans in the file they took number `plan`."""
+    """What delegates that were lent no session chose. `plan`: the number of the plan in the file that they took."""
 
     floor_bytes: int
     full_bytes: int
@@ -178,7 +178,7 @@ class NativeModule:
         return names
 
     def state(self, method: str, name: str) -> torch.Tensor:
-        """The memory itself, for as long as the method is loaded."""
+        """The memory itself, valid as long as the method is loaded."""
         views: list[Any] = []
         visit = _VISIT_VALUE(_collector(views, _viewed))
         self._check(
@@ -190,7 +190,7 @@ class NativeModule:
         return view
 
     def payloads(self) -> list[Payload]:
-        """Checked against their seals. No method need be loaded."""
+        """Checked against their seals. No method needs to be loaded."""
         found: list[tuple[bytes, bytes]] = []
 
         def take(record: int, record_bytes: int, code: int, code_bytes: int) -> None:
@@ -202,13 +202,13 @@ class NativeModule:
         return [Payload(checked_description(record), code) for record, code in found]
 
     def share_session(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
-        """To methods loaded from now on: delegates, by number, run in this session of the core, which outlives them."""
+        """For methods loaded from now on: delegates, by number, run in this session of the core. It outlives them."""
         numbers = (_i64 * len(delegates))(*delegates)
         status = self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))
         self._check("sharing a session", status)
 
     def share_states(self, device: torch.device, states: Sequence[torch.Tensor]) -> None:
-        """To methods loaded from now on: the program's states, in its order, in memory that outlives them."""
+        """For methods loaded from now on: the program's states, in its order, in memory that outlives them."""
         values = (Value * max(1, len(states)))()
         kept = [_fill(value, tensor) for value, tensor in zip(values, states, strict=False)]
         status = self._library.penstock_executorch_lend_states(
@@ -218,7 +218,7 @@ class NativeModule:
         self._check("sharing state", status)
 
     def session(self) -> tuple[int, SessionFacts] | None:
-        """The session that the delegates made for themselves; None where there is none."""
+        """The session that the delegates made for themselves; None if there is none."""
         numbers = (_i64 * 8)()
         handle = self._library.penstock_executorch_session(self._group, numbers)
         if not handle:
@@ -249,7 +249,7 @@ class NativeModule:
 
 
 def _fill(value: Value, given: Any) -> Any:
-    """Writes one input; what is returned must live as long as the call."""
+    """Fills in one input. What it returns must live as long as the call."""
     if given is None:
         value.kind = _NONE
     elif isinstance(given, torch.Tensor):

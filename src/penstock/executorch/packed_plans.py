@@ -1,8 +1,8 @@
-"""Plans for the packed weights of a .ptd, an entry of that file: for a process without Python. csrc/payload.cpp reads
-it. No torch.
+"""Plans for the packed weights of a .ptd, stored as an entry of that file for a process without Python.
+csrc/payload.cpp reads the entry. No torch.
 
-A plan for packed weights knows how long each of their blocks is, so it can be made only when they are packed; and as it
-names weights and accesses, it is for one program. The entry is laid out as the payload of a .pte is, without code.
+A plan for packed weights depends on the size of each of their blocks, so it can be made only when they are packed. It
+names weights and accesses, so it is for one program. The entry is laid out like the payload of a .pte, without code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLANS_MAGIC = b"PNSTKPLN"
 @dataclass(frozen=True)
 class PackedPlans:
     program: str
-    # Of the packed weights, as the core is told of them: plans for others are not for these.
+    # Checksum of the packed weights as the core takes them: plans for other packed weights do not fit these.
     packed_seal: Signed
     plan_tables: tuple[PlanTable, ...]
 
@@ -40,7 +40,7 @@ def make_packed_plans(
     page_bytes: int,
     device: str,
 ) -> bytes:
-    """`blocks`: of those of the weights that are packed; their places count from the beginnings of their entries."""
+    """`blocks`: those of the packed weights, with offsets counted from the beginning of each entry."""
     numbers = packed_numbers((number, 0, blocks[w.name]) for number, w in enumerate(weights) if w.name in blocks)
     begins = {name: one.begins_bytes for name, one in blocks.items()}
     tables = make_plan_tables(schedules, weights, page_bytes=page_bytes, device=device, begins=begins)

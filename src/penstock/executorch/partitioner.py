@@ -1,4 +1,4 @@
-"""Which ops go to our delegate: all of them, unless some are named to be left to ExecuTorch's own kernels."""
+"""Which ops go to our delegate: all of them, except those that are left to ExecuTorch's own kernels by name."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ TAG = "delegation_tag"
 
 
 class CudaPartitioner(Partitioner):  # type: ignore[misc]
-    """For `to_edge_transform_and_lower`: programs of penstock.apply_weight_offload, compiled without their weights.
+    """For `to_edge_transform_and_lower`: compiles programs of penstock.apply_weight_offload without their weights.
 
     device                 "cuda" (also "cuda:1") or "cpu": what the delegates are compiled for and run on
-    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB"; it is the whole program's
+    weight_offload_budget  a default budget to bake in, in bytes or like "8GiB", for the whole program
     inductor_configs       further options for torch._inductor.config
     leave                  ops to leave to ExecuTorch's kernels, by their names in the lowered program, as in
-                           "aten::softmax" (which is its "aten::_softmax", too)
-    tied                   the names of each weight that has several: lowering keeps one of them, any. With this the
-                           .ptd has them all, and serves a .pt2 of the same model, too
-    leave_states           state to leave in ExecuTorch's own memory, by name; all that can lies in the delegates'
+                           "aten::softmax" (which also stands for its "aten::_softmax")
+    tied                   the names of each weight that has several: lowering keeps an arbitrary one. With this option
+                           the .ptd has them all, and also serves a .pt2 of the same model
+    leave_states           state to leave in ExecuTorch's own memory, by name; the rest lies in the delegates' if it can
     weights                where the values come from, if not from the program (a model on meta): as penstock.compile
                            takes it
     split_linear           as penstock.compile takes it
 
-    `constant_methods` is to be passed to `to_edge_transform_and_lower`, too: lowering puts the floor and the order of
-    accesses there, and the program then has them as methods.
+    Pass `constant_methods` to `to_edge_transform_and_lower`, too: lowering puts the floor and the access order there,
+    and the program then has them as methods.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         self.constant_methods = ConstantMethods()
         self._leave = frozenset(map(_stem, leave))
         self._seen: set[str] = set()
-        # By what the methods so far made of them: one place holds a state for all methods.
+        # States, by what the methods so far made of them: a state has one place for all methods.
         self._asked_states = frozenset(leave_states)
         self._left_states = set(self._asked_states)
         self._states: set[str] = set()
@@ -108,7 +108,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
             def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: Node) -> bool:
                 return node in candidates and not _names(node) & leave
 
-        # Partitions are convex: one tag over everything would close a cycle through an op that is left out.
+        # Partitions must be convex: one tag over everything would close a cycle through an op that is left out.
         proposed = CapabilityBasedPartitioner(
             exported_program.graph_module, Support(), allows_single_node_partition=True
         ).propose_partitions()
@@ -124,7 +124,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
         return PartitionResult(exported_program, dict.fromkeys(tags, self.delegation_spec))
 
     def _place_states(self, ep: ExportedProgram) -> None:
-        """A state goes with the delegate that reads and writes it. Where that is not one, it stays ExecuTorch's."""
+        """A state goes to the delegate that reads and writes it. If that is not one, ExecuTorch keeps the state."""
         nodes = placeholders(ep.graph)
         written = mutated_targets(ep)
         self._states |= set(written)
@@ -142,11 +142,11 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
                     self._left_states.add(name)
             elif name in self._left_states:  # which another method writes
                 node.meta.pop(TAG, None)
-                # Its fetches stay outside with it: erase_fetches takes them out. A partitioner must change no graph.
+                # Its fetches stay outside, too, and erase_fetches removes them: a partitioner must change no graph.
                 for fetch in [user for user in node.users if is_fetch(user)]:
                     fetch.meta.pop(TAG, None)
             else:
-                # As a weight; or as state, if that is what another method has it as.
+                # Owned as a weight, or as state if another method has it as state.
                 self._owned.add(name)
         torn = sorted(self._owned & self._left_states)
         if torn:
@@ -154,7 +154,7 @@ class CudaPartitioner(Partitioner):  # type: ignore[misc]
 
 
 class TornStateError(UnsupportedProgramError):
-    """State that lies in the delegate of one method and cannot in that of another."""
+    """State that lies in the delegate of one method, but cannot lie in that of another."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(
@@ -165,7 +165,7 @@ class TornStateError(UnsupportedProgramError):
 
 
 def state_owners(ep: ExportedProgram) -> dict[str, str]:
-    """By state: the tag of the only delegate that reads it and gives its next value, which nobody else sees."""
+    """State -> tag of the only delegate that reads it and computes its next value, which nobody else reads."""
     nodes = placeholders(ep.graph)
     outputs = ep.graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple))
@@ -182,14 +182,14 @@ def state_owners(ep: ExportedProgram) -> dict[str, str]:
         readers = [*nodes[spec.arg.name].users, *(user for user in value.users if user.op != "output"), value]
         tags = {node.meta.get(TAG) for node in readers}
         tag = tags.pop()
-        # A next value that is returned as well is two outputs in one: ExecuTorch's lowering takes none such.
+        # A next value that is also returned makes two outputs of one, which ExecuTorch's lowering does not take.
         if not tags and tag is not None and list(outputs).count(value) == 1:
             owners[spec.target] = tag
     return owners
 
 
 def _stem(name: str) -> str:
-    """Without the underscore that an op's functional form may carry."""
+    """The name without the underscore that an op's functional form may carry."""
     namespace, found, stem = name.partition("::")
     if not found:
         raise ProgramError(f"{name!r} is no op; name it with its namespace, as in 'aten::softmax'")
@@ -197,7 +197,7 @@ def _stem(name: str) -> str:
 
 
 def _names(node: Node) -> set[str]:
-    """The op's own name, and that of the view it copies."""
+    """The op's own name, and the name of the view that it copies."""
     target = node.target._op if isinstance(node.target, EdgeOpOverload) else node.target
     if not isinstance(target, OpOverload):
         return set()
@@ -209,7 +209,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _follow_readers(ep: ExportedProgram) -> None:
-    """A fetch, and the views between it and its reader, belong where the reader is: a weight is no activation."""
+    """Puts a fetch, and the views between it and its reader, where the reader is: a weight is no activation."""
     lent: set[Node] = set()
     for node in ep.graph.nodes:
         if is_fetch(node) or (_is_view(node) and node.args[0] in lent):
@@ -226,7 +226,7 @@ def _follow_readers(ep: ExportedProgram) -> None:
             if tag is not None:
                 node.meta[TAG] = tag
             elif any(user.op == "output" for user in node.users):
-                continue  # a returned weight: where it was put, it is copied out of the ring
+                continue  # a returned weight stays where it was put, and is copied out of the ring
             else:
                 node.meta.pop(TAG, None)
 

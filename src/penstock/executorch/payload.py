@@ -1,5 +1,5 @@
-"""What a lowered program carries, in two layers of plain bytes. csrc/payload.cpp reads the same, and refuses in the
-same words.
+"""What a lowered program carries, in two layers of plain bytes. csrc/payload.cpp reads the same, and refuses with
+the same messages.
 
 The payload, once per program, lies in the .pte as named data: the description, plans, the compiled code.
 The delegate ref, one per delegate, is the delegate's own blob: the name of the payload, and which of its methods it is.
@@ -32,7 +32,7 @@ HEADER_BYTES = _HEAD.size + _LENGTHS.size
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A plan, made ahead: it fits every budget of `device_bytes` or more."""
+    """A plan made ahead of time. It fits every budget of `device_bytes` or more."""
 
     device_bytes: int
     # As penstock.runtime.records writes them.
@@ -51,12 +51,12 @@ class Payload:
 
 
 def checksum(data: bytes) -> int:
-    """As weights files have it, and penstock_checksum of the core computes it."""
+    """The checksum that weights files have and that penstock_checksum of the core computes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def record_seal(data: bytes) -> int:
-    """The checksum as a record holds it, whose numbers have signs."""
+    """The checksum as a record holds it: a signed number."""
     (seal,) = struct.unpack("<q", struct.pack("<Q", checksum(data)))
     return int(seal)
 
@@ -101,12 +101,12 @@ def checked_description(record: bytes) -> Description:
 
 
 def payload_bytes(header: bytes) -> int:
-    """Of a whole payload, by its header."""
+    """The size of a whole payload, by its header."""
     lengths: tuple[int, ...] = _LENGTHS.unpack_from(header, _HEAD.size)
     return HEADER_BYTES + sum(lengths)
 
 
 def sealed_parts(magic: bytes, *parts: bytes) -> bytes:
-    """Records, plans and code, as they are given. An entry of packed plans is laid out so, too."""
+    """Seals record, plans and code as they are given. An entry of packed plans has the same layout."""
     body = _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
     return _HEAD.pack(magic, VERSION, checksum(body)) + body

@@ -1,8 +1,8 @@
-"""For which budgets plans are made ahead, so that whoever takes the next smaller one streams hardly more.
+"""Chooses the budgets that plans are made for ahead of time, so that taking the next smaller plan streams hardly more.
 
-What counts is what a run moves over the link, and of packed weights what it decodes. Where that is little, a page more
-or less of the budget changes it by a large part: there the plans stand close together. Where it is nothing, one serves
-all.
+What counts is what a run moves over the link, and for packed weights also what it decodes. Where that is little, a page
+more or less of budget changes it by a large fraction, so the plans lie close together. Where it is nothing, one plan
+serves all budgets.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from penstock.plan.plan import MethodPlan, Plan
 from penstock.plan.tuning import COPY_OVERHEAD_BYTES, NOMINAL_DECODED_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S
 from penstock.schedule import Schedule
 
-# Of what all weights take. Budgets that people give are planned exactly.
+# Percentages of the bytes of all weights. Budgets that people give are planned exactly.
 ROUND_PERCENTS = (5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95)
-# What lies between them, the floor and everything. In a part each plan depends on the one before it.
+# The parts between these, the floor and everything. Within a part, each plan depends on the one before it.
 MOST_PARTS = len(ROUND_PERCENTS) + 1
-# Guessed distances differ from those found by about so much; one that turns out too long costs a plan more.
+# Guessed distances are off by about this factor. One that turns out too long costs one more plan.
 SURPLUS = 1.1
 
 
 @dataclass(frozen=True)
 class Spacing:
-    """From one plan to the next larger one, what a run costs falls to no less than 1 / `times`, or by no more than
-    `part_of_weights` (at least what a copy costs beside its bytes), whichever leaves more room.
+    """From one plan to the next larger one, the cost of a run falls to no less than 1 / `times`, or by no more than
+    `part_of_weights` (at least the overhead of a copy), whichever leaves more room.
 
-    A run reads every weight once on the device. A GPU of 4.8 TB/s beside a link of 55 GB/s takes for that as long as
-    the link takes for 1/87 of the weights. So 1/2000 of the weights are 4% of the shortest run there is.
+    A run reads every weight once on the device. On a GPU of 4.8 TB/s with a link of 55 GB/s, that takes as long as the
+    link takes for 1/87 of the weights. So 1/2000 of the weights is 4% of the shortest possible run.
     """
 
     times: float
     part_of_weights: float
 
     def mark(self, nbytes: float, weight_bytes: int) -> float:
-        """Marks of amounts that lie just so far apart differ by one."""
+        """Maps an amount to a scale on which amounts that lie exactly one step apart differ by one."""
         least_bytes, even_bytes = self._bounds(weight_bytes)
         if nbytes <= even_bytes:
             return nbytes / least_bytes
@@ -51,16 +51,16 @@ class Spacing:
         return mark * least_bytes if mark <= even_mark else even_bytes * self.times ** (mark - even_mark)
 
     def _bounds(self, weight_bytes: int) -> tuple[float, float]:
-        """The least distance, and the amount from which on it is a factor instead."""
+        """The least distance, and the amount from which on the distance is a factor instead."""
         least_bytes = max(float(COPY_OVERHEAD_BYTES), self.part_of_weights * weight_bytes)
         return least_bytes, least_bytes / (1 - 1 / self.times)
 
 
 def cost_bytes(plan: Plan, schedules: Sequence[Schedule]) -> float:
-    """What a run of each method moves over the link, by copies and by kernels: one plan serves all of them. What is
-    decoded counts for as much as the link moves in that time.
+    """What a run of each method moves over the link, by copies and by kernels: one plan serves all methods. Decoding
+    counts as what the link could move in that time.
 
-    Of a table that is gathered from kernels read next to nothing.
+    Tables that are gathered from are left out, because kernels read next to nothing of them.
     """
     return sum(_cost_bytes(method, schedule) for method, schedule in zip(plan.methods, schedules, strict=True))
 
@@ -76,7 +76,7 @@ def _cost_bytes(plan: MethodPlan, schedule: Schedule) -> float:
 
 
 class Planned(Protocol):
-    """A plan, by what it holds and by what a run with it costs."""
+    """A plan, reduced to what it holds and what a run with it costs."""
 
     @property
     def device_bytes(self) -> int: ...
@@ -85,7 +85,7 @@ class Planned(Protocol):
 
 
 P = TypeVar("P", bound=Planned)
-# Asks for plans, one after the other, by their budgets; is sent each; and ends with those that are kept.
+# Yields the budgets that it wants plans for, one after the other, is sent each plan, and returns those to keep.
 Part = Generator[int, P | None, list[P]]
 
 
@@ -118,10 +118,9 @@ def spaced_plans(
     page_bytes: int,
     at_once: int = 1,
 ) -> list[P]:
-    """From the floor to everything resident, both included; in the order of the budgets they were made for.
+    """Plans from the floor to everything resident, both included, in the order of the budgets they were made for.
 
-    `plans_of` serves the parts it is given, in whatever order; `at_once`: how many of them at a time. What comes out is
-    the same.
+    `plans_of` serves the parts that it is given in any order, `at_once` of them at a time. The result is the same.
     """
 
     def asked(budget_bytes: int) -> Generator[int, P | None, list[P]]:
@@ -130,11 +129,11 @@ def spaced_plans(
         return [plan]
 
     def between(low: _At[P], high: _At[P]) -> int | None:
-        """The budget to plan for next; None where nobody in between would gain by a plan."""
+        """The budget to plan for next; None if no budget in between would gain by a plan."""
         costs = low.plan.cost_bytes, high.plan.cost_bytes
         marks = spacing.mark(costs[0], weight_bytes), spacing.mark(costs[1], weight_bytes)
         gaps = marks[0] - marks[1]
-        # The larger one serves all budgets from what it holds on.
+        # The larger plan serves all budgets from its own bytes on.
         room_bytes = high.plan.device_bytes - low.budget_bytes
         if gaps <= 1 or room_bytes <= page_bytes:
             return None
@@ -145,7 +144,7 @@ def spaced_plans(
         return low.budget_bytes + pages * page_bytes
 
     def stretch(low: _At[P], high: _At[P]) -> Part[P]:
-        """What follows the lower end, up to the upper one."""
+        """The plans after the lower end, up to and including the upper one."""
         done, ahead = [low], [high]
         while ahead:
             wanted = between(done[-1], ahead[-1])
@@ -159,7 +158,7 @@ def spaced_plans(
     exact = (weight_bytes * percent // 100 // page_bytes * page_bytes for percent in ROUND_PERCENTS)
     budgets = sorted({floor_bytes, *(nbytes for nbytes in exact if floor_bytes < nbytes < full_bytes), full_bytes})
     ahead = dict(zip(budgets, plans_of([asked(each) for each in budgets]), strict=True)) if at_once > 1 else {}
-    # From the largest down, so that those of which one already known serves all are left out.
+    # From the largest down, to skip budgets that a plan already made serves.
     ends: list[_At[P]] = []
     for budget_bytes in reversed(budgets):
         if not ends or budget_bytes < ends[-1].plan.device_bytes or budget_bytes == floor_bytes:

@@ -1,5 +1,5 @@
-"""Plans for many budgets, made at export, and for packed weights when they are packed: a process without Python takes
-the largest that its budget allows."""
+"""Plans for many budgets, made at export, or for packed weights when they are packed. A process without Python takes
+the largest plan that its budget allows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.plan.packed import Begins
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# Of all methods over one ring, as nearly everybody runs them. Closer ones take longer to plan, and gain at most 3%
-# between the round parts. Those have plans of their own: tests/executorch/test_plan_spacing.py.
+# For all methods over one ring, the usual case. Closer plans take longer to make and gain at most 3% between the round
+# percentages, which have plans of their own: tests/executorch/test_plan_spacing.py.
 USUAL = Spacing(times=1.04, part_of_weights=1 / 2000)
-# The same for packed weights, of which a plan takes four times as long to find.
+# The same for packed weights, where a plan takes four times as long to find.
 PACKED = Spacing(times=1.06, part_of_weights=1 / 500)
-# Of a delegate that gets a budget of its own, and of weights staged through host memory: rare, and as long to plan.
+# For a delegate with a budget of its own, and for weights staged through host memory: rare, and as long to plan.
 RARE = Spacing(times=1.2, part_of_weights=1 / 200)
 
 
@@ -42,10 +42,10 @@ def make_plan_tables(
     device: str,
     begins: Begins | None = None,
 ) -> list[MadeTable]:
-    """All methods over one ring; and where there are several, each of them by itself.
+    """One table for all methods over one ring. If there are several methods, also one for each alone.
 
-    Where some weights are read in place, once more without: staging holds no weight in place. `begins`: of packed
-    weights.
+    A table that reads some weights in place gets another one without, because staging holds no weight in place.
+    `begins`: where the blocks of packed weights begin.
     """
     task = Task(schedules, weights, page_bytes, begins or {}, device)
     everything = tuple(range(len(schedules)))
@@ -59,7 +59,7 @@ def make_plan_tables(
 def _table(by: Planning, methods: tuple[int, ...], placement: str) -> MadeTable:
     task = by.task
     planner = task.planner(methods, placement)
-    # Pages are whole: the floor of a small program may exceed what its weights take.
+    # Pages are whole, so the floor of a small program may exceed the bytes of its weights.
     top_bytes = max(planner.floor_bytes, planner.full_bytes)
     usual = PACKED if task.packed_of(methods) else USUAL
     spacing = usual if len(methods) == len(task.schedules) and placement == "auto" else RARE
@@ -75,7 +75,7 @@ def _table(by: Planning, methods: tuple[int, ...], placement: str) -> MadeTable:
     )
     stored: dict[int, StoredPlan] = {}
     for plan in plans:
-        # One that holds less than its budget serves smaller budgets too; of two alike, the later is no better.
+        # A plan that holds less than its budget also serves smaller budgets. Of two alike, the later is no better.
         stored.setdefault(plan.device_bytes, plan.stored)
     made = tuple(stored[held] for held in sorted(stored))
     direct = {name for plan in plans for name in plan.direct}

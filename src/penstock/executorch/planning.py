@@ -1,7 +1,7 @@
-"""Plans for budgets, proved and as they are stored; on as many cores as there are. No torch.
+"""Plans for budgets, proved and in the form they are stored in, made on as many cores as there are. No torch.
 
-Planning is Python, and a process does it on one core. So each core has a process of its own, which answers one budget
-after the other.
+Planning is Python, and a process does it on one core. So each core gets its own process, which answers one budget after
+the other.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# A process takes half a second to start. Of weights of fewer pages all plans together take about as long.
+# A process takes half a second to start. With weights of fewer pages, all plans together take about as long.
 FEWEST_PAGES = 32
 
-# The path of whoever asks, before anything is imported: `-m` and PYTHONPATH would put the working directory in front.
+# Sets the parent's path before anything is imported: `-m` and PYTHONPATH would put the working directory in front.
 _CHILD = """import sys
 sys.path[:] = sys.argv[2:]
 from penstock.executorch.planning import answer_requests
@@ -41,11 +41,11 @@ _MOST_SAID_BYTES = 4000
 
 @dataclass(frozen=True)
 class PlannedBudget:
-    """What came of a budget: a plan as it stands in a file, and what a run with it costs."""
+    """The result for one budget: the plan as it is stored in a file, and what a run with it costs."""
 
     stored: StoredPlan
     cost_bytes: float
-    # Names of weights that it reads where they lie in host memory, as a whole or but for their prefix.
+    # Names of the weights that it reads in place in host memory, entirely or except for their prefix.
     direct: tuple[str, ...]
 
     @property
@@ -55,14 +55,14 @@ class PlannedBudget:
 
 @dataclass(frozen=True)
 class Task:
-    """What plans of one program for a "cuda" or "cpu" device are made from. `begins`: of packed weights."""
+    """What plans of one program for a "cuda" or "cpu" device are made from. `begins`: for packed weights."""
 
     schedules: Sequence[Schedule]
     weights: Sequence[Weight]
     page_bytes: int
     begins: Begins
     device: str
-    # Those that were asked for: making one takes longer than a plan.
+    # Planners made so far: making one takes longer than a plan.
     _planners: dict[tuple[tuple[int, ...], str], Planner] = field(default_factory=dict)
 
     def planner(self, methods: tuple[int, ...], placement: str) -> Planner:
@@ -90,7 +90,7 @@ class Task:
     def planned(self, methods: tuple[int, ...], placement: str, budget_bytes: int) -> PlannedBudget:
         chosen = [self.schedules[number] for number in methods]
         plan = self.planner(methods, placement).plan(budget_bytes)
-        # Whoever reads the file knows no schedule: what a plan is trusted for is shown here.
+        # Whoever reads the file has no schedule, so the plan is proved here.
         named, packed = self.read_by(methods), self.packed_of(methods)
         check_plan(plan, chosen, named, budget_bytes=budget_bytes, packed=packed)
         is_copying = any(method.copies for method in plan.methods)
@@ -101,7 +101,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Planning:
-    """Plans by processes, or in this one where there is none."""
+    """Makes plans in processes, or in this one if there are none."""
 
     task: Task
     workers: Sequence[_Worker]
@@ -123,7 +123,7 @@ class Planning:
         if not self.workers:
             return one_by_one(planned)(parts)
         kept: dict[int, list[PlannedBudget]] = {}
-        # Parts that may go on, each with the plan that it asked for.
+        # Parts that can continue, each with the plan that it asked for.
         ready: list[tuple[int, PlannedBudget | None]] = [(number, None) for number in reversed(range(len(parts)))]
         idle = list(self.workers)
         busy: dict[Connection, tuple[_Worker, int]] = {}
@@ -157,7 +157,7 @@ def planning(task: Task, made: Callable[[], object]) -> Iterator[Planning]:
         return
     with ExitStack() as held:
         workers = [held.enter_context(_worker()) for _ in range(min(cores, MOST_PARTS))]
-        # Sending waits until the process has come up: by then the others have, too.
+        # Sending waits until the process is up; by then the others are, too.
         for worker in workers:
             worker.send(task)
         yield Planning(task, workers, made)
@@ -167,7 +167,7 @@ def planning(task: Task, made: Callable[[], object]) -> Iterator[Planning]:
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
-    # What it prints, and whatever it imports. Answers have a way of their own.
+    # Output of the process, and of whatever it imports. Answers take the connection.
     said: IO[bytes]
 
     def send(self, what: object) -> None:
@@ -187,7 +187,7 @@ class _Worker:
         return found
 
     def _ended(self) -> PenstockError:
-        # One that is ending keeps its own exit status.
+        # A process that is already ending keeps its own exit status.
         self.process.kill()
         status = self.process.wait()
         length_bytes = self.said.seek(0, os.SEEK_END)
@@ -207,7 +207,7 @@ def _worker() -> Iterator[_Worker]:
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                # A session of its own: Ctrl-C is for whoever asked, who then ends this.
+                # A session of its own: Ctrl-C goes to the parent, which then ends this process.
                 start_new_session=True,
             )
         try:
@@ -224,15 +224,15 @@ class _Failure:
 
 
 def answer_requests(descriptor: int) -> None:
-    """In a process: until nobody asks any more."""
-    # The descriptor itself stays open: whoever asked learns of the end when the last words are written.
+    """Runs in a process of its own until nobody asks any more."""
+    # The descriptor itself stays open, so the parent learns of the end only when the last output is written.
     with Connection(os.dup(descriptor)) as connection:
         try:
             task: Task = connection.recv()
             while True:
                 connection.send(_answer(task, *connection.recv()))
         except (EOFError, ConnectionError):
-            return  # whoever asked is gone
+            return  # the parent is gone
 
 
 def _answer(task: Task, methods: tuple[int, ...], placement: str, budget_bytes: int) -> PlannedBudget | _Failure:
@@ -243,7 +243,7 @@ def _answer(task: Task, methods: tuple[int, ...], placement: str, budget_bytes: 
 
 
 def _sendable(error: Exception) -> Exception:
-    """Itself, if it can be made anew in another process."""
+    """The error itself, if it can be rebuilt in another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -32,7 +32,7 @@ class Sessions:
         own_budgets: dict[str, int | str],
         options: dict[str, Any],
     ) -> None:
-        """`options` are those of penstock.Module. If it raises, some sessions may be there: close() all the same."""
+        """`options` are those of penstock.Module. If this raises, some sessions may exist: call close() anyway."""
         given = budget if budget is not None else options.get("weight_offload_budget_mb")
         self._payload = self._only_payload(given)
         self._is_capped = options.get("host_memory", REGISTERED) != REGISTERED
@@ -68,7 +68,7 @@ class Sessions:
 
     def _made(self, names: Sequence[str], budget: int | str | None, options: dict[str, Any]) -> Delegates:
         payload = self._payload
-        # One for all sessions: what a method of one writes, a method of another one reads.
+        # One store for all sessions: what a method of one writes, a method of another reads.
         state_store = self.all[0].state_store if self.all else None
         made = Delegates(
             self._path,
@@ -111,7 +111,7 @@ class Sessions:
     @property
     def host_bytes(self) -> int:
         each = [delegates.host_bytes for delegates in self.all]
-        # A file that is held in memory is there once, however many sessions there are.
+        # A file held in memory counts once, however many sessions there are.
         return sum(each) if self._is_capped else max(each)
 
     def stats(self) -> Stats:
@@ -131,6 +131,6 @@ class Sessions:
         return "\n".join([*lines, *(f"{delegates.summary} (of {name} alone)" for name, delegates in self.own.items())])
 
     def close(self) -> None:
-        """After the delegates are gone, which run in them."""
+        """Call it after the delegates, which run in the sessions, are gone."""
         for delegates in self.all:
             delegates.close()

@@ -1,4 +1,4 @@
-"""How a caller's arguments and results are nested: a .pte knows flat lists only, so it stands beside in a method."""
+"""How a caller's arguments and results are nested. A .pte knows only flat lists, so an extra method returns this."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def access_order_to_json(program: Program) -> str:
 
 
 def methods_from_json(text: str) -> dict[str, Method]:
-    """As penstock.Module has them, without what only the delegate knows."""
+    """The methods as penstock.Module has them, without what only the delegate knows."""
     try:
         rows = parse_json(text)
         if type(rows) is not dict:

@@ -1,6 +1,6 @@
-"""State of a .pte: what its delegates hold on their device, and what lies in ExecuTorch's memory because they cannot.
+"""State of a .pte: what its delegates hold on their device, and in ExecuTorch's memory what they cannot hold.
 
-One of each name, whatever the methods.
+There is one state of each name for all methods.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class ProgramState:
     """Made when all methods are loaded, and none has run."""
 
     def __init__(self, native: NativeModule, sessions: Sessions, methods: Sequence[str]) -> None:
-        # By method: what of ExecuTorch's it has. One without state is none the worse for what another one left behind.
+        # Method -> its states in ExecuTorch's memory. A method without state is unaffected by what another left behind.
         self._memory_users = {method: names for method in methods if (names := native.state_names(method))}
         self._memory = StateMemory(native, self._memory_users)
-        # All sessions have the same, and a run has ended when its outputs are there, in main memory.
+        # All sessions share the same state, and a run has ended when its outputs are in main memory.
         self._delegates = sessions.all[0]
         self._names = sessions.payload.states
         self._users = {method for method in methods if sessions.payload.states_of(method)}
@@ -80,7 +80,7 @@ class ProgramState:
 
 
 class StateMemory(States):
-    """Views of ExecuTorch's memory, for as long as the methods are loaded. All of them must be, and none have run."""
+    """Views of ExecuTorch's memory, valid while the methods are loaded. Made when all are loaded and none has run."""
 
     def __init__(self, native: NativeModule, users: Mapping[str, Sequence[str]]) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -88,7 +88,7 @@ class StateMemory(States):
             for name in names:
                 tensors.setdefault(name, native.state(method, name))
         super().__init__(tensors)
-        # What is not here starts as zeros.
+        # States that are not here start as zeros.
         self._first = {name: tensor.clone() for name, tensor in self._tensors.items() if tensor.any()}
 
     def reset(self) -> None:

@@ -35,7 +35,7 @@ class Catalog:
 
 
 def state_names(methods: Mapping[str, ExportedProgram]) -> frozenset[str]:
-    """What any method writes is state in all of them: a cache that one fills is the cache another one reads."""
+    """A buffer that any method writes is state in all methods: one method fills the cache that another one reads."""
     return frozenset().union(*(mutated_targets(ep) for ep in methods.values()))
 
 
@@ -55,7 +55,7 @@ def build_catalog(methods: Mapping[str, ExportedProgram]) -> Catalog:
                 state_memory.add(_memory(tensor, spec.target))
             else:
                 groups.setdefault(_memory(tensor, spec.target), []).append(spec)
-        # A strict export keeps one input for a tied weight; its other names stand in the state dict alone.
+        # A strict export keeps one input for a tied weight; its other names appear only in the state dict.
         listed = {spec.target for spec in ep.graph_signature.input_specs}
         further: dict[tuple[object, ...], list[str]] = {}
         for name, value in ep.state_dict.items():
@@ -142,7 +142,7 @@ def _add_weight(catalog: Catalog, method: str, ep: ExportedProgram, specs: list[
             del merged[name]
             catalog.weights[name] = replace(catalog.weights[name], aliases=tuple(merged))
         elif transient:
-            # Constants are numbered anew in every program: the same name says nothing.
+            # Every program numbers its constants from scratch: equal names say nothing.
             name = f"{method}.{names[0]}"
             if name in catalog.weights:
                 raise MethodConflictError(f"two weights would be named {name!r}; rename the method or the buffer")

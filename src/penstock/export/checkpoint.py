@@ -48,12 +48,12 @@ class Checkpoint:
         return name in self._tensors
 
     def find(self, names: Sequence[str]) -> str | None:
-        """Of a tied weight's names the one that the latest source has; the first of them where it has several."""
+        """The name under which the latest source has a tied weight; the first one if it has several."""
         present = [name for name in names if name in self]
         return max(present, key=self._source_of.__getitem__, default=None)
 
     def rivals(self, found: str, names: Sequence[str]) -> list[str]:
-        """Further names of a tied weight under which the same source holds something else."""
+        """Other names of a tied weight under which the same source holds something else."""
         order = range(len(self.layout(found)[1]))
         return [
             name
@@ -99,7 +99,7 @@ def _check_given(name: Any, tensor: Any) -> None:
         raise CheckpointError(f"weights: {name!r} must be a tensor with values, got {type(tensor).__name__}")
     if not has_value(tensor):
         raise CheckpointError(f"weights: {name!r} must be a tensor with values, got one on meta")
-    # The bytes of a subclass or of another layout are not those that its shape and dtype tell of.
+    # The shape and dtype of a subclass or of another layout do not describe its bytes.
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise CheckpointError(f"weights: {name!r} must be a plain tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -107,7 +107,7 @@ def _check_given(name: Any, tensor: Any) -> None:
 
 
 def mismatches(wanted: Sequence[Weight | State], optional: frozenset[str], checkpoint: Checkpoint) -> list[str]:
-    """Everything in which the checkpoint does not fit, all at once."""
+    """Every way in which the checkpoint does not fit, all at once."""
     problems: list[str] = []
     for item in wanted:
         names = item.names if isinstance(item, Weight) else (item.name,)

@@ -56,7 +56,7 @@ from penstock.weights.partial import partial_file, restored_on_failure
 
 DEFAULT_METHOD = "forward"
 
-# The compiler is patched while it runs, and the peak is that of the process: a second thread waits for its turn.
+# We patch the compiler while it runs, and the peak covers the whole process: a second thread waits for its turn.
 _one_at_a_time = threading.Lock()
 
 
@@ -67,7 +67,7 @@ class Compiled:
     program_path: Path
     weights_path: Path
     program: Program
-    # The plan at the floor, and what sets it. Its bytes are the program's: the least that load accepts on that device.
+    # The plan at the floor, and what sets it. Its bytes are the program's floor: the least that load accepts there.
     floor: FloorPlan
     peaks: Peaks
     # Device memory still allocated after each method, on CUDA targets.
@@ -97,10 +97,10 @@ def compile(
     overwrite              replace existing files
     inductor_configs       further options for torch._inductor.config
     split_linear           products with bf16 and fp16 weights become calls of penstock_linear, which can read some rows
-                           of a weight in device memory and the others in host memory. Off, because its results and
-                           the library's differ in the last bits
+                           of a weight in device memory and the others in host memory. Off by default, because its
+                           results differ from the library's in the last bits
     pack                   write the weights packed without loss: bfloat16 in 68% of the bytes, others in 78 to 91%.
-                           `penstock pack` does the same to a file that is there
+                           `penstock pack` does the same to an existing file
     """
     check_torch_version(str(torch.__version__))
     methods = named_methods(programs)
@@ -126,9 +126,9 @@ def compile_program(
     inductor_configs: Mapping[str, Any] | None = None,
     compile_with: Callable[[str], CompiledMethod] | None = None,
 ) -> Program:
-    """The program without its weights, which write_weights writes for as many checkpoints as fit it.
+    """Write the program without its weights. write_weights writes those, for any number of checkpoints that fit.
 
-    Its states start as zeros: they are non-persistent buffers, whose values no checkpoint has. `compile_with` gives
+    States start as zeros: they are non-persistent buffers, whose values no checkpoint has. `compile_with` gives
     methods that were compiled elsewhere, with the same options.
     """
     check_torch_version(str(torch.__version__))
@@ -157,7 +157,7 @@ def write_weights(
     *,
     pack: bool = False,
 ) -> None:
-    """The .ptd of a program, from what compile takes as `weights`. Everything that does not fit is told at once."""
+    """Write the .ptd of a program from what compile takes as `weights`. One error lists all that does not fit."""
     checkpoint = Checkpoint(weights)
     problems = mismatches(program.weights, frozenset(), checkpoint)
     if problems:
@@ -180,7 +180,7 @@ def _write_ptd(
     *,
     pack_weights: bool,
 ) -> None:
-    """A weight is packed with the checksum of all its bytes, so these are written first, beside the file."""
+    """Packing a weight needs the checksum of all its bytes, so those are written first, to a file beside this one."""
     unpacked = path.with_suffix(".unpacked.ptd") if pack_weights else path
     write_ptd(
         unpacked,
@@ -249,7 +249,7 @@ def named_methods(programs: Any) -> dict[str, ExportedProgram]:
 
 
 def output_paths(path: str | os.PathLike[str], suffix: str, overwrite: bool) -> tuple[Path, Path]:
-    """The program's, and that of the weights beside it; refuses what would fail only after minutes of compiling."""
+    """The paths of the program and the weights beside it; refuses what would fail only after minutes of compiling."""
     try:
         program_path = Path(path)
     except TypeError as error:
@@ -323,7 +323,7 @@ class _Values:
                     f"{_listed(missing)}; pass weights=<checkpoint>"
                 )
             return
-        # A state that starts as zeros may lack in the checkpoint, but if it is there it must fit.
+        # A state that starts as zeros may be missing from the checkpoint, but if it is there it must fit.
         optional = frozenset(catalog.transient & valued) | {n for n, s in self.states.items() if s.init == "zeros"}
         problems = mismatches([*wanted, *self.states.values()], optional, checkpoint)
         if problems:
@@ -390,7 +390,7 @@ def _compile_methods(
             compiled.append(
                 compile_method(name, ep, device, states, weight_names, folder, options, split_linear=split_linear)
             )
-            gc.collect()  # the compiler's graphs hold cycles, and with them what it allocated for tuning
+            gc.collect()  # the compiler's graphs form cycles, which keep alive what it allocated for tuning
             if device.type == "cuda":
                 release_device_memory()
                 device_bytes_after[name] = torch.cuda.memory_allocated(device)
@@ -429,7 +429,7 @@ def _program(
 def _floor(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight], device: torch.device, budget_bytes: int | None
 ) -> FloorPlan:
-    """As load finds it on that device unless told otherwise, so that both refuse at the same byte."""
+    """The floor as load finds it on that device unless told otherwise, so that both refuse at the same byte."""
     page_bytes = page_bytes_on(device.type, sum(weight.nbytes for weight in weights.values()))
     has_linears = any(access.linear for schedule in schedules for access in schedule.accesses)
     can_split = has_linears and kernel_obstacle(device) is None
@@ -466,7 +466,7 @@ def _built_with(device: torch.device) -> dict[str, str]:
 def _write(
     program: Program, packed: bytes, values: _Values, program_path: Path, weights_path: Path, *, pack_weights: bool
 ) -> None:
-    """Both files or none: the program appears only after the weights are whole, and if it cannot, they go again."""
+    """Write both files or none. The program appears only once the weights are whole; if it cannot, they go again."""
     total_bytes = program.weight_bytes + sum(s.nbytes for s in program.states if s.init == "stored")
     with partial_file(program_path, len(packed)) as file:
         file.write(0, packed)

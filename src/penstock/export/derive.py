@@ -1,7 +1,7 @@
-"""From what the compiler is about to emit to the order of fetches and the steps. Pure: no torch, no compiler.
+"""Derives the order of fetches and the steps from what the compiler is about to emit. Pure: no torch, no compiler.
 
 Every fetch is put right before its first reader. Steps and last readers follow the compiler's own rule for lifetimes.
-Writes into a lent weight and outputs that alias one are refused here; passes before should have made them impossible.
+Writes into a lent weight and outputs that alias one are refused here; earlier passes should have made them impossible.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Temporary:
 
 @dataclass(frozen=True)
 class ActivationPeak:
-    """Memory the compiled code itself allocates at most; `bound_bytes` for the largest bounded shapes."""
+    """The most memory that the compiled code itself allocates; `bound_bytes` for the largest bounded shapes."""
 
     example_bytes: int
     bound_bytes: int | None
@@ -145,7 +145,7 @@ def _temporaries(nodes: tuple[EmittedNode, ...], lent: dict[str, int], ours: set
 
 
 def _activation_peak(emission: Emission, order: list[int], lent: set[str]) -> ActivationPeak:
-    """Sum of what is alive at once. Buffers that the compiler reuses in place count twice for a moment: a bound."""
+    """The largest sum of live buffers. It is a bound: a buffer that is reused in place counts twice for a moment."""
     last_use: dict[str, int] = {}
     for position, index in enumerate(order):
         for name in emission.nodes[index].uses | set(emission.nodes[index].defines):

@@ -1,9 +1,9 @@
-"""Which reads of a weight take experts: rows of stacked matrices, by an index that is only known while running. Those
-become ops of ours, which need no row that nobody asked for, wherever it lies.
+"""Finds the reads of a weight that take experts: rows of stacked matrices, by an index that is known only at run time.
+Those become our own ops, which need only the rows that are asked for, wherever they lie.
 
-Two forms are known, both as transformers exports them. "batched_mm" takes the matrices of each token by index, and
-multiplies with these; "grouped_mm" sorts tokens by expert, and multiplies with groups of rows. What looks like experts
-and is read otherwise is named, with the reason.
+Two forms are known, both as transformers exports them. "batched_mm" gathers the matrices of each token by index and
+multiplies with them; "grouped_mm" sorts tokens by expert and multiplies with groups of rows. A weight that looks like
+experts but is read in another way is named, with the reason.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from penstock.ops import GROUPED, ROWS
 from penstock.torch_private.graph import arguments, fake_mode_of, op_name, size_bound
 from penstock.weight import EXPERT_UNIT_BYTES, MOST_EXPERTS
 
-# Of one expert. Less is not worth an op of its own, nor a slot.
+# Per expert. A smaller one is not worth its own op or slot.
 _LEAST_ROW_BYTES = 4096
-# Of the matrices of a grouped product a session makes room for so many at once. csrc/session/planned_experts.cpp has
-# the same.
+# A session makes room for this many bytes of a grouped product's matrices at once. csrc/session/planned_experts.cpp has
+# the same number.
 _ROOM_BYTES = 64 << 20
 _GROUPED_OPS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 # How far back two indexes are compared.
 _KEY_DEPTH = 6
-# As modules and their parameters are called. Shared ones are none to choose from: every token reads them.
+# How modules of experts and their parameters are named. Shared experts do not count: every token reads them.
 _NAME = re.compile(r"(?<!shared)(^|[._])experts?([._]|$)")
 
 
 @dataclass(frozen=True)
 class _Reader:
     node: Node
-    # Of rows: what they are taken by. Of a grouped product: where the rows of each expert end.
+    # For rows: the index that takes them. For a grouped product: where the rows of each expert end.
     index: Node
-    # Of a grouped product: what is multiplied, and whether the weight lies as linears have it.
+    # For a grouped product: what is multiplied, and whether the weight has the layout of a linear's weight.
     x: Node | None = None
     is_linear: bool = False
 
 
 def rewrite_experts(graph: Graph, weight: Node, access: int) -> Hashable:
-    """Make every reader of a lent weight an op that takes experts, if all can be: gives what they are taken by.
+    """Make every reader of a lent weight an op that takes experts, if all of them can be. Gives the key of their index.
 
-    None: they are as they were.
+    None: nothing was changed.
     """
     if obstacle(weight) is not None:
         return None
@@ -66,7 +66,7 @@ def rewrite_experts(graph: Graph, weight: Node, access: int) -> Hashable:
 
 
 def index_key(node: Node, depth: int = _KEY_DEPTH) -> Hashable:
-    """The same for two nodes that compute the same of the same: each use of `ids[layer]` is a node of its own."""
+    """Equal for nodes that compute the same from the same inputs: each use of `ids[layer]` is a node of its own."""
     tags = getattr(node.target, "tags", ())
     if node.op != "call_function" or not depth or torch.Tag.nondeterministic_seeded in tags or node.kwargs:
         return node
@@ -80,8 +80,8 @@ def index_key(node: Node, depth: int = _KEY_DEPTH) -> Hashable:
 
 
 def count_by_comparing(graph: Graph) -> None:
-    """How many rows each expert has, without a histogram: of whole numbers there is none on the CPU, and transformers
-    counts so unless it is exported there."""
+    """Count the rows of each expert without a histogram. The CPU has none for integers, and transformers uses one
+    unless it is exported there."""
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.histc.default):
         given = arguments(node)
@@ -111,7 +111,7 @@ def _fake_mode(value: torch.Tensor) -> Any:
 
 
 def why_whole(weight: Node, target: str, *, row_by_row: bool) -> str | None:
-    """Why a weight that looks like experts is read whole; None where it does not look so."""
+    """Why a weight that looks like experts is read whole; None if it does not look like experts."""
     value = weight.meta["val"]
     grouped = [user for user in _users(weight) if op_name(user.target) in _GROUPED_OPS]
     gathered = [user for user in _users(weight) if row_index(user, weight) is not None]
@@ -133,7 +133,7 @@ def why_whole(weight: Node, target: str, *, row_by_row: bool) -> str | None:
 
 
 def obstacle(weight: Node) -> str | None:
-    """Why the rows of a lent weight can be no experts, whoever reads them."""
+    """Why the rows of a lent weight cannot be experts, whatever reads them."""
     value = weight.meta["val"]
     if value.dim() < 3:
         return f"it has {value.dim()} dimensions; experts are stacked matrices"
@@ -149,7 +149,7 @@ def obstacle(weight: Node) -> str | None:
 
 
 def _obstacle_in_groups(weight: Node) -> str | None:
-    """Why no session multiplies with groups of them: kernels shift rows of x and of the result
+    """Why no session can multiply with groups of these experts: the kernels shift rows of x and of the result
     (csrc/experts/expert_operands.cpp)."""
     value = weight.meta["val"]
     columns, rows = (size * value.element_size() for size in value.shape[1:])
@@ -162,7 +162,7 @@ def _obstacle_in_groups(weight: Node) -> str | None:
 
 
 def _users(weight: Node) -> list[Node]:
-    """Readers, also of its transposed matrices."""
+    """Readers of the weight and of its transposed matrices."""
     found: list[Node] = []
     for user in weight.users:
         found += user.users if _is_transpose(user) else [user]
@@ -170,7 +170,7 @@ def _users(weight: Node) -> list[Node]:
 
 
 def _is_transpose(node: Node) -> bool:
-    """Of the matrices, and not of the stack."""
+    """Whether the node transposes the matrices, not the stack."""
     given = arguments(node)
     if node.target is torch.ops.aten.permute.default:
         return [dim % 3 for dim in given["dims"]] == [0, 2, 1] and node.meta["val"].dim() == 3
@@ -219,7 +219,7 @@ def _as(graph: Graph, numbers: Node, dtype: torch.dtype) -> Node:
 
 
 def experts_workspace_bound_bytes(module: Any, ep: ExportedProgram) -> int | None:
-    """The most that any grouped product allocates beside its result; None where a size has no bound."""
+    """The most that any grouped product allocates besides its result; None if a size has no bound."""
     largest = 0
     for node in module.graph.find_nodes(op="call_function", target=GROUPED):
         x, weight = node.args[0].meta["val"], node.args[1].meta["val"]

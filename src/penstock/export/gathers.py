@@ -1,4 +1,4 @@
-"""Which reads of a weight take only some of its rows, by index: those can be read where the weight lies."""
+"""Finds the reads of a weight that take only some of its rows, by index: those rows can be read in place."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.torch_private.graph import arguments, op_name
 
 
 def is_gathered(weight: Node) -> bool:
-    """Whether every reader takes rows of the first dimension by index, and fewer in all than there are.
+    """Whether every reader takes rows of the first dimension by index, and fewer in total than the weight has.
 
-    Only of the weight as it lies: rows of a permuted view are no rows in memory.
+    Only rows of the weight as it is stored count: rows of a permuted view are not rows in memory.
     """
     readers = list(weight.users)
     if not readers or any(row_index(reader, weight) is None for reader in readers):
         return False
     table = weight.meta["val"]
     taken = [reader.meta["val"].numel() for reader in readers]
-    # A dynamic number of rows is one of tokens: few, where a table is worth the trouble.
+    # A dynamic number of rows is a number of tokens: few, where a table is worth the trouble.
     known = sum(numel for numel in taken if isinstance(numel, int))
     return bool(known < table.numel())
 
 
 def row_index(reader: Node, weight: Node) -> Node | None:
-    """What rows of the weight's first dimension are taken by; None where the reader does something else."""
+    """The index by which the reader takes rows of the weight's first dimension; None if it does something else."""
     name, given = op_name(reader.target), arguments(reader)
     if name == "aten::embedding" and given["weight"] is weight:
         index = given["indices"]

@@ -16,17 +16,17 @@ from penstock.torch_private.functionalized import before_call, called_op, called
 from penstock.torch_private.graph import view_source
 from penstock.weight import CACHE_DIMS
 
-# The ops of penstock.kv.ops, by name: a program is read here that may come from a file.
+# The ops of penstock.kv.ops, by name: the program that is read here may come from a file.
 HOST_SIDE_OPS = ("penstock::kv_append", "penstock::kv_attend")
 
 
 def host_states(ep: ExportedProgram) -> frozenset[str]:
-    """Names of the buffers that some op takes for the host side of a KV cache."""
+    """Names of the buffers that some op takes as the host side of a KV cache."""
     return frozenset(buffer for _, _, buffer in _host_sides(ep) if buffer is not None)
 
 
 def check_host_sides(ep: ExportedProgram, device: torch.device, states: frozenset[str]) -> None:
-    """Refuses for a GPU what would end up in its memory, past the cache's cap: only state is kept on the host."""
+    """Refuse a host side that would end up in GPU memory, past the cache's cap: only state is kept on the host."""
     if device.type != "cuda":
         return
     for body in ep.graph_module.modules():
@@ -60,8 +60,8 @@ def _host_sides(ep: ExportedProgram) -> Iterator[tuple[Node, Node, str | None]]:
 
 
 def split_at_load(methods: Mapping[str, ExportedProgram]) -> dict[str, str]:
-    """Host side -> device side, of the caches that can be split anew at load: each side is a buffer that our ops get as
-    it is, always with the same other side, and that nothing else takes. What sizes it has is then known to them alone.
+    """Host side -> device side, for the caches that can be split anew at load. Each side is a buffer that our ops get
+    as it is, always with the same other side, and that nothing else takes. So only our ops know its sizes.
     """
     pairs: dict[str, str] = {}
     unfit: set[str] = set()
@@ -76,7 +76,7 @@ def split_at_load(methods: Mapping[str, ExportedProgram]) -> dict[str, str]:
                 unfit.update(name for name in (near, far) if name is not None)
             elif pairs.setdefault(far, near) != near:
                 unfit.update((near, far))
-    # In every method, also in one that has no call of ours.
+    # Check every method, even one that calls none of our ops.
     sides = {*pairs, *pairs.values()}
     for ep in methods.values():
         nodes = placeholders(ep.graph)
@@ -115,7 +115,7 @@ def _is_ours_alone(ep: ExportedProgram, node: Node) -> bool:
 
 
 def memory_origin(node: Node) -> Node:
-    """Through views, fetches and calls that write: the node that the memory was first."""
+    """The node that first held this memory, found through views, fetches and calls that write."""
     while (earlier := _earlier(node)) is not None:
         node = earlier
     return node

@@ -1,10 +1,10 @@
-"""Which numbers a program's inputs may hold, because it indexes tables and caches with them.
+"""Finds which numbers a program's inputs may hold, because it indexes tables and caches with them.
 
-Compiled code that meets an index outside its table ends the process (a failed check inside a parallel loop) or leaves
-the GPU unusable. What is found here stands in the signature, and a call is refused at the door instead.
+An index outside its table makes compiled code end the process (a failed check inside a parallel loop) or leaves the GPU
+unusable. The ranges found here go into the signature, so that a bad call is refused before it runs.
 
-A number is followed from an input to an index through ops that leave it as it is, or add a constant. What is not
-followed has no range and is not checked; what has one would fail in the model itself, too.
+A number is followed from an input to an index through ops that leave it as it is or add a constant. A number that
+cannot be followed has no range and is not checked. A number outside its range would fail in the model itself, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.export.host_states import memory_origin
 from penstock.program import IndexRange
 from penstock.torch_private.graph import arguments, op_name
 
-# Ops that take one index: the names of the table's, the index's and the dimension's argument. None of them counts from
-# the end for a negative number.
+# Ops that take one index: the argument names of the table, the index and the dimension. In none of them does a negative
+# number count from the end.
 _ONE_INDEX = {
     "aten::embedding": ("weight", "indices", None),
     "aten::embedding_bag": ("weight", "indices", None),
@@ -38,7 +38,7 @@ _ONE_INDEX = {
     "aten::scatter_add": ("self", "index", "dim"),
     "aten::scatter_reduce": ("self", "index", "dim"),
 }
-# Ops that take one for each of the first dimensions; a negative number counts from the end.
+# Ops that take one index for each of the first dimensions; a negative number counts from the end.
 _INDEX_LISTS = frozenset(
     ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::_unsafe_index_put", "aten::_index_put_impl")
 )
@@ -58,7 +58,7 @@ _SAME = frozenset(
 )
 _RESHAPES = frozenset(("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"))
 _WHOLE = (0, None, 1)
-# A number that fits a table only after a cast to fewer bits has cut it is not followed further.
+# Only casts to these are followed: a cast to fewer bits may cut a number so that only the result fits the table.
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _WHOLE_NUMBERS = (*_INDEX_DTYPES, torch.int16, torch.int8, torch.uint8)
 
@@ -67,18 +67,18 @@ _Region = tuple[tuple[int, int | None, int], ...]
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What a node holds: the numbers of an input in a region of it, plus `added`."""
+    """What a node holds: the numbers in a region of an input, plus `added`."""
 
     source: str
     added: int
     region: _Region
-    # For each dimension of the node, which one of the input it runs along; None for one that repeats. None in all,
-    # where a reshape mixed them: then no part can be told any more.
+    # For each dimension of the node, the dimension of the input that it runs along; None for one that repeats. None as
+    # a whole after a reshape mixed them: then no part can be told apart any more.
     dims: tuple[int | None, ...] | None
 
 
 def index_ranges(ep: ExportedProgram) -> dict[str, tuple[IndexRange, ...]]:
-    """By the names of the inputs; only of those whose numbers index something of a known size."""
+    """The ranges by input name, only for inputs whose numbers index something of a known size."""
     names = _table_names(ep)
     known: dict[Node, _Numbers] = {}
     found: dict[str, list[IndexRange]] = {}
@@ -145,7 +145,7 @@ def _range(numbers: _Numbers, table: Node, dim: int, wraps: bool, names: dict[st
 
 
 def _origin(table: Node) -> Node:
-    """The weight, state or input that a table shows, or is after updates; else what computed it."""
+    """The weight, state or input that a table is a view or an updated version of; else what computed it."""
     origin = memory_origin(table)
     while op_name(origin.target) in _UPDATES:
         origin = memory_origin(arguments(origin)["self"])
@@ -153,7 +153,7 @@ def _origin(table: Node) -> Node:
 
 
 def _strictest(ranges: list[IndexRange]) -> tuple[IndexRange, ...]:
-    """Without those that another one implies: the caches of all layers are of one size."""
+    """Drops the ranges that another one implies: the caches of all layers have the same size."""
     kept: list[IndexRange] = []
     for entry in ranges:
         if not any(_implies(other, entry) for other in kept):
@@ -169,7 +169,7 @@ def _implies(one: IndexRange, other: IndexRange) -> bool:
 
 
 def _followed(node: Node, numbers: _Numbers, source: Node) -> _Numbers | None:
-    """What a node holds whose first argument holds `numbers`; None where they do not come out as they went in."""
+    """What a node holds if its first argument holds `numbers`; None if they cannot be followed through it."""
     name, given = op_name(node.target), arguments(node)
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or (
@@ -183,7 +183,7 @@ def _followed(node: Node, numbers: _Numbers, source: Node) -> _Numbers | None:
     if name in _RESHAPES:
         return replace(numbers, dims=None)
     if numbers.dims is None:
-        # What only turns or repeats all of it.
+        # Ops that only rearrange or repeat all of it.
         all_of_it = ("aten::unsqueeze", "aten::squeeze", "aten::permute", "aten::transpose", "aten::t", "aten::expand")
         return numbers if name in all_of_it else None
     return _viewed(str(name), given, numbers, numbers.dims, source.meta["val"].shape, value)
@@ -246,12 +246,12 @@ def _viewed(
 
 
 def _is_one(size: Any) -> bool:
-    """A dynamic size never is: to the tracer, one is a size of its own."""
+    """A dynamic size is never one: the tracer treats one as a size of its own."""
     return isinstance(size, int) and size == 1
 
 
 def _cut(numbers: _Numbers, dim: int | None, part: tuple[int, int | None, int]) -> _Numbers | None:
-    """Only along a dimension of the input, and once."""
+    """Cuts only along a dimension of the input, and each only once."""
     if dim is None or numbers.region[dim] != _WHOLE:
         return None
     region = numbers.region

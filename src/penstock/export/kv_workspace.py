@@ -13,7 +13,7 @@ ATTEND = "penstock::kv_attend"
 
 
 def kv_workspace_bound_bytes(ep: ExportedProgram, device: torch.device) -> int | None:
-    """The most of any call, for the largest shapes; None where a size has no bound. Calls follow one another."""
+    """The most that one call allocates, for the largest shapes; None if a size has no bound. Calls do not overlap."""
     if device.type != "cuda":
         return 0
     largest = 0
@@ -26,7 +26,7 @@ def kv_workspace_bound_bytes(ep: ExportedProgram, device: torch.device) -> int |
         if len(known) < len(sizes):
             return None
         batch, heads, tokens, head_dim, kv_heads, device_positions, host_positions = known
-        # All that both sides hold, wherever they meet.
+        # The capacity of both sides together, wherever the cache is split.
         needed = workspace_bound_bytes(
             batch=batch,
             heads=heads,

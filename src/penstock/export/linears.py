@@ -1,4 +1,4 @@
-"""Which reads of a weight do nothing but multiply by its rows: those become penstock_linear, for which the rows may lie
+"""Finds the reads of a weight that only multiply by its rows. Those become penstock_linear, for which the rows may lie
 in two places."""
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Product:
 
 
 def rewrite_linears(graph: Graph, weight: Node, access: int) -> bool:
-    """Make every reader of a lent weight a penstock_linear, if all of them can be; says whether they were.
+    """Replace every reader of a lent weight with penstock_linear, if all can be replaced; says whether they were.
 
-    One that cannot be is enough to leave all: it would read rows that do not lie where its weight begins.
+    A single reader that cannot be replaced rules out all: it would read rows that do not lie where its weight begins.
     """
     if not _suits(weight.meta["val"]):
         return False
@@ -83,7 +83,7 @@ def _product_of(reader: Node, weight: Node, *, transposed: bool) -> _Product | N
         bias, x = given["self"], given["mat1"]
     else:
         return None
-    # In the place of the weight, and only there: one that is multiplied with itself is read as a whole besides.
+    # The lent weight may only be the weight operand: one that is multiplied with itself is also read as a whole.
     return None if weight in (x, bias) else _Product(reader, x, bias)
 
 
@@ -94,7 +94,7 @@ def _fits(product: _Product, weight: Node) -> bool:
     if product.bias is None:
         return True
     bias = product.bias.meta["val"]
-    # One number for each row of the weight; addmm takes others, too.
+    # One number for each row of the weight; addmm takes other shapes, too.
     return bias.dtype == lent.dtype and bias.dim() == 1 and bool(bias.shape[0] == lent.shape[0])
 
 

@@ -32,7 +32,7 @@ class CompiledMethod:
 
 
 class _Recorder:
-    """Derives the order of the main graph as the compiler gets to it, and refuses fetches anywhere else."""
+    """Derives the order of the main graph when the compiler reaches it, and refuses fetches anywhere else."""
 
     def __init__(self) -> None:
         self.derivation: Derivation | None = None
@@ -133,7 +133,7 @@ def _compile(
 
 
 def _workspace_bound_bytes(program: WeightlessProgram, ep: ExportedProgram, device: torch.device) -> int | None:
-    """What ops allocate beside their results, which the compiler does not see. Calls follow one another."""
+    """What ops allocate besides their results, unseen by the compiler. Calls do not overlap."""
     bounds = (kv_workspace_bound_bytes(ep, device), experts_workspace_bound_bytes(program.module, ep))
     known = [bound for bound in bounds if bound is not None]
     return max(known) if len(known) == len(bounds) else None

@@ -39,7 +39,7 @@ def apply_weight_offload(ep: ExportedProgram) -> ExportedProgram:
         raise AlreadyOffloadedError("apply_weight_offload was applied to this program before; compile it as it is")
     refuse_training(ep)
     # Straight from torch.export, mutations are still in-place ops (a KV cache would look like a weight) and quantized
-    # weights still are tensor subclasses. Functionalising names the first and flattens the second.
+    # weights are still tensor subclasses. Functionalising names the first and flattens the second.
     program = _functional(ep)
     insert_program_fetches(program)
     if not fetches(program.graph):
@@ -115,15 +115,15 @@ def insert_fetches(graph: Graph, weights: Mapping[Node, str]) -> None:
             return node
 
         _fetch_uses(graph, weight, fetch)
-    # Views that every consumer now has its own copy of. Not by removing dead code in general, which could also drop
-    # what the program's signature still names.
+    # Remove the views that every consumer now has its own copy of. Removing all dead code could also drop what the
+    # program's signature still names.
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function" and _is_view(node):
             graph.erase_node(node)
 
 
 def _refuse_strides_spelled_out(weight: Node, name: str) -> None:
-    """as_strided counts in the storage of the weight; a fetch gives the weight alone, without gaps and overlaps."""
+    """as_strided indexes the weight's storage; a fetch gives only the weight itself, without gaps and overlaps."""
     value = weight.meta["val"]
     pending = list(weight.users)
     while pending:
@@ -163,7 +163,7 @@ def _fetch_uses(graph: Graph, source: Node, make: Callable[[], Node]) -> None:
         if user.target is FETCH:
             continue
         if op_name(user.target) == "aten::_assert_tensor_metadata":
-            graph.erase_node(user)  # about the dtype and device of a weight: settled here and now, not a read
+            graph.erase_node(user)  # checks the dtype and device of a weight: settled here and now, not a read
         elif _is_view(user) and user.args[0] is source and user.all_input_nodes.count(source) == 1:
 
             def again(view: Node = user) -> Node:
@@ -214,7 +214,7 @@ def _graphs(module: GraphModule) -> list[Graph]:
 
 
 def _trains(node: Node) -> bool:
-    """Whether the op drops at random, or takes and updates statistics, as it would only do in training."""
+    """Whether the op drops values at random, or takes and updates statistics, as it would only do in training."""
     if namespace(node.target) != "aten":
         return False
     given = arguments(node)
@@ -223,6 +223,6 @@ def _trains(node: Node) -> bool:
     if not any(given.get(flag) for flag in ("train", "training", "use_input_stats")):
         return False
     if "eps" in given:
-        # Statistics of the batch without running ones are how a norm that tracks nothing works in eval mode too.
+        # A norm that tracks no running statistics uses those of the batch in eval mode, too.
         return given.get("running_mean") is not None
     return bool(given.get("p", given.get("dropout", 1)) != 0)

@@ -16,12 +16,12 @@ from penstock.torch_private.inductor import pack_archive
 
 
 def pack_program(program: Program, files: Mapping[str, Sequence[str]]) -> bytes:
-    """The archive as bytes: code only, so it is small, and writing it is left to the caller's rules for full disks."""
+    """The archive as bytes: only code, so it is small; the caller writes it by its own rules for full disks."""
     code = sorted(_code(files), key=lambda entry: entry.name)
     packed = pack_archive(files, {METADATA_FILE: program_to_json(program, code)})
     if not is_pt2_package(packed):
         raise PackageError("torch packed something that it does not take for a .pt2 archive")
-    # As any reader will read it: that torch packed the files under the names that were sealed is only seen here.
+    # Read it as any reader will: only this shows that torch packed the files under the names that were sealed.
     program_from_archive(io.BytesIO(packed), "the packed program")
     return packed
 

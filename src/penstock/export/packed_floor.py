@@ -1,4 +1,4 @@
-"""A budget that is baked into a program with packed weights: known to suffice only once they are packed."""
+"""Checks a budget baked into a program with packed weights: whether it suffices is known only once they are packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.weights.packing import read_blocks
 
 
 def check_baked_budget(program: Program, index: WeightsIndex, entries: Mapping[str, Entry], page_bytes: int) -> None:
-    """Refused as it would be at load, where the user may be somebody else. `entries`: by weight."""
+    """Refuse here what load would refuse: the user at load may be somebody else. `entries`: by weight."""
     if program.budget_bytes is None:
         return
     packed = {weight.name: entries[weight.name] for weight in program.weights if entries[weight.name].packing}

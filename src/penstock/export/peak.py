@@ -1,13 +1,13 @@
-"""Peak memory while exporting: of the host process, and of the device that is compiled for.
+"""Peak memory of an export: of the host process, and of the device that it compiles for.
 
-What the host number cannot tell:
-- It is of this process alone. Children (the C++ compiler, Inductor's worker processes) are not in it.
-- It counts resident pages, file-backed ones too: a checkpoint or a .ptd that is mapped and read is in it as far as it
-  was touched, although the kernel could drop those pages at any time. It is an upper bound of what was needed.
-- Pages that were swapped out are not in it.
-- What the process held before the meter started is in it: `host_start_bytes` says how much that was.
-What the GPU number cannot tell: it is what torch's allocator handed out. The CUDA context, and memory that others took
-(the driver's own calls, other processes), is not in it.
+Limits of the host number:
+- It covers this process only. Children (the C++ compiler, Inductor's worker processes) are not in it.
+- It counts resident pages, file-backed ones too. A checkpoint or a .ptd that is mapped and read counts as far as it
+  was touched, although the kernel could drop those pages at any time. So it is an upper bound of what was needed.
+- It excludes pages that were swapped out.
+- It includes what the process held before the meter started: `host_start_bytes` says how much that was.
+Limits of the GPU number: it is what torch's allocator handed out. It excludes the CUDA context and memory that others
+took (the driver's own calls, other processes).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATUS = Path("/proc/self/status")
 # The value that resets the high-water mark of the resident pages, and nothing else (man 5 proc).
 _RESET_HIGH_WATER_MARK = "5"
 
-# The marks are of the whole process: an inner meter would reset those of the outer one.
+# The marks belong to the whole process: an inner meter would reset those of the outer one.
 _metering = threading.Lock()
 
 
@@ -41,8 +41,8 @@ class Peaks:
 
     host_start_bytes: int
     host_peak_bytes: int
-    # True: the host peak is of the metered block. False: the kernel's mark could not be reset, and the host peak is of
-    # the whole life of the process so far.
+    # True: the host peak covers the metered block. False: the kernel's mark could not be reset, and the host peak
+    # covers the whole life of the process so far.
     host_mark_was_reset: bool
     # None when the target is not a GPU; 0 when it is one and nothing was allocated on it.
     gpu_peak_bytes: int | None
@@ -144,7 +144,7 @@ def _reset_host_mark() -> bool:
     try:
         _CLEAR_REFS.write_text(_RESET_HIGH_WATER_MARK)
     except OSError:
-        # Not to be had in some containers. Peaks says so.
+        # Not available in some containers. Peaks says so.
         return False
     return True
 

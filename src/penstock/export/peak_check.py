@@ -27,7 +27,7 @@ class MalformedError(ValueError):
 
 
 def check_peaks(log: Iterable[str], environment: Mapping[str, str]) -> str:
-    """What was found, in one line; PeakMemoryError above a limit, MalformedError if that cannot be told."""
+    """What was found, in one line. PeakMemoryError above a limit, MalformedError if it cannot tell."""
     lines = list(log)
     gpu_mb, host_mb = _last_value(lines, GPU_PEAK_LINE), _last_value(lines, HOST_PEAK_LINE)
     gpu_limit_mb = _limit(environment, GPU_LIMIT_VARIABLE)

@@ -110,7 +110,7 @@ def _mapped(stored: StoredTensor, fd: int) -> torch.Tensor:
     flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=shift, count=stored.length_bytes)
     if stored.offset_bytes % ITEM_BYTES[stored.dtype]:
         flat = flat.clone()  # the file does not align the tensor for its own dtype
-    # On the CPU by name: the caller may have another default, such as meta, on which such models are built.
+    # Name the CPU: the caller may have another default device, such as meta, on which such models are built.
     return torch.empty(0, dtype=getattr(torch, stored.dtype), device="cpu").set_(
         flat.untyped_storage(),
         flat.storage_offset() // ITEM_BYTES[stored.dtype],
@@ -175,7 +175,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     header.pop("__metadata__", None)
     base_bytes = 8 + length_bytes
     tensors = {name: _stored_tensor(path, name, entry, base_bytes) for name, entry in header.items()}
-    # As the format has it: one tensor after the other, without gaps. Anything else is a header of some other data.
+    # The format stores one tensor after the other, without gaps. Anything else is a header of some other data.
     end_bytes = base_bytes
     for stored in sorted(tensors.values(), key=lambda stored: (stored.offset_bytes, stored.length_bytes)):
         if stored.offset_bytes != end_bytes:

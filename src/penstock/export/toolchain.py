@@ -1,8 +1,8 @@
 """The preflight of the C++ compiler: what it builds must load and run beside torch.
 
-AOTInductor builds a shared library and loads it into the process. A compiler that links libstdc++ statically gives a
-library with a second copy of the C++ runtime, which shares some symbols with torch's copy and not others: std::regex
-then ends in std::bad_cast, and the process dies while the package loads. Found here, it is an error with a remedy.
+AOTInductor builds a shared library and loads it into the process. A compiler that links libstdc++ statically builds a
+library with a second copy of the C++ runtime, which shares only some symbols with torch's copy: std::regex then ends in
+std::bad_cast, and the process dies while the package loads. Found here, it is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def needed_libraries(library: Path) -> list[str]:
 def _read_needed(data: bytes, order: str) -> list[str]:
     (table,) = struct.unpack_from(f"{order}Q", data, 0x20)
     entry_bytes, count = struct.unpack_from(f"{order}HH", data, 0x36)
-    # Of each program header: type, flags, file offset, address, physical address, bytes in the file.
+    # For each program header: type, flags, file offset, address, physical address, bytes in the file.
     segments = [struct.unpack_from(f"{order}IIQQQQ", data, table + index * entry_bytes) for index in range(count)]
     loaded, dynamic = 1, 2
     begin, size = next((s[2], s[5]) for s in segments if s[0] == dynamic)

@@ -37,7 +37,7 @@ from penstock.torch_private.graph import (
 )
 from penstock.torch_private.pytree import dump_spec, make_flat
 
-# Higher-order ops that call a kernel on the spot: their operands live as long as any reader's.
+# Higher-order ops that call a kernel on the spot: their operands live only as long as any other reader's.
 _PLAIN_OPERATORS = frozenset(
     (
         "triton_kernel_wrapper_functional",
@@ -46,10 +46,10 @@ _PLAIN_OPERATORS = frozenset(
         "auto_functionalized_v2",
     )
 )
-# Control flow whose listed operands may come back as a result (a loop that makes no trip): position in the arguments.
+# Control flow that may return these operands as results (a loop that makes no trip): their position in the arguments.
 _CARRIED_OPERANDS = {"while_loop": 2, "scan": 1, "associative_scan": 1}
-# Reads of a weight that the compiler would rather repeat in each of their readers than store. Repeated, an embedding
-# table would be held until the last reader of what was gathered from it.
+# Reads of a weight that the compiler would rather repeat in each of their readers than store. If it repeated them, an
+# embedding table would be held until the last reader of what was gathered from it.
 _REPEATED_READS = frozenset(("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_to_copy"))
 _ASYNCHRONOUS_NAMESPACES = frozenset(("_c10d_functional", "c10d", "c10d_functional", "streams", "_dtensor", "symm_mem"))
 
@@ -66,9 +66,9 @@ class WeightlessProgram:
     gathered: frozenset[int]
     # Accesses whose every reader is a penstock_linear.
     linear: frozenset[int]
-    # Accesses that take experts, and by which of them their index was met first.
+    # Accesses that take experts -> the first access with the same index.
     routing: dict[int, int]
-    # Names in the program of weights that look like experts and are read whole, and why.
+    # Names in the program of weights that look like experts but are read whole -> why.
     whole_experts: dict[str, str]
     # Names of the states, in the order of the leading inputs.
     states: tuple[str, ...]
@@ -83,7 +83,7 @@ class _Accesses:
     pinned: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
     linear: set[int] = field(default_factory=set)
-    # By the index that experts are taken by, in the order in which they are met.
+    # Index that takes experts -> the accesses with that index, in the order in which they are met.
     routed: dict[Hashable, list[int]] = field(default_factory=dict)
     whole_experts: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ def make_weightless(
 ) -> WeightlessProgram:
     """Rewrite one method for `device`. `states` names what is state in any method of the model.
 
-    With `split_linear`, products with weights are those of penstock_linear where they can be.
+    With `split_linear`, products with weights become penstock_linear where they can.
     """
     _refuse_unsupported(ep)
     check_host_sides(ep, device, states)
@@ -105,7 +105,7 @@ def make_weightless(
     mapped: dict[Node, Node] = {}
     output = graph.graph_copy(ep.graph, mapped)
     graph.output(output)
-    # By the names of the signature: a copy renames what is named like a builtin (an argument called "input").
+    # Keyed by the signature's names: a copy renames what is named like a builtin (an argument called "input").
     nodes = {name: mapped[node] for name, node in placeholders(ep.graph).items()}
     values = {name: node.meta["val"] for name, node in placeholders(ep.graph).items()}
     fake_mode = _fake_mode(values.values())
@@ -147,7 +147,7 @@ def make_weightless(
 
     count_by_comparing(graph)
     insert_fetches(graph, target_of)  # constants that a decomposition lifted after the pass
-    # What is written while what was read of it lives on (in this method or in another one).
+    # These are written while values read from them live on (in this method or in another one).
     for node in (*dict(state_nodes).values(), *_mutated_inputs(ep, nodes)):
         _clone_carried(graph, node)
     outputs = _rewrite_outputs(ep, graph, dict(state_nodes), nodes)
@@ -409,14 +409,14 @@ def _elsewhere(value: Any, device: torch.device) -> bool:
 
 
 def _free_layouts(graph: Graph, *, moves: bool, body: bool) -> None:
-    """Undo what export settled for the layouts of the device it ran on: attention, say, strides its result otherwise on
-    a GPU, and a reshape that became a view on the CPU is not one there."""
+    """Undo what export settled for the layouts of the device it ran on. Attention, for example, strides its result
+    differently on a GPU, so a reshape that became a view on the CPU is not one there."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
         elif op_name(node.target) == "aten::as_strided" and moves:
             base = memory_of(node)
-            # Weights and inputs lie as they always did; what a body is handed may be anything.
+            # Weights and inputs keep their layout; what a body is handed may have any layout.
             if body or (base.op != "placeholder" and base.target is not WEIGHT):
                 raise UnsupportedProgramError(
                     f"as_strided at {node.name!r} spells out the memory layout of {base.name!r} on the device of the "
@@ -427,8 +427,8 @@ def _free_layouts(graph: Graph, *, moves: bool, body: bool) -> None:
 def _retarget(
     module: GraphModule, device: torch.device, fake_mode: Any, *, moves: bool, body: bool = False
 ) -> GraphModule:
-    """A copy of the module, with bodies of control flow, whose every device is the target: where the model sits does
-    not matter, and none of it is moved."""
+    """A copy of the module and its bodies of control flow, with every device replaced by the target. It does not matter
+    where the model sits, and none of it is moved."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     _free_layouts(graph, moves=moves, body=body)

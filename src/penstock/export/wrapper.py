@@ -1,7 +1,7 @@
 """Checks the C++ wrapper that the compiler wrote against the recorded schedule.
 
-The text is a check, not a source: it does not show every lifetime. So the spans found in it must lie inside the spans
-recorded, and the calls must stand exactly as recorded.
+The text is a check, not a source: it does not show every lifetime. So the spans found in it must lie inside the
+recorded spans, and the calls must be exactly the recorded ones.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def check_weightless(source: str, method: str) -> None:
 
 
 def check_handed_on(source: str, method: str, states: Mapping[int, str]) -> None:
-    """Raise CompileError if the code does anything with these states, by their places among its inputs, but to hand
-    them on: it takes them for tensors of the sizes of the export, and they may have others."""
+    """Raise CompileError if the code does anything but hand these states on: it assumes the sizes of the export, and
+    they may have others. `states`: by position among the inputs."""
     for position, name in states.items():
         uses = input_uses(source, position)
         if uses is None:

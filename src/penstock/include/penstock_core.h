@@ -1,6 +1,6 @@
-// The part of the core's C interface that the ExecuTorch delegate uses, and all that it passes by structure. Python has the
-// same fields in runtime/session.py and runtime/budget_choice.py, and the functions in native.py. What they do stands where
-// they are defined.
+// The part of the core's C interface that the ExecuTorch delegate uses, and all structures that it passes. Python has
+// the same fields in runtime/session.py and runtime/budget_choice.py, and the functions in native.py. What the
+// functions do is documented where they are defined.
 #pragma once
 
 #include <cstddef>
@@ -34,21 +34,21 @@ extern "C" {
 struct PenstockOpenRequest {
   // The weights file.
   const char* path;
-  // Offset and bytes in it of each weight, in the order in which plans number them.
+  // Offset and size of each weight in the file, in the order in which plans number weights.
   const int64_t* extents;
   int64_t extent_count;
-  // Of the pinned buffers that weights pass through; -1: the file is registered as it is mapped.
+  // Size of the pinned buffers that weights pass through; -1: the file is registered as it is mapped.
   int64_t host_cap_bytes;
-  // What else will be held there: of the soft driver, whose device memory is host memory too, and state.
+  // What else will be held in host memory: state, and the soft driver's device memory, which is host memory too.
   int64_t extra_host_bytes;
-  // The records of weights that are packed in the file; none: there are none.
+  // The records of the weights that are packed in the file, if there are any.
   const int64_t* packed;
   int64_t packed_count;
-  // Holds proc/ and sys/, where limits of memory are; "/" but in tests.
+  // Holds proc/ and sys/, which tell the limits of memory; "/" except in tests.
   const char* root;
-  // What penstock_probe_begin gave, or null: then a probe is begun where one is needed.
+  // What penstock_probe_begin returned. If null, a probe is begun where one is needed.
   void* probe;
-  // Told how many more bytes of the file are in memory; what is not 0 gives up. May be null.
+  // Called with how many more bytes of the file are in memory; a nonzero result gives up. May be null.
   int32_t (*on_bytes)(int64_t bytes);
   // The policy: 0 is a plan.
   int32_t lru;
@@ -56,14 +56,14 @@ struct PenstockOpenRequest {
   int32_t poison;
 };
 
-// What a program was compiled for, or what is here. Compiled code calls torch and the machine directly.
+// What a program was compiled for, or what this machine has. Compiled code calls torch and the machine directly.
 struct PenstockBuild {
   const char* torch;
   // As uname has it.
   const char* machine;
   // What torch calls the instructions of the CPU.
   const char* cpu;
-  // Of a GPU, as in "9.0"; null: none is compared.
+  // Compute capability of a GPU, as in "9.0"; null: none is compared.
   const char* capability;
   const char* gpu;
   // "cuda:1", for the message.
@@ -91,56 +91,56 @@ struct PenstockBudget {
   int64_t origin;
   // Or PENSTOCK_NONE.
   int64_t baked_bytes;
-  // The terms of an automatic budget; read for no other. What is free, what weights of a loaded program hold, and of
-  // these what is not for weights: what runs allocate at most, state that is still to be allocated, a reserve.
+  // The terms of an automatic budget; read for no other. What is free and what weights of a loaded program hold; and
+  // the parts of these that are not for weights: the most that runs allocate, state not yet allocated, a reserve.
   int64_t free_bytes;
   int64_t held_bytes;
   int64_t activation_bytes;
   int64_t state_bytes;
   int64_t reserve_bytes;
-  // What was chosen, and what was asked for; `origin` is then where that comes from.
+  // The results: what was chosen, and what was asked for. `origin` then says where that comes from.
   int64_t budget_bytes;
   int64_t asked_bytes;
 };
 
-// What a session does not know of itself, for the line that says what it was set up to do.
+// What a session does not know about itself, for the line that says what it was set up to do.
 struct PenstockSummary {
-  // Of the program, as people know it; and "cuda:1".
+  // The program's name for people, and the device, as in "cuda:1".
   const char* name;
   const char* device;
   int64_t floor_bytes;
   int64_t budget_bytes;
-  // Of the budget, as in PenstockBudget.
+  // Where the budget comes from, as in PenstockBudget.
   int64_t origin;
-  // The least budget with which no weight is read over the link instead of copied.
+  // The smallest budget at which no weight is read over the link instead of copied.
   int64_t copying_bytes;
-  // Names, in the order in which the session counts methods.
+  // Names, in the order in which the session numbers methods.
   const char* const* methods;
   int64_t method_count;
-  // What else there is to say.
+  // Further parts of the line.
   const char* const* remarks;
   int64_t remark_count;
 };
 
-// Of the last run, or of all of them. Python has the same as penstock.runtime.session.Stats.
+// Counters of the last run, or of all runs. In Python this is penstock.runtime.session.Stats.
 struct PenstockCounters {
   int64_t runs = 0;
   int64_t bytes_streamed = 0;
   int64_t bytes_hit = 0;
   int64_t copies = 0;
   int64_t stall_ns = 0;
-  // Of the pool, under the least-recently-used policy: how often it was asked, and the host time that took.
+  // Under the least-recently-used policy: calls of the memory pool, and the host time they took.
   int64_t pool_calls = 0;
   int64_t pool_ns = 0;
-  // Of the runs, those that were launched as a graph. Their stalls are not measured.
+  // Runs that were launched as a graph. Their stalls are not measured.
   int64_t replays = 0;
-  // Of weights that kernels read where they lie, as a whole or but for their prefix: all that they could have read. A
-  // gather reads only some rows of it.
+  // Weights that kernels read in host memory, whole or except for their prefix: all bytes that they could have read. A
+  // gather reads only some rows.
   int64_t bytes_in_place = 0;
-  // Of packed weights, what was decoded: as the weights have it.
+  // Packed weights: the bytes that were decoded, counted unpacked.
   int64_t bytes_decoded = 0;
-  // Of experts with slots, once for each call that asks for one: those that were in a slot, those that were not, and what
-  // crossed the link of these. Counted by the device.
+  // Experts with slots, counted by the device once for each call that asks for one: those that were in a slot, those
+  // that were not, and the bytes of the latter that crossed the link.
   int64_t expert_hits = 0;
   int64_t expert_misses = 0;
   int64_t expert_bytes = 0;

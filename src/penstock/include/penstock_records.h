@@ -1,6 +1,6 @@
-// The reader of flat records: 64-bit little-endian numbers, and text as its length in bytes and then the bytes, filled up
-// with zeros to whole numbers. Plans, descriptions and what a delegate holds of itself are all read by it, in the core
-// and in the ExecuTorch delegate; src/penstock/record.py writes them.
+// The reader of flat records: 64-bit little-endian numbers, and text as its length in bytes, then the bytes, padded
+// with zeros to whole numbers. The core and the ExecuTorch delegate read plans, descriptions and a delegate's own data
+// with it; src/penstock/record.py writes them.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace penstock {
 // The first number of every record. The same in src/penstock/record.py.
 constexpr int64_t kRecordVersion = 10;
 
-// A record that is refused; nothing was made of it.
+// A record was refused; nothing was made from it.
 struct RecordError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -41,7 +41,7 @@ class RecordReader {
     return last(1, low, high);
   }
 
-  // The same of one that was read before: the `back`-th last.
+  // The same check for a number that was read before: the `back`-th last.
   int64_t last(size_t back, int64_t low, int64_t high) const {
     const int64_t value = at(at_ - back);
     if (value < low || value >= high)
@@ -51,14 +51,14 @@ class RecordReader {
     return value;
   }
 
-  // So many bytes more, of a sum that must stay a number.
+  // A number of bytes, added to a sum that must not overflow.
   int64_t next_of(int64_t& sum) {
     const int64_t value = next(1, INT64_MAX - sum);
     sum += value;
     return value;
   }
 
-  // How many things follow, each of at least `numbers_each` numbers. So nothing is allocated for more than there can be.
+  // How many items follow, each of at least `numbers_each` numbers. So no more is allocated than can follow.
   size_t length(size_t numbers_each = 1) {
     next();
     return (size_t)last(1, 0, (int64_t)((count_ - at_) / numbers_each) + 1);

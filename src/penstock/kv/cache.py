@@ -13,14 +13,14 @@ from penstock.kv.failures import KVCacheFullError, KVCacheInputError
 from penstock.kv.host_block import host_tensor
 from penstock.kv.split import CacheShape, StepTraffic, split_within, step_traffic
 
-# Where both sides take about equally long (docs/direct.md), fewer leave the link idle between their loads. With more it
-# was faster at one share and slower at the next: they get in the way of those that read device memory.
+# Where both sides take about equally long (docs/direct.md), fewer leave the link idle between their loads. More were
+# faster at one share and slower at the next, because they get in the way of those that read device memory.
 HOST_PROGRAMS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What every layer needs to know of one step: sequence b holds starts[b] positions and gets counts[b] more."""
+    """What every layer needs to know about one step: sequence b holds starts[b] positions and gets counts[b] more."""
 
     starts: Tensor
     counts: Tensor
@@ -31,7 +31,7 @@ class HostKVCache(nn.Module):
     """Keys and values of all layers: the first positions of each sequence on the device, the others in host memory.
 
     The device side takes `device_bytes`, at most `device_cap_bytes`, for the life of the cache; the host side
-    `host_bytes`. In a compiled program the cap is the default at load, and `device_memory=` divides anew.
+    `host_bytes`. In a compiled program the cap is the default at load; `device_memory=` chooses the split anew.
 
     Calling the cache appends the keys and values of one layer's new tokens and returns their causal attention over
     everything the layer holds, within `penstock.kv.ops.TOLERANCE` of the exact one: 2**-7 for bf16. The result has the
@@ -67,7 +67,7 @@ class HostKVCache(nn.Module):
         place = torch.device(device)
         side = (2, batch, kv_heads, self.split.device_positions, head_dim)
         for layer in range(layers):
-            # State, not weights: out of the state dict and checkpoints.
+            # State, not weights: kept out of the state dict and checkpoints.
             self.register_buffer(f"kv_{layer}", torch.zeros(side, dtype=dtype, device=place), persistent=False)
             self.register_buffer(f"host_kv_{layer}", self._host_tensor(place), persistent=False)
 
@@ -88,7 +88,7 @@ class HostKVCache(nn.Module):
         return tuple(self._lengths)
 
     def begin(self, counts: int | Sequence[int]) -> Step:
-        """Makes room for `counts` new tokens of each sequence, in all layers. If one does not fit nothing changes."""
+        """Makes room for `counts` new tokens of each sequence, in all layers. If one does not fit, nothing changes."""
         new = [counts] * self.shape.batch if isinstance(counts, int) else list(counts)
         if len(new) != self.shape.batch or min(new) < 0:
             raise KVCacheInputError(f"counts are {new}; a cache of {self.shape.batch} sequences needs one number each")
@@ -101,7 +101,7 @@ class HostKVCache(nn.Module):
                     length=held + count,
                     capacity=self.split.capacity,
                 )
-        # One copy for all layers; from pageable memory, so that the host may change its numbers at once.
+        # One copy for all layers, from pageable memory, so that the host may change its numbers right away.
         starts, amounts = torch.tensor([self._lengths, new], dtype=torch.int32).to(self.device)
         traffic = step_traffic(self.shape, self.split, self._lengths, new)
         self._lengths = [held + count for held, count in zip(self._lengths, new, strict=True)]
@@ -137,7 +137,7 @@ class HostKVCache(nn.Module):
         if moved.device == self.device:
             return self
         if self.device.type == "cuda":
-            # The far side is copied by the host, which does not wait for kernels that still write to it.
+            # The host copies the far side, and does not wait for kernels that still write to it.
             torch.cuda.synchronize(self.device)
         for layer in range(self.shape.layers):
             far = self._host_tensor(moved.device)

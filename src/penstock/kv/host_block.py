@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Host memory for the far side of a cache: on a GPU mapped and registered with it, so that kernels read it in place.
+"""Host memory for the far side of a cache. For a GPU it is mapped and registered, so that kernels read it in place.
 
 torch's own pinned memory is not used: its sizes are rounded up to powers of two.
 """
@@ -19,7 +19,7 @@ from penstock.errors import RegistrationError
 class RegisteredMemory(mmap.mmap):
     """Anonymous memory that is registered with a device until the last tensor over it is gone.
 
-    A finalizer would be too late: the mapping is given back before weak references are told.
+    A finalizer would be too late: the mapping is given back before weak references are notified.
     """
 
     device: torch.device

@@ -1,19 +1,19 @@
 # mypy: ignore-errors
 """Attention over a split KV cache, in Triton: its language is not Python's, so types are not checked here.
 
-A part is a fixed set of positions of a sequence, tile after tile; which ones follows from its length and from shapes.
-Its result is what one program has summed over it: values, the sum of their weights, and the highest score. Results of
-parts are merged in their order. Where a tile lies decides from which address it is loaded and which program does it,
-and nothing else: the same code runs for both sides, compiled once for all splits. So the bits are the same wherever the
-sides meet. No two programs write to one place and nothing is added atomically.
+A part is a fixed set of positions of a sequence, tile by tile. The sequence's length and the shapes decide which ones.
+One program sums over a part. Its result is the values, the sum of their weights, and the highest score. The results are
+merged in the order of the parts. Where a tile lies decides only its address and which program loads it. Both sides run
+the same code, compiled once for all splits, so the bits are the same wherever the sides meet. No two programs write to
+the same place, and nothing is added atomically.
 
-A loaded slot always lies below the sequence's length: what is beyond it, NaN included, reaches nothing.
+A loaded slot always lies below the sequence's length: what lies beyond it, NaN included, has no effect.
 """
 
 import triton
 import triton.language as tl
 
-# Numbers that differ from split to split. Triton would compile another kernel where one of them is 1 or divides by 16.
+# Numbers that vary with the split, not specialized: Triton would compile another kernel for 1 or a multiple of 16.
 SPLIT_NUMBERS = [
     "device_positions",
     "far_first",

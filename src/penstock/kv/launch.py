@@ -1,9 +1,9 @@
-"""How the kernels are launched. No length is looked at on the host: a step can be captured into a CUDA graph. Where the
-sides meet decides how many launches there are, and which of them reads what; not what is added to what.
+"""Launches the kernels. The host looks at no length, so a step can be captured into a CUDA graph. Where the sides meet
+decides how many launches there are and which of them reads what, but not what is added to what.
 
-The host side is an ordinary CPU tensor over memory that is registered with the device; Triton takes it, asks the driver
-for the device's address and passes that on. Or it is a tensor of the device that begins at that address. Kernels see no
-difference: which programs face the host, and so how many read over the link, goes by the argument.
+The host side is an ordinary CPU tensor over memory that is registered with the device; Triton asks the driver for the
+device's address and passes that on. Or it is a device tensor that begins at that address. Kernels see no difference: an
+argument decides which programs face the host, and so how many read over the link.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.kv.split import BLOCK_POSITIONS
 
 STAGED_SLOTS = 128
 APPENDED_TOKENS = 16
-# On an H200, 1 and 4 rows and 16 to 64 parts differed by less than 5%, now one way and now the other.
+# On an H200, 1 and 4 rows and 16 to 64 parts differed by less than 5%, in either direction.
 MERGED_PARTS = 32
 MERGED_ROWS = 1
 
@@ -139,7 +139,7 @@ def attend(
             COLUMNS=columns,
             num_warps=8,
         )
-        # Each goes on from what the ones before it have left: in the order of positions, wherever pieces begin.
+        # Each launch goes on from what the ones before it left: in the order of positions, wherever pieces begin.
         attend_parts(range(near + slots.start, near + slots.stop), staging, near + slots.start, 0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rows = batch * heads * tokens
@@ -164,17 +164,17 @@ def attend(
     return out
 
 
-# Triton's interpreter takes a bf16 for the integer of its bits in a matrix product.
+# In a matrix product, Triton's interpreter treats a bf16 as the integer of its bits.
 INTERPRETED = type(kernels.attend_parts).__name__ == "InterpretedFunction"
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Kernels take any strides but that of the last dimension, along which they read 16 bytes at a time."""
+    """Kernels take any strides, but the last one must be 1: along it they read 16 bytes at a time."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _columns(head_dim: int) -> int:
-    """Matrix products want a power of two, and 16 at the least."""
+    """Matrix products need a power of two, and at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 

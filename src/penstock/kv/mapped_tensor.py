@@ -1,7 +1,7 @@
-"""Registered host memory as a tensor of the GPU, at the address at which the GPU finds it.
+"""Registered host memory as a GPU tensor, at the address where the GPU finds it.
 
-To a compiled program its inputs are all on one device; where their bytes lie is nothing that its kernels ask. The
-tensor is handed to torch by DLPack, the one public way to make one over an address that keeps the owner of the memory.
+A compiled program expects all its inputs on one device; its kernels do not care where the bytes lie. The tensor is
+handed to torch by DLPack, the only public way to make a tensor over an address that keeps the memory's owner alive.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _ManagedTensor(ctypes.Structure):
     _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-# What torch's tensors stand on, by the address of their description: until the last view of one is gone.
+# Keeps what torch's tensors lie on, by the address of their description, until the last view of one is gone.
 _held: dict[int, tuple[Any, ...]] = {}
 
 
@@ -67,7 +67,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def mapped_tensor(host: Tensor, device: torch.device) -> Tensor:
-    """The memory of `host`, which is contiguous and registered with `device`, as a tensor there. It keeps `host`."""
+    """The memory of `host`, contiguous and registered with `device`, as a tensor there. It keeps `host` alive."""
     if not host.numel():
         return torch.empty(host.shape, dtype=host.dtype, device=device)
     found = bytes_at(_device_address(host, device), host.nbytes, device, host)
@@ -75,7 +75,7 @@ def mapped_tensor(host: Tensor, device: torch.device) -> Tensor:
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device, owner: object) -> Tensor:
-    """Bytes that `owner` holds, as a tensor that holds `owner`."""
+    """Bytes that `owner` holds, as a tensor that keeps `owner` alive."""
     shape = (ctypes.c_int64 * 1)(nbytes)
     managed = _ManagedTensor(
         _Tensor(
@@ -94,7 +94,7 @@ def bytes_at(address: int, nbytes: int, device: torch.device, owner: object) -> 
 
 
 def _device_address(host: Tensor, device: torch.device) -> int:
-    """Under unified addressing mostly the same as the host's, which the driver does not promise."""
+    """Under unified addressing mostly the same as the host's, but the driver does not promise that."""
     driver = _driver()
     with driver.context(device.index or 0):
         return driver.device_address(host.data_ptr())

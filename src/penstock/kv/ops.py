@@ -9,11 +9,11 @@ same with a number of positions of its own, in host memory: a CPU tensor over me
 or, in a compiled program, a tensor of the GPU at the address where it finds that memory (penstock.kv.mapped_tensor).
 Either may have no positions at all; if both have some, the device has whole blocks of penstock.kv.split, and the output
 has the same bits at every such split. Sequence b holds starts[b] positions before the step and gets the first counts[b]
-of its tokens; what lies behind those is padding, neither written nor attended to, and its output is zero.
+of its tokens. The tokens after those are padding: neither written nor attended to, and their output is zero.
 
 On the CPU a sequence that does not fit is refused by name. On a GPU that would take a wait for the device in every
-layer: there nothing is written beyond the cache, and that sequence's output is NaN. HostKVCache.begin refuses before it
-comes to that.
+layer, so there nothing is written beyond the cache, and that sequence's output is NaN. HostKVCache.begin refuses it
+before that.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from penstock.kv import reference
 from penstock.kv.failures import KVCacheInputError
 from penstock.kv.split import BLOCK_POSITIONS, meets_on_a_border
 
-# How far from exact attention over the same keys and values an output may be, relative to the mean of their absolute
+# How far an output may be from exact attention over the same keys and values, relative to the mean of their absolute
 # values under the same weights. A weight is rounded to the dtype before it meets its value, and the output once more:
-# two roundings of half a unit in the last place, which is 2**-8 of 8 significant bits (bf16) and 2**-11 of 11 (fp16).
+# two roundings of half a unit in the last place, which is 2**-8 for 8 significant bits (bf16), 2**-11 for 11 (fp16).
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-16}
 DTYPES = tuple(TOLERANCE)
-# Of one key. Tiles of larger ones do not fit into a multiprocessor's shared memory.
+# Bytes of one key. Tiles of larger keys do not fit into a multiprocessor's shared memory.
 MOST_HEAD_BYTES = 512
 
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
@@ -50,7 +50,7 @@ ATTEND = torch.ops.penstock.kv_attend.default
 
 
 def _check(tokens: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Tensor, counts: Tensor) -> None:
-    """Shapes and dtypes only, so that it serves fake tensors too."""
+    """Checks shapes and dtypes only, so that it works for fake tensors too."""
     most = MOST_HEAD_BYTES // tokens.element_size()
     if tokens.dim() != 4 or not 1 <= tokens.shape[3] <= most:
         raise KVCacheInputError(
@@ -113,7 +113,7 @@ def _attend(
 def _append_cuda(device_kv: Tensor, host_kv: Tensor, k: Tensor, v: Tensor, starts: Tensor, counts: Tensor) -> None:
     _check_append(device_kv, host_kv, k, v, starts, counts)
     _check_places(k, device_kv, host_kv, starts, counts)
-    # Triton launches on the current device, whatever the tensors'.
+    # Triton launches on the current device, wherever the tensors are.
     with torch.cuda.device(k.device):
         _launches().append(device_kv, host_kv, k, v, starts, counts)
 
@@ -133,8 +133,8 @@ def _check_places(tokens: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Te
     for name, tensor in (("device_kv", device_kv), ("starts", starts), ("counts", counts)):
         if tensor.device != tokens.device:
             raise KVCacheInputError(f"{name} is on {tensor.device}, the tokens on {tokens.device}")
-    # By its tensor's device the GPU reads it in place: mapped, or in a test truly device memory. A CPU tensor must be
-    # memory that it can read.
+    # The GPU can read a tensor of its own device: mapped host memory, or in a test real device memory. A CPU tensor
+    # must be memory that the GPU can read.
     if host_kv.numel() and host_kv.device != tokens.device and not host_kv.is_pinned():
         raise KVCacheInputError(f"host_kv is on {host_kv.device} in memory that is not registered with {tokens.device}")
 

@@ -1,7 +1,7 @@
 """What the ops compute, in plain torch: the implementation on the CPU, and what the kernels are compared with.
 
-A sequence is put together from both sides before any arithmetic, which then knows of none: the bits are the same
-wherever they meet. All arithmetic is in fp32.
+A sequence is put together from both sides before any arithmetic, so the bits are the same wherever the sides meet. All
+arithmetic is in fp32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def append(device_kv: Tensor, host_kv: Tensor, k: Tensor, v: Tensor, starts: Ten
 def attend(
     q: Tensor, device_kv: Tensor, host_kv: Tensor, starts: Tensor, counts: Tensor, scale: float, host_programs: int
 ) -> Tensor:
-    """As the kernels' in all but `host_programs`: without a link there is none to be congested."""
+    """Like the kernels' attention, but `host_programs` has no effect: there is no link to congest."""
     near = device_kv.shape[3]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for sequence, (start, count) in enumerate(_extents(starts, counts, near + host_kv.shape[3])):
@@ -46,14 +46,14 @@ def attend(
 
 
 def _by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
-    """Heads of one group one after the other, so that each key is used for all of them at once."""
+    """Puts the heads of one group one after the other, so that each key is used for all of them at once."""
     heads, count, head_dim = query.shape
     return query.reshape(kv_heads, heads // kv_heads * count, head_dim)
 
 
 def _whole(near: Tensor, far: Tensor, length: int) -> Tensor:
-    """Up to the length: what lies beyond it may be anything, NaN included. Always a copy, so that the arithmetic finds
-    the same strides and alignment at every split."""
+    """Positions up to the length: what lies beyond may be anything, NaN included. Always a copy, so that the arithmetic
+    finds the same strides and alignment at every split."""
     held = min(length, near.shape[2])
     whole = near.new_empty((*near.shape[:2], length, near.shape[3]), dtype=torch.float32)
     whole[:, :, :held] = near[:, :, :held]

@@ -1,11 +1,11 @@
 """Which positions of a sequence lie on which side, and what a step therefore reads over the link. Pure, no torch.
 
-The rule: of every sequence the first `device_positions` lie in device memory, the rest on the host. In full attention
-every step reads every position, so it does not matter which positions are near, only how many: filling the device first
-is the fewest bytes over the link at every length, and a position never moves once it is written.
+The first `device_positions` of every sequence lie in device memory, the rest on the host. In full attention every step
+reads every position, so it does not matter which positions are near, only how many. Filling the device first moves the
+fewest bytes over the link at every length, and a position never moves once it is written.
 
-Attention adds up over fixed blocks of positions, and the sides meet on the border of one: so results are the same bits
-wherever they meet.
+Attention sums over fixed blocks of positions, and the sides meet on the border of a block. So results have the same
+bits wherever the sides meet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.kv.failures import KVCacheCapError
 
-# What all splits are multiples of: with another number results would differ in their last bits from those before.
+# All splits are multiples of this. Another number would change the last bits of results.
 BLOCK_POSITIONS = 64
 
 
@@ -84,7 +84,7 @@ class StepTraffic:
 
 
 def split_within(shape: CacheShape, *, max_length: int, device_cap_bytes: int) -> Split:
-    """As many blocks on the device as the cap holds for every sequence, or all; never more, not for a moment."""
+    """As many blocks on the device as the cap holds for every sequence, or all positions; never more, even briefly."""
     if max_length < 1:
         raise ValueError(f"a KV cache's max_length is {max_length}; it must be at least 1")
     if device_cap_bytes < 0:

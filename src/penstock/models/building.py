@@ -28,7 +28,7 @@ def model_dtype(config: Any, dtype: str | torch.dtype | None) -> torch.dtype:
 
 
 def build_on_meta(checkpoint: CheckpointFolder, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """As from_pretrained builds it, with all its tensors on meta."""
+    """The model as from_pretrained builds it, with all its tensors on meta."""
     with torch.device("meta"):
         model = build_model(checkpoint.model_class, checkpoint.config, dtype, trust_remote_code=trust_remote_code)
     _place(model, dtype)
@@ -36,8 +36,8 @@ def build_on_meta(checkpoint: CheckpointFolder, dtype: torch.dtype, *, trust_rem
 
 
 def _place(model: Any, dtype: torch.dtype) -> None:
-    """Everything on meta, whatever device its code named. And some models keep some tensors in float32 whatever their
-    dtype: transformers loads them so."""
+    """Moves everything to meta, whatever device the model's code named. Some models keep some tensors in float32
+    whatever their dtype, and transformers loads them that way."""
     plan = dtype_plan(model, dtype)
     for path, module in model.named_modules():
         for name, tensor in list(tensors(module)):
@@ -52,7 +52,7 @@ def derived_buffers(
 ) -> dict[str, Tensor]:
     """Buffers that follow from the configuration (rotary tables, scales), computed by the model's own code.
 
-    The model is built once more, on the CPU, but for its parameters: each goes to meta as soon as it is registered.
+    Builds the model once more on the CPU, except for its parameters: each goes to meta as soon as it is registered.
     """
     with parameters_on_meta(), torch.device("cpu"):
         model = build_model(checkpoint.model_class, checkpoint.config, dtype, trust_remote_code=trust_remote_code)
@@ -63,7 +63,7 @@ def derived_buffers(
 
 
 def _compute_tables(module: nn.Module, owner: Any) -> None:
-    """As transformers does after loading, where most models compute their tables once more, in full precision."""
+    """Does what transformers does after loading: most models then compute their tables once more, in full precision."""
     owner = module if is_model(module) else owner
     for child in module.children():
         _compute_tables(child, owner)
@@ -73,7 +73,7 @@ def _compute_tables(module: nn.Module, owner: Any) -> None:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """While it lasts, modules keep the parameters that they are given on meta."""
+    """Inside, modules keep the parameters that they are given on meta."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

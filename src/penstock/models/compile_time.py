@@ -1,4 +1,4 @@
-"""How long a compile will take: from those before it, whose programs lie in the cache with how long they took."""
+"""How long a compile will take, judged by earlier ones: the cache holds their programs and how long they took."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from penstock.store.entries import Entry
 
 FILE = "compile-time.json"
-# Of Llamas with 8 and 32 layers, two methods side by side, on 16 cores with a GPU (docs/models.md). On another machine
-# the first compile is off by as much as that machine is slower; from the second on its own times count.
+# Measured on Llamas with 8 and 32 layers, two methods side by side, on 16 cores with a GPU (docs/models.md). On another
+# machine the first prediction is off by as much as that machine is slower; from the second on, its own times count.
 BASE_S, LAYER_S = 75.0, 2.5
 EVERY_S = 15.0
-# Programs of another kind take another time for each layer.
+# Programs that differ in any of these take another time for each layer.
 _SAME = ("device", "machine", "torch", "inductor_configs")
 
 
@@ -29,7 +29,7 @@ class CompileTime:
 
     @property
     def ratio(self) -> float:
-        """To what a machine takes that nothing is known of."""
+        """Relative to what is assumed for a machine that nothing is known about."""
         return self.seconds / (BASE_S + LAYER_S * self.layers)
 
 
@@ -38,11 +38,11 @@ def write_time(folder: Path, taken: CompileTime) -> None:
 
 
 def past_times(entries: Sequence[Entry], key: Mapping[str, Any]) -> list[CompileTime]:
-    """Of programs that were compiled as this one will be."""
+    """Times of programs that were compiled as this one will be."""
     found = []
     for entry in entries:
         if entry.kind == "programs" and all((entry.key or {}).get(part) == key[part] for part in _SAME):
-            # A hint, and no more: an entry without it, or with half of it, says nothing.
+            # Only a hint: an entry without it, or with half of it, is skipped.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 read = CompileTime(**json.loads((entry.path / FILE).read_text()))
                 found.append(CompileTime(int(read.layers), float(read.seconds)))

@@ -49,7 +49,7 @@ def compile_recipe(recipe: Recipe, path: Path, say: Callable[[str], None]) -> No
 
 @contextmanager
 def _processes(recipe: Recipe, names: tuple[str, ...], folder: Path) -> Iterator[Mapping[str, subprocess.Popen[bytes]]]:
-    """One for each method. Whatever ends this, none of them outlives it."""
+    """One process for each method. Whatever ends this, no process outlives it."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name in names:
@@ -76,7 +76,7 @@ def _result(process: subprocess.Popen[bytes], folder: Path, name: str) -> Compil
 
 
 def main(folder: Path, name: str) -> None:
-    """In the process: the method, or what went wrong."""
+    """Runs in the process: leaves the compiled method, or what went wrong."""
     recipe, _ = pickle.loads((folder / f"{name}.recipe").read_bytes())
     try:
         with quiet_torch():

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors under the names and in the shapes that the model has: as transformers converts them at load.
+"""A checkpoint's tensors under the model's names and in its shapes, converted as transformers converts them at load.
 
-Most are as they lie in the file. Some have other names, and experts of a mixture lie one by one where the model has
-them stacked: those are made, by transformers' own operations, when they are written, one at a time.
+Most are used as they lie in the file. Some have other names, and experts of a mixture lie one by one where the model
+has them stacked. transformers' own operations make those when they are written, one at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.export.safetensors_file import StoredTensor, stored_tensor
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Source]:
-    """By the model's names. What the model does not have is left out; what lacks is for the writer to tell."""
+    """By the model's names. Tensors that the model does not have are left out; the writer reports missing ones."""
     wanted: dict[str, Tensor] = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -65,7 +65,7 @@ def _conversion(
     converter: Any,
     sources: list[tuple[str, str, StoredTensor]],
 ) -> dict[str, Source]:
-    """The tensors that one conversion gives; several where it splits one. Each of those runs it again: they are few."""
+    """The tensors that one conversion gives; several if it splits one. Each of those runs it again: they are few."""
 
     def convert() -> dict[str, Tensor]:
         own = copy.deepcopy(converter)
@@ -77,7 +77,7 @@ def _conversion(
     def one(name: str) -> Callable[[], Tensor]:
         return lambda: convert()[name].to(wanted[name].dtype)
 
-    # Its names, without reading: the same conversion over tensors without values.
+    # The names, without reading: the same conversion over tensors without values.
     names = _names(model, wanted, first, converter, sources)
     return {
         name: MadeTensor(_dtype_name(wanted[name]), shape, one(name)) for name, shape in names.items() if name in wanted

@@ -17,7 +17,7 @@ from penstock.store.store import Store
 
 @dataclass(frozen=True)
 class _Mask:
-    """As the program takes it, and what it was made from: all columns up to the last that has padding."""
+    """A mask as the program takes it, and what it was made from: all columns up to the last that has padding."""
 
     padding: Tensor | None
     input: Tensor
@@ -37,7 +37,7 @@ class Engine:
         self.name = name
         self.is_recurrent = is_recurrent
         self.has_experts = has_experts
-        # Kept for as long as its files are used.
+        # Kept open as long as its files are used.
         self._store = store
         self._holder: weakref.ref[TokenCache] | None = None
         self._mask: _Mask | None = None
@@ -47,12 +47,12 @@ class Engine:
         self._store.close()
 
     def begin(self, cache: TokenCache) -> None:
-        """The state is this cache's from now on, and empty."""
+        """Empties the state and hands it to this cache."""
         self.module.reset_state()
         self._holder = weakref.ref(cache)
 
     def require_room(self, cache: TokenCache | None, tokens: int) -> None:
-        """Before anything is run: so nothing is lost."""
+        """Checked before anything runs, so that nothing is lost."""
         length = 0 if cache is None else cache.length
         if length + tokens > self.methods.cache_length:
             raise InputError(
@@ -68,7 +68,7 @@ class Engine:
         position_ids: Tensor | None,
         wanted_logits: int,
     ) -> Tensor:
-        """Runs ids [rows, count] behind what the cache holds; the logits of the last `wanted_logits` tokens."""
+        """Runs ids [rows, count] after what the cache holds. Returns the logits of the last `wanted_logits` tokens."""
         self._require_holder(cache)
         rows, count = ids.shape
         if not 1 <= rows <= self.methods.batch:
@@ -94,8 +94,8 @@ class Engine:
                 tokens = spread[:, piece.begin : piece.end]
                 found.append(self._run_piece(tokens, cache.length + piece.begin, piece.method, more))
         except BaseException:
-            # Attention writes the same keys again when it goes on. A recurrence may have moved, and nobody knows by
-            # how many tokens.
+            # Attention writes the same keys again when it goes on. A recurrence may have advanced by an unknown number
+            # of tokens.
             if self.is_recurrent:
                 self._holder = None
             raise
@@ -107,7 +107,7 @@ class Engine:
         count = ids.shape[1]
         starts = torch.full((self.methods.batch,), start, dtype=torch.int64, device=self.module.device)
         if method == "decode" and count < self.methods.decode_tokens:
-            # Padding behind them: nobody sees it, and the next tokens take its slots.
+            # Pad at the end: no token sees the padding, and the next tokens take its slots.
             ids = torch.cat([ids, ids[:, -1:].expand(-1, self.methods.decode_tokens - count)], 1)
         try:
             logits: Tensor = self.module.run_method(method, ids.contiguous(), starts, *more)
@@ -118,13 +118,13 @@ class Engine:
         return logits[:, :count] if method == "decode" else logits
 
     def _spread(self, ids: Tensor) -> Tensor:
-        """On the device, with the batch's number of rows: those that were not given do what the first one does."""
+        """The ids on the device, with the batch's number of rows: missing rows repeat the first one."""
         ids = ids.to(self.module.device)
         missing = self.methods.batch - ids.shape[0]
         return torch.cat([ids, ids[:1].expand(missing, -1)]) if missing else ids
 
     def _mask_input(self, mask: Tensor | None, rows: int) -> Tensor:
-        """[batch, slots]. It is long and changes seldom: tokens that are no padding are ones in it already."""
+        """The mask [batch, slots]. It is long and rarely changes: tokens that are no padding are already ones in it."""
         padding = None if mask is None else mask[:, : int((mask == 0).any(0).nonzero().max()) + 1]
         if self._mask is None or not self._mask.is_of(padding):
             whole = torch.ones(self.methods.batch, self.methods.slots, dtype=torch.int64)

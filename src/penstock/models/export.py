@@ -13,12 +13,12 @@ from penstock.models.source_line import first_line, place
 from penstock.models.stateful import traceable
 from penstock.models.transformers_private import has_experts
 
-# What torch.export traces an open length with: not 1, which it would take for fixed, nor a size that occurs elsewhere.
+# The length that torch.export traces a dynamic one with: not 1, which it would take for fixed, nor one used elsewhere.
 _EXAMPLE_TOKENS = 11
 
 
 def export_methods(model: Any, methods: Methods, only: str | None = None) -> dict[str, ExportedProgram]:
-    """Of a model that make_stateful has turned: all methods, or one."""
+    """All methods, or one, of a model that make_stateful has converted."""
     return {name: _export_one(model, methods, name) for name in methods.names if only in (None, name)}
 
 
@@ -35,8 +35,8 @@ def _export(model: Any, methods: Methods, count: int, length: Any, kept_logits: 
     device = next(model.parameters()).device
     model.kept_logits = kept_logits
     if has_experts(model):
-        # The default loops over what was routed to, which cannot be exported. Matrices by token are for a token; for
-        # many each expert is read once.
+        # The default loops over the experts that were routed to, which cannot be exported. batched_mm takes matrices
+        # for each token, so it is for decode; grouped_mm reads each expert once for many tokens.
         model.set_experts_implementation("batched_mm" if count == methods.decode_tokens else "grouped_mm")
     arguments = [
         torch.ones(methods.batch, count, dtype=torch.int64, device=device),
@@ -45,7 +45,7 @@ def _export(model: Any, methods: Methods, count: int, length: Any, kept_logits: 
     if methods.takes_padding:
         arguments.append(torch.ones(methods.batch, methods.slots, dtype=torch.int64, device=device))
     shapes = None if length is None else ({1: length}, *[None] * (len(arguments) - 1))
-    # The second way leaves checks that cannot be proven to the run.
+    # The second attempt leaves checks that cannot be proven to the run.
     failures = []
     for deferred in (False, True):
         try:

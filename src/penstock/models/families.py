@@ -1,8 +1,8 @@
 """Model types that were tried, and those that are known not to work.
 
-Each of TESTED gives transformers' own tokens in tests/models. A type that stands nowhere is refused unless you say that
-you want to try it: a model can keep state where nobody sees it, or count positions in its own way, and be wrong without
-a word.
+Each type in TESTED gives transformers' own tokens in tests/models. A type that is in neither list is refused unless you
+say that you want to try it: a model can keep state where nobody sees it, or count positions in its own way, and be
+silently wrong.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TESTED = frozenset({
 })
 # fmt: on
 
-# Of transformers, whose code the models are: every family was tried with the last, and with 5.17 all but exporting.
+# Versions of transformers, whose code the models are. Every family was tried with both, but for exporting with 5.17.
 OLDEST, NEWEST = (5, 17), (5, 22)
-# Families that were wrong with an older one.
+# Families that were wrong with an older version.
 SINCE = {"doge": (5, 22)}
 
-# Why not.
+# Why each is refused.
 REFUSED = {
     "gpt_neo": "it masks its local layers by the number of keys, which is always the cache's length here",
     "jetmoe": "it counts on the host how many tokens went to which expert, which cannot be exported",
@@ -40,7 +40,7 @@ REFUSED = {
     "xglm": "it builds its positions from a length that must be known while it is traced",
 }
 
-# Their own code begins a recurrence anew with every call of more than one token.
+# Their own code restarts the recurrence in every call of more than one token.
 TOKEN_BY_TOKEN = frozenset({"jamba", "mamba", "falcon_mamba"})
 
 

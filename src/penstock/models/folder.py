@@ -16,7 +16,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """What was found, and was not refused. `name` is what the user gave."""
+    """A checkpoint that was found and not refused. `name` is what the user gave."""
 
     name: str
     config: Any
@@ -27,7 +27,7 @@ class CheckpointFolder:
 
 
 def open_checkpoint(name: str | os.PathLike[str], *, trust_remote_code: bool = False) -> CheckpointFolder:
-    """Refuses by name what would not be run as what it is."""
+    """Refuses by name what would not run as the model that it is."""
     given = os.fspath(name)
     folder = Path(given)
     if folder.exists() and not folder.is_dir():

@@ -1,8 +1,9 @@
 """Attention over a KV cache on both sides of the link, as models of transformers ask for it.
 
-transformers finds attention and its masks by a name. By ours, the mask is the slot of each row's first token, and keys
-and values are the two sides of a layer's cache (state_cache.HostLayer). One op then attends to everything that a row
-holds. Whatever would change what a token sees is refused by name: a window, chunks, padding, a bias, a cap on scores.
+transformers looks up attention and its masks by a name. Under our name, the mask is the slot of each row's first token,
+and keys and values are the two sides of a layer's cache (state_cache.HostLayer). One op then attends to everything that
+a row holds. Anything that would change what a token sees is refused by name: a window, chunks, padding, a bias, a cap
+on scores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from penstock.kv.cache import HOST_PROGRAMS
 
 NAME = "penstock_host_cache"
 _LIMITS = "host_cache=True is for models in which every token attends to all tokens before it, and to nothing else"
-# What models hand on to every attention, and what no number depends on.
+# Arguments that models pass to every attention, and that change no number.
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
 )
@@ -37,7 +38,7 @@ def _first_slots(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Of another mask, which a model may make and never use, something that attention refuses."""
+    """The first slots. For another mask, which a model may make and never use, something that attention refuses."""
     is_causal = mask_function is causal_mask_function and attention_mask is None
     return q_offset if is_causal else q_offset[:, None]
 
@@ -63,6 +64,6 @@ def _attend(
     return attended.transpose(1, 2).contiguous(), None
 
 
-# transformers asks for a mask only where a name is known for good.
+# transformers asks for a mask only if its name is registered permanently.
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _first_slots)

@@ -1,4 +1,4 @@
-"""A model of transformers whose forward runs on Penstock: the class is its own, and so is generate()."""
+"""A model of transformers whose forward runs on Penstock. It keeps its own class and its own generate()."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.models.engine import Engine
 from penstock.models.token_cache import TokenCache
 from penstock.runtime.session import Stats
 
-# What a caller may pass and would change nothing, were it not refused.
+# Arguments that a caller may pass. They are refused because they would have no effect.
 _UNKNOWN = ("inputs_embeds", "labels", "output_attentions", "output_hidden_states")
 
 
 class OnPenstock:
-    """What a class of transformers gets in front of it. Its parameters stay on meta."""
+    """A mixin in front of a class of transformers. The parameters stay on meta."""
 
     _engine: Engine
     dtype: torch.dtype
@@ -115,7 +115,7 @@ class OnPenstock:
     # ------------------------------------------------------------------------------------------------- what is ours
 
     def new_cache(self) -> TokenCache:
-        """Empty. Give it to generate() as past_key_values to go on with it in the next call. There is one at a time."""
+        """An empty cache, one at a time. Pass it to generate() as past_key_values to go on with it in the next call."""
         return TokenCache(self._engine)
 
     @property
@@ -142,7 +142,7 @@ class OnPenstock:
 
     @property
     def device_state_bytes(self) -> int:
-        """What of it lies on the device: all of it, but for host_cache=True."""
+        """The part of `state_bytes` on the device: all of it, except with host_cache=True."""
         return self._engine.module.device_state_bytes
 
     @property
@@ -164,7 +164,7 @@ class OnPenstock:
         self._engine.close()
 
     def to(self, *arguments: Any, **keywords: Any) -> Any:
-        """Where it is already, it may be sent; a pipeline does that."""
+        """Accepts only the place and dtype that it already has; a pipeline asks for those."""
         wanted = [*arguments, *keywords.values()]
         here = (self.device, self.device.type, str(self.device), self.device.index, self.dtype)
         if all(each in here or each == torch.device(self.device.type) for each in wanted):
@@ -182,7 +182,7 @@ class OnPenstock:
 
 
 def attach(model: Any, engine: Engine) -> Any:
-    """`model`, which stands on meta, with its forward on the engine."""
+    """Makes the forward of `model`, which is on meta, run on the engine."""
     base = type(model)
     arguments = frozenset(inspect.signature(base.forward).parameters)
 

@@ -1,9 +1,9 @@
 """The methods of a language model's program, and which of them takes which tokens.
 
-decode   a few tokens: always the same number of rows, the rest of them padding, and the logits of every row. What is
-         computed for a token then does not depend on how many come with it: speculation changes no bit.
+decode   a few tokens: always the same number of rows, the rest of them padding, and the logits of every row. So what is
+         computed for a token does not depend on how many come with it: speculation changes no bit.
 prefill  a prompt, or a piece of one, of any length up to a limit; the logits of the last token.
-chunk    instead of prefill, where torch.export cannot leave the length open: pieces of exactly so many tokens.
+chunk    instead of prefill, if torch.export cannot leave the length open: pieces of one fixed length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Methods:
     batch: int
     cache_length: int
     decode_tokens: int
-    # The longest piece; or with is_fixed the only one. 0: prompts go through decode.
+    # The longest piece, or with is_fixed the only length. 0: prompts go through decode.
     prefill_tokens: int
     is_fixed: bool = False
     takes_padding: bool = True
@@ -34,7 +34,7 @@ class Methods:
 
     @property
     def slots(self) -> int:
-        """Of the cache: padding of a last decode run goes behind the last position."""
+        """Slots of the cache: the padding of a last decode run goes after the last position."""
         return self.cache_length + self.decode_tokens - 1
 
 
@@ -46,10 +46,10 @@ class Piece:
 
 
 def pieces(methods: Methods, count: int, all_logits_of: int) -> Iterator[Piece]:
-    """How `count` tokens are run, of which the last `all_logits_of` must give their logits.
+    """Splits `count` tokens into runs; the last `all_logits_of` of them must give their logits.
 
-    A prompt goes through prefill, the logits of its last token come with it. The tokens behind it, whose logits are all
-    wanted, go through decode, as they would one by one: candidates of a speculation leave a prompt's pieces alone.
+    A prompt goes through prefill, which gives the logits of its last token. The tokens after it, whose logits are all
+    wanted, go through decode, as they would one by one. So candidates of a speculation do not change a prompt's pieces.
     """
     at = 0
     prompt_end = 0 if all_logits_of == count else count - (all_logits_of - 1)

@@ -36,11 +36,11 @@ from penstock.version import VERSION
 
 PROGRAM, WEIGHTS = "model.pt2", "model.ptd"
 DEFAULT_CACHE_LENGTH = 4096
-# Rows of a decode run: enough for a prompt lookup of the usual size, and few beside what the link takes for weights.
+# Rows of a decode run: enough for a prompt lookup of the usual size, and cheap beside sending weights over the link.
 DECODE_TOKENS = 8
-# The longest piece of a prompt. While it runs, weights cross the link once: long pieces are cheap, activations are not.
+# The longest piece of a prompt. Weights cross the link once per piece: long pieces are cheap, activations are not.
 PREFILL_TOKENS = 2048
-# Of a recurrent model, whose length torch.export fixes.
+# The pieces of a recurrent model, whose length torch.export fixes.
 CHUNK_TOKENS = 64
 # For activations, the CUDA context and torch's libraries.
 SPARE_BYTES = 1 << 30
@@ -68,8 +68,7 @@ def from_pretrained(
     name               a folder with config.json and .safetensors files, or a name such as "org/model" that transformers
                        finds in its cache or on its hub
     budget             device memory for weights, like "8GiB"; by default what is free
-    device_memory      in the place of a budget, as an option of penstock.Module: one total for weights, KV cache and
-                       activations
+    device_memory      instead of a budget, as in penstock.Module: one total for weights, KV cache and activations
     cache_length       how many tokens the KV cache holds (by default 4096, or fewer if the model was made for fewer)
     batch              the most rows that run together: inputs times beams
     device, dtype      where it runs and as what; by default the GPU, and what the checkpoint says
@@ -77,11 +76,11 @@ def from_pretrained(
     trust_remote_code  run Python code that comes with the checkpoint
     prefill_tokens     the longest piece of a prompt that is run at once
     inductor_configs   options of torch._inductor.config for compiling
-    pack               keep the weights packed, without loss: less of them goes over the link, and more of them stay on
-                       the device. The file is written once more
-    host_cache         keep what device_memory has no room for of the KV cache in host memory. Attention is then ours,
-                       for models in which every token sees all before it, and for rows without padding
-    quiet              print nothing to standard error, where a first start says for minutes what it compiles
+    pack               keep the weights packed, without loss: fewer bytes cross the link, and more weights stay on the
+                       device. The file is written once more
+    host_cache         keep the part of the KV cache that device_memory has no room for in host memory. Attention is
+                       then ours, for models in which every token sees all before it, and for rows without padding
+    quiet              print nothing to standard error. Otherwise a first start reports for minutes what it compiles
     options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
     if host_cache and options.get("device_memory") is None:
@@ -91,7 +90,7 @@ def from_pretrained(
         )
     say: Callable[[str], None] = (lambda line: None) if quiet else _to_standard_error
     target = target_device(device)
-    # Before minutes of compiling and writing. Models are compiled without linears of ours.
+    # Check these before minutes of compiling and writing. Models are compiled without our linears.
     refuse_unknown("from_pretrained", options)
     judge(Asked(budget, **options), target, LinearChoice(), is_packed=pack)
     checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
@@ -129,13 +128,13 @@ def from_pretrained(
         from penstock.export.compile import write_weights
         from penstock.models.conversion import converted
 
-        # A packed file is made from one that is not, which then goes.
+        # A packed file is made from an unpacked one, which is then deleted.
         store.require_space(program.weight_bytes * (2 if pack else 1))
         say(f"penstock: writing {format_bytes(program.weight_bytes)} of weights to {store.folder}")
         derived = derived_buffers(checkpoint, kind, trust_remote_code=trust_remote_code)
         write_weights(program, [converted(model, checkpoint.tensors), derived], folder / WEIGHTS, pack=pack)
 
-    # Where and how it was compiled says nothing about values; what was computed beside the checkpoint's does.
+    # Values do not depend on where and how it was compiled, but on what computed those that no checkpoint holds.
     weights_key = {
         **{part: program_key[part] for part in ("config", "dtype", "torch", "transformers", "penstock")},
         "model": checkpoint.name,
@@ -150,7 +149,7 @@ def from_pretrained(
         module = Module(program_path, budget, weights=weights_path, device=device, **options)
     except BelowFloorError as error:
         if options.get("device_memory") is not None:
-            raise  # which says what state and activations take of the total
+            raise  # it says how much of the total state and activations take
         raise _below_floor(error, program.state_bytes) from error
     say(f"penstock: {module.summary}")
     engine = Engine(
@@ -165,7 +164,7 @@ def from_pretrained(
 
 
 def decode_tokens_of(model: Any, cache_length: int) -> int:
-    """Rows of a decode run. Padding would move recurrent state, and wake further experts."""
+    """Rows of a decode run. Padding would move recurrent state, and activate further experts."""
     if layer_kinds(model.config).is_recurrent or has_experts(model):
         return 1
     return min(DECODE_TOKENS, cache_length)
@@ -201,13 +200,13 @@ def _program_key(
     device: torch.device,
     inductor_configs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Everything that a program depends on; also the code that comes with a checkpoint, by its configuration."""
+    """Everything that a program depends on, including code that comes with a checkpoint, by its configuration."""
     from transformers import __version__ as transformers_version
 
     config = {name: value for name, value in checkpoint.config.to_dict().items() if name != "_name_or_path"}
     key = {
         "model": checkpoint.model_class.__name__,
-        # As text: JSON itself knows no infinity, and some configurations do.
+        # As text: JSON itself has no infinity, and some configurations do.
         "config": json.dumps(config, default=str, sort_keys=True),
         "methods": asdict(methods),
         "dtype": str(dtype).removeprefix("torch."),
@@ -225,7 +224,7 @@ def _program_key(
 
 
 def _read_generation_config(model: Any, checkpoint: CheckpointFolder) -> None:
-    """What the checkpoint says about generation; what the model's configuration says, where it has no such file."""
+    """What the checkpoint says about generation, or the model's configuration if the checkpoint has no such file."""
     from transformers import GenerationConfig
 
     try:

@@ -1,4 +1,4 @@
-"""All that a program of a language model is made from: enough to make it, or one method of it, in any process."""
+"""Everything needed to make a language model's program, or one method of it, in any process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""transformers' attention masks for a batch whose rows stand at different places.
+"""transformers' attention masks for a batch whose rows are at different positions.
 
 transformers builds a mask from a function of (row, head, query, key) and one offset for all rows. Inside `row_masks()`
-the offset is a tensor with one number for each row, and the functions, which work element by element, are asked with
-that. Nothing else about masks changes: windows, chunks and padding stay transformers' own.
+the offset is a tensor with one number for each row. The functions work element by element, and are called with that
+offset. Nothing else about masks changes: windows, chunks and padding stay transformers' own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import traceback
 
 
 def place(error: BaseException) -> str:
-    """The line of the model's own code that stands in the way."""
+    """The line of the model's own code that failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/modeling_" in frame.filename]
     return f"{frames[-1].filename}, line {frames[-1].lineno} ({frames[-1].name}): " if frames else ""
 

@@ -1,7 +1,7 @@
 """The KV cache and recurrent state of a language model as buffers of the model: what torch.export takes for state.
 
-transformers' models read and write a Cache. Here its tensors belong to the model, and every row of a batch has a place
-of its own: `start[b]` says where the tokens of row b go. Rows may therefore stand at different places.
+transformers' models read and write a Cache. Here its tensors belong to the model, and every row of a batch has its own
+position: `start[b]` says where the tokens of row b go. So rows may be at different positions.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Rows:
         return self.keys, self.values
 
     def get_seq_length(self) -> Tensor:
-        """Of each row; models that count positions by it are given positions instead."""
+        """The length of each row. Models that count positions by it are given positions instead."""
         return self.start
 
 
@@ -63,8 +63,8 @@ class AttentionLayer(_Rows, StaticLayer):
 
 
 class HostLayer(_Rows, StaticLayer):
-    """Keys and values on both sides of the link. Where they meet is chosen when the program is loaded; any block of
-    positions is as good for tracing."""
+    """Keys and values on both sides of the link. Where the sides meet is chosen when the program is loaded; for
+    tracing, any block of positions will do."""
 
     device_kv: Tensor
     host_kv: Tensor
@@ -85,7 +85,7 @@ class HostLayer(_Rows, StaticLayer):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The sides: host_attention attends to them."""
+        """Returns both sides; host_attention attends to them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _heads, count, _size = key_states.shape
@@ -122,9 +122,9 @@ class LayerKinds:
     """What a configuration says about its cache, without a forward."""
 
     # Whether layers run over every token they are given, padding too, and cannot go back. Attention can be kept from
-    # seeing what is padding, or was taken back; a convolution or a recurrence cannot.
+    # seeing padding and tokens that were taken back; a convolution or a recurrence cannot.
     is_recurrent: bool
-    # Whether some go through the tokens in a loop, whose length torch.export fixes.
+    # Whether some layers go through the tokens in a loop, whose length torch.export fixes.
     scans: bool
 
 
@@ -141,7 +141,7 @@ class CacheTensor:
 
     layer: int
     field: str  # an attribute of the layer
-    number: int | None = None  # of a state, where the attribute is a table of them
+    number: int | None = None  # of a state, if the attribute is a table of states
 
     @property
     def name(self) -> str:
@@ -183,7 +183,7 @@ class StateCache:
             if isinstance(fresh, _Rows):
                 fresh.start = start
             if isinstance(fresh, LinearAttentionLayer):
-                # Zeros are what there is before the first token: with them, going on and beginning are the same.
+                # Before the first token the state is zeros: with them, going on and beginning are the same.
                 fresh.has_previous_state = dict.fromkeys(fresh.has_previous_state, True)
             layers.append(fresh)
         for part, tensor in zip(self.parts, tensors, strict=True):

@@ -24,7 +24,7 @@ _FEW = 4
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """What transformers itself changes in models for an export, and masks by row."""
+    """Applies what transformers itself changes in models for an export, and masks by row."""
     with torch.no_grad(), apply_patches("dynamo"), row_masks():
         yield
 
@@ -32,10 +32,10 @@ def traceable() -> Iterator[None]:
 def make_stateful(model: Any, *, slots: int, batch: int, host_cache: bool = False) -> StateCache:
     """Turns `model` into one whose forward takes (ids, start, mask), and whose cache is buffers of its own.
 
-    ids [batch, count], start [batch]: the slot of each row's first token, mask [batch, slots]: 0 where a slot holds
-    padding; no mask where padding would move a recurrent state, or with `host_cache`: then keys and values lie on both
-    sides of the link, and attention is ours. The class becomes a subclass of its own: the names of
-    parameters stay those of the checkpoint.
+    ids is [batch, count]. start [batch] is the slot of each row's first token. mask [batch, slots] is 0 where a slot
+    holds padding. There is no mask if padding would move a recurrent state, nor with `host_cache`: then keys and values
+    lie on both sides of the link, and attention is ours. The class becomes a subclass of its own, so that parameters
+    keep the checkpoint's names.
     """
     base = type(model)
     parameters = inspect.signature(base.forward).parameters
@@ -46,7 +46,7 @@ def make_stateful(model: Any, *, slots: int, batch: int, host_cache: bool = Fals
     takes_positions = "position_ids" in parameters
     device = next(model.parameters()).device
     if has_experts(model):
-        # The default looks at what was routed to, which tensors without values cannot tell.
+        # The default looks at which experts were routed to, which tensors without values cannot tell.
         model.set_experts_implementation("batched_mm")
 
     def call(model: Any, ids: Tensor, start: Tensor, mask: Tensor | None, cache: Any, keep: int) -> Any:

@@ -1,4 +1,4 @@
-"""What transformers' generation takes for a KV cache: the tokens that the program's state holds, counted."""
+"""What transformers' generation takes for a KV cache: a count of the tokens that the program's state holds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class TokenCache(Cache):
-    """Keys and values are state of the program, which has room for one cache at a time: a new one takes it over."""
+    """Keys and values are state of the program, which has room for one cache at a time. A new cache takes it over."""
 
     def __init__(self, engine: Engine) -> None:
         # Without layers, or transformers would build masks for them.
         super().__init__(layers=[])
         self._engine = engine
         self.length = 0
-        # Of the tokens so far, [rows, length]: 0 where one is padding. None: none is.
+        # The mask of the tokens so far, [rows, length]: 0 for padding. None: there is no padding.
         self.mask: Tensor | None = None
         self.rows: int | None = None
         engine.begin(self)
@@ -45,7 +45,7 @@ class TokenCache(Cache):
         return self.length > 0
 
     def activate_past_recording(self) -> None:
-        """Nothing is lost that a crop would need, where there is one: what is behind the length is masked."""
+        """Nothing to do if the cache can be cropped: a crop needs nothing, as slots beyond the length are masked."""
         if not self.is_croppable:
             raise ModelError(
                 f"{self._engine.name} has recurrent state, and what a token has done to it cannot be taken back: no "
@@ -53,7 +53,7 @@ class TokenCache(Cache):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens; their number is negative, as transformers has it."""
+        """Forgets the last tokens; their number is negative, as in transformers."""
         if not -self.length <= tokens_to_remove <= 0:
             raise InputError(f"crop takes from {-self.length} (all tokens) to 0, got {tokens_to_remove}")
         if tokens_to_remove and not self.is_croppable:
@@ -95,7 +95,7 @@ class TokenCache(Cache):
         if attention_mask.dim() != 2 or attention_mask.shape[0] != rows:
             raise InputError(f"attention_mask is {list(attention_mask.shape)}, needs {rows} rows and two dimensions")
         if attention_mask.shape[1] == count and self.length:
-            # Of the new tokens only.
+            # The mask of the new tokens only.
             before = self.mask if self.mask is not None else attention_mask.new_ones(rows, self.length)
             attention_mask = torch.cat([before, attention_mask], 1)
         if attention_mask.shape[1] != wanted:

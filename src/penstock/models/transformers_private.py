@@ -1,4 +1,4 @@
-"""Every private interface of transformers that is used: pyproject.toml bounds its version, tests/models try each."""
+"""All private interfaces of transformers that we use. pyproject.toml bounds its version, and tests/models try each."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def build_model(model_class: Any, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    """As from_pretrained builds it, on the default device: from_config of the class itself, which has no public one."""
+    """The model as from_pretrained builds it, on the default device: by the class's own, private from_config."""
     if hasattr(model_class, "_from_config"):
         return model_class._from_config(config, dtype=dtype)
     return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def dtype_plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """By patterns of names: tensors that a model keeps in float32 whatever its dtype."""
+    """Tensors that a model keeps in float32 whatever its dtype, by patterns of their names."""
     return dict(model._get_dtype_plan(dtype)) if hasattr(model, "_get_dtype_plan") else {}
 
 

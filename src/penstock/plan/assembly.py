@@ -1,4 +1,4 @@
-"""From live ranges and their pages to the records of a plan: blocks, ranges, fills, placements, stays."""
+"""Turns live ranges and their pages into the records of a plan: blocks, ranges, fills, placements, stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.schedule import Schedule
 def assemble(
     demand: Demand, suffixes: Mapping[str, int], methods: Sequence[MethodRanges], rings: Sequence[Ring]
 ) -> Plan:
-    """Weights in `suffixes` (pages, none 0) are resident but for their suffix, all others as a whole."""
+    """Weights in `suffixes` (in pages, none 0) are resident except for their suffix, all others as a whole."""
     return _Assembly(demand, suffixes).plan(methods, rings)
 
 
@@ -31,13 +31,13 @@ class Memory:
         self.fills = [] if plan is None else list(plan.fills)
 
     def add_range(self, nbytes: int) -> int:
-        """One block of so many bytes, in whole pages, and a range for it."""
+        """Adds one block of this many bytes, in whole pages, and a range for it."""
         self.ranges.append(Range(round_up(nbytes, self.page_bytes), (len(self.blocks),)))
         self.blocks.append(Block(self.ranges[-1].nbytes, ring=False))
         return len(self.ranges) - 1
 
     def hold(self, names: Iterable[str], nbytes: Mapping[str, int], unit_bytes: int) -> dict[str, tuple[int, int]]:
-        """Whole weights, one after the other in one range: where each lies, as range and offset."""
+        """Puts whole weights one after the other into one range. Returns where each lies, as range and offset."""
         held_at: dict[str, tuple[int, int]] = {}
         end_bytes = 0
         for name in names:
@@ -55,11 +55,11 @@ class _Assembly:
         self.demand = demand
         self.suffixes = suffixes
         self.memory = Memory(demand.page_bytes)
-        # Where weights that are resident as a whole lie.
+        # Where wholly resident weights lie.
         self.held_at: dict[str, tuple[int, int]] = {}
         self.prefix_blocks: dict[str, tuple[int, ...]] = {}
         self.filled_prefixes: set[str] = set()
-        # By page of the ring: its block. Pages that nobody has are none.
+        # By page of the ring: its block. Pages that no range uses get none.
         self.block_of: list[int] = []
 
     def plan(self, methods: Sequence[MethodRanges], rings: Sequence[Ring]) -> Plan:
@@ -115,7 +115,7 @@ class _Assembly:
         ring = chain.from_iterable(self.block_of[first : first + length] for first, length, _ in spans)
         nbytes = self.demand.pages[name] * self.demand.page_bytes
         memory.ranges.append(Range(nbytes, (*self.prefix_blocks[name], *ring)))
-        # All ranges of a weight show the same prefix: it is filled once, through the first of them.
+        # All ranges of a weight map the same prefix: it is filled once, through the first of them.
         if prefix_bytes and name not in self.filled_prefixes:
             memory.fills.append(Piece(name, 0, prefix_bytes, len(memory.ranges) - 1, 0))
             self.filled_prefixes.add(name)
@@ -138,16 +138,16 @@ class _Assembly:
 
 
 def _issue_position(first_steps: Sequence[int], begin_step: int, step_count: int) -> int:
-    """The first position fetched for this step or a later one; the number of positions is the end of the run.
+    """The first position fetched for this step or a later one; the number of positions stands for the end of the run.
 
-    What begins with a run is issued at the end of the one before, which may be long before it. Where the step is of the
-    run before, so is the position, and comes after the stay's own first access.
+    What begins with a run is issued at the end of the one before, which may be long before it. If the step is in the
+    run before, so is the position, and it comes after the stay's own first access.
     """
     return bisect_left(first_steps, begin_step % step_count) if begin_step else len(first_steps)
 
 
 def _in_order_of_issue(copies: Iterable[Copy], stays: Sequence[Stay], access_count: int) -> tuple[Copy, ...]:
-    """Of copies issued together, what is read in this run comes before what is read in the next."""
+    """Of copies issued together, those read in this run come before those read in the next."""
 
     def key(copy: Copy) -> tuple[int, int, int]:
         first = stays[copy.stay].accesses[0]

@@ -1,9 +1,9 @@
-"""How one amount of device memory is divided between weights and positions of KV caches: a run is to take least time.
+"""Divides one amount of device memory between weights and positions of KV caches, so that a run takes the least time.
 
-What is not on the device crosses the link in every run: a weight is streamed, a position that is filled is read in
-place. A cache is taken to be filled as far as tuning.CACHE_FILL; positions behind that are not read, and the last to
-get memory. What a byte costs on the link does not depend on how many there are, so whoever costs the most comes first;
-rounding to whole blocks leaves the rest to the weights.
+What is not on the device crosses the link in every run: weights are streamed, filled positions are read in place. A
+cache is assumed to be filled up to tuning.CACHE_FILL. Positions behind that are not read, and get memory last. What a
+byte costs on the link does not depend on how many there are, so whatever costs the most comes first. Rounding to whole
+blocks leaves the rest to the weights.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from penstock.plan.tuning import CACHE_FILL, FAR_READ_COST
 
-# More than a part of terabytes is off by, and less than a byte.
+# More than the rounding error of a part of terabytes, and less than a byte.
 _ROUNDING_BYTES = 0.01
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Caches that are alike, and are split alike: so many layers."""
+    """The caches of several layers, which are alike and are split alike."""
 
     names: tuple[str, ...]
     capacity: int
@@ -33,7 +33,7 @@ class CacheGroup:
         return self.capacity * self.position_bytes
 
     def positions_within(self, nbytes: int) -> int:
-        """Whole blocks, or all."""
+        """The positions that fit, in whole blocks, or all of them."""
         held = nbytes // self.position_bytes
         return self.capacity if held >= self.capacity else held // self.block_positions * self.block_positions
 
@@ -56,7 +56,7 @@ class Division:
 
 
 def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup]) -> Division:
-    """`room_bytes` are at least the floor of the weights. All of it is given: what positions leave is the weights'."""
+    """`room_bytes` are at least the floor of the weights. All of it is given away: weights get what positions leave."""
     if room_bytes < weights.floor_bytes:
         raise ValueError(f"{room_bytes} bytes for weights and caches; weights alone need {weights.floor_bytes}")
     left_bytes = room_bytes - weights.floor_bytes
@@ -66,7 +66,7 @@ def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup])
         # Whole bytes, whatever was lost in rounding; never more than is left above the floor.
         positions.append(group.positions_within(min(math.floor(wanted[number] + _ROUNDING_BYTES), left_bytes)))
         left_bytes -= positions[-1] * group.position_bytes
-    # What all weights leave over is for positions after all.
+    # What is left over once all weights fit goes to positions after all.
     spare_bytes = left_bytes + weights.floor_bytes - max(weights.full_bytes, weights.floor_bytes)
     for number, group in enumerate(groups):
         if spare_bytes > 0:
@@ -79,11 +79,11 @@ def divide(room_bytes: int, weights: WeightsRange, groups: Sequence[CacheGroup])
 
 
 def _wanted_bytes(left_bytes: float, weights: WeightsRange, groups: Sequence[CacheGroup]) -> dict[int | None, float]:
-    """By group, and None for the weights. Of what costs nothing weights come last: that copies are hidden was measured,
-    how long texts are was not."""
+    """Bytes by group, and by None for the weights. Of what costs nothing, weights come last: that copies are hidden was
+    measured, how long texts are was not."""
     above_floor = max(weights.full_bytes - weights.floor_bytes, 0)
     hidden = min(weights.hidden_bytes, above_floor)
-    # What a byte costs that is not on the device, beside one that is streamed; who has such bytes, and how many.
+    # What a byte off the device costs, relative to one that is streamed; who has such bytes, and how many.
     wants: list[tuple[float, int | None, float]] = [(1.0, None, above_floor - hidden), (0.0, None, hidden)]
     for number, group in enumerate(groups):
         wants.append((FAR_READ_COST, number, CACHE_FILL * group.nbytes))

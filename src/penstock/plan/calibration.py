@@ -1,4 +1,4 @@
-"""What a planner may know of time: the link, how long each step takes with its weights in place, and the bound."""
+"""What a planner may know about time: the link, how long each step takes with its weights in place, and the bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Link:
     bytes_per_s: float
-    # What every copy takes however few its bytes: the reason why few large copies beat many small ones.
+    # What every copy takes, however few its bytes. This is why few large copies beat many small ones.
     copy_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -31,9 +31,9 @@ class Calibration:
     step_s: Mapping[str, tuple[float, ...]]
     # The same where a step reads its weights in host memory. Empty: not measured, and not planned for.
     direct_step_s: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    # Of packed weights that stay in device memory, as weights have them. None: not measured.
+    # How fast packed weights that stay in device memory are decoded, in unpacked bytes. None: not measured.
     decoded_bytes_per_s: float | None = None
-    # Whether steps take these times with nothing decoded beside them. Measured ones have had something beside them.
+    # Whether the times of steps are without decoding beside them. Measured times include it.
     steps_alone: bool = False
 
     def resident_s(self, method: str) -> float:
@@ -46,11 +46,11 @@ class Calibration:
 
 
 def lower_bound_s(*, weight_bytes: int, budget_bytes: int, resident_s: float, link_bytes_per_s: float) -> float:
-    """Of one run in the steady state, for a program that reads every weight in every run: the yardstick beside every
-    time that is predicted or measured.
+    """A lower bound on one run in the steady state, for a program that reads every weight in every run. It is the
+    yardstick for every predicted or measured time.
 
-    `resident_s` is the same program with every weight in place. What the budget does not hold crosses the link once a
-    run, at the least; copies and kernels overlap, at the best, all the time.
+    `resident_s` is the same program with every weight in place. At least what the budget does not hold crosses the link
+    once a run; at best, copies and kernels overlap all the time.
     """
     for name, value in (("weight_bytes", weight_bytes), ("budget_bytes", budget_bytes), ("resident_s", resident_s)):
         if not value >= 0:
@@ -63,8 +63,8 @@ def lower_bound_s(*, weight_bytes: int, budget_bytes: int, resident_s: float, li
 def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
     """The link that explains measured copies (nbytes, seconds): exactly for two sizes, by least squares for more.
 
-    What is made small is the relative error. Of absolute errors the largest copies would have by far the largest, and
-    the latency, which only small copies show, would be whatever suits them.
+    It minimizes the relative error. With absolute errors the largest copies would dominate, and the latency, which only
+    small copies show, would be whatever suits them.
     """
     sizes = sorted({nbytes for nbytes, _ in samples})
     if len(sizes) < 2:
@@ -85,7 +85,7 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
     s_per_byte = covariance / variance
     latency_s = mean_s - s_per_byte * mean_bytes
     if latency_s < 0:
-        # No copy takes less than no time: of the links without latency, the best.
+        # No copy takes negative time: of the links without latency, this is the best.
         latency_s = 0.0
         s_per_byte = math.fsum(nbytes / seconds for nbytes, seconds in samples) / math.fsum(
             (nbytes / seconds) ** 2 for nbytes, seconds in samples

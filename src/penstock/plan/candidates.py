@@ -1,11 +1,11 @@
-"""What streams, and what is resident, within a budget: one family of candidates, filled by one greedy.
+"""What streams and what is resident within a budget: one family of candidates, filled by one greedy.
 
 A candidate is a set of weights that may stream, a cap on their suffixes, and room for copies to run ahead. The pages
-that do not fit beside the ring must stream. Which of them is one greedy: weights that a run streams least often go
-first, and of equals suffixes are spread evenly over the schedule, so that copies are. Of the pages that are left, a
-part goes to the other rows of the menu, which take a byte off the link for the same memory or less: what stays packed,
-and prefixes of weights that are split. What is not convex, and is searched, is that part, and the cap: long suffixes
-mean few copies and a long ring, short ones many copies and a short ring.
+that do not fit beside the ring must stream. One greedy chooses them: weights that a run streams least often go first,
+and among equals suffixes are spread evenly over the schedule, so that copies are. Of the pages that are left, a part
+goes to the other rows of the menu, which take a byte off the link for the same memory or less: what stays packed, and
+prefixes of split weights. That part and the cap are not convex, so they are searched. Long suffixes mean few copies and
+a long ring, short ones many copies and a short ring.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.plan.tuning import (
     SIZE_FACTOR,
 )
 
-# In the place of a cap: the least that there is room for, and suffixes as equal as they can be.
+# Instead of a cap: the smallest cap that there is room for, with suffixes as equal as possible.
 EVEN = 0
 
 
@@ -48,7 +48,7 @@ class Streaming:
 
     @staticmethod
     def of(demand: Demand, names: Collection[str]) -> Streaming:
-        """Of these weights, those whose stays would last all the time in some method are held whole."""
+        """Weights of `names` whose stays would last all the time in some method are held whole."""
         methods = tuple(live_ranges(schedule, names) for schedule in demand.schedules)
         return Streaming(demand, methods).without_those_always_there()
 
@@ -76,12 +76,12 @@ class Streaming:
 
     @cached_property
     def whole(self) -> dict[str, int]:
-        """Suffixes that leave no prefix: everything that may stream does."""
+        """Suffixes that leave no prefix: all pages of everything that may stream."""
         return {name: self.demand.pages[name] for name in self.stays}
 
     @cached_property
     def seldom_first(self) -> list[dict[str, int]]:
-        """Pages of weights by how often they stream, in the order of the schedule."""
+        """Pages of weights, grouped by how often they stream, least often first; within a group in schedule order."""
         by_count: dict[int, dict[str, int]] = {}
         for name, count in self.stays.items():
             by_count.setdefault(count, {})[name] = self.whole[name]
@@ -104,19 +104,19 @@ class Streaming:
         return prefixes + self.demand.held_pages_without(suffixes)
 
     def least_cap(self, streamed_pages: int) -> int:
-        """With which suffixes of all weights together have so many pages."""
+        """The smallest cap with which the suffixes of all weights together have this many pages."""
         largest = max(self.whole.values(), default=1)
         return 1 + bisect_left(range(1, largest), streamed_pages, key=lambda cap: _capacity(self.whole, cap))
 
     def suffixes(self, cap: int, resident_pages: int) -> dict[str, int] | None:
-        """Suffixes, none of them empty, beside which at most so many pages are resident; None where there are none."""
+        """Non-empty suffixes that leave at most this many pages resident; None if there are none."""
         streamed_pages = max(self.demand.full_pages - resident_pages, 0)
         for _ in range(SHARED_PAGES_ATTEMPTS):
             found = self._streamed(cap, streamed_pages)
             if found is None:
                 return None
             found.update((name, 2) for name in self.stubs if found.get(name) == 1)
-            # What is held shares pages, what streams does not: it may take a little more.
+            # Held weights share pages and streamed ones do not, so a little more may have to stream.
             over = self.resident_pages(found) - resident_pages
             if over <= 0:
                 return found
@@ -124,11 +124,11 @@ class Streaming:
         return None
 
     def _streamed(self, cap: int, streamed_pages: int) -> dict[str, int] | None:
-        """Of weights that stream equally often those that are long enough for the cap go first: equal suffixes take
-        over one another's place."""
+        """Of weights that stream equally often, those long enough for the cap go first: equal suffixes take over one
+        another's place."""
         is_even = cap == EVEN
         cap = self.least_cap(streamed_pages) if is_even else cap
-        # One page of these would be next to nothing.
+        # One page of these would hold next to nothing.
         left_out = frozenset(self.stubs if cap == 1 else ())
         found: dict[str, int] = {}
         left = streamed_pages
@@ -146,7 +146,7 @@ class Streaming:
 
 
 def _level(sizes: Mapping[str, int], wanted: int) -> dict[str, int]:
-    """Parts of these that come to `wanted`, as equal as they can be: the last page of the longest goes to some."""
+    """Parts of these that add up to `wanted`, as equal as possible: only some of the longest get the last page."""
     level = 1 + bisect_left(range(1, max(sizes.values())), wanted, key=lambda level: _capacity(sizes, level))
     ones = _spread({name: 1 for name, size in sizes.items() if size >= level}, wanted - _capacity(sizes, level - 1))
     parts = {name: min(size, level - 1) + ones.get(name, 0) for name, size in sizes.items()}
@@ -158,7 +158,7 @@ def _capacity(sizes: Mapping[str, int], cap: int) -> int:
 
 
 def _spread(sizes: Mapping[str, int], wanted: int) -> dict[str, int]:
-    """Whole sizes that come to `wanted`, evenly over all of them; and one part for the rest."""
+    """Whole sizes that add up to `wanted`, spread evenly over all of them, and one part for the rest."""
     found: dict[str, int] = {}
     capacity = sum(sizes.values())
     due, left = 0, wanted
@@ -179,15 +179,15 @@ def _spread(sizes: Mapping[str, int], wanted: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Draft:
-    """What streams, and through a ring of what length: before stays have pages."""
+    """What streams and how long the ring is, before stays have pages."""
 
     streaming: Streaming
-    # Of every weight that streams.
+    # One for every weight that streams.
     suffixes: Mapping[str, int]
     ring_pages: int
     leads: bool = False
 
-    # Where it begins anew, by method; empty where that is still open.
+    # By method, where the ring begins anew; empty while that is still open.
     cuts: tuple[int, ...] = ()
 
     @property
@@ -195,8 +195,8 @@ class Draft:
         return self.streaming.resident_pages(self.suffixes) + self.ring_pages
 
     def least_s(self, calibration: Calibration, menu: Menu, budget_pages: int) -> float:
-        """No plan of it takes less: one copy for every stay of the methods that were timed, but for what stays packed
-        in the rest of the budget."""
+        """A lower bound on the time of its plans: one copy for every stay of the timed methods, less what can stay
+        packed in the rest of the budget."""
         demand, link = self.streaming.demand, calibration.link
         copies = Counter[str]()
         for schedule, method in zip(demand.schedules, self.streaming.methods, strict=True):
@@ -213,7 +213,7 @@ class Draft:
         return link_bytes / link.bytes_per_s + link.copy_latency_s * copies.total()
 
     def plan(self, cut_part: float = 0.0) -> Plan | None:
-        """With a ring that begins anew after that part of the stays; None where a page would be needed before it is
+        """A plan whose ring begins anew after `cut_part` of the stays; None if a page would be needed before it is
         free."""
         rings = []
         for method, cut in zip(self.streaming.methods, self.cuts or self._cuts(cut_part), strict=True):
@@ -224,13 +224,13 @@ class Draft:
         return assemble(self.streaming.demand, self.suffixes, self.streaming.methods, rings)
 
     def laid(self) -> Plan:
-        """Where it is known to close."""
+        """The plan of a draft that is known to close."""
         plan = self.plan()
         assert plan is not None, "more pages than are needed are enough"
         return plan
 
     def _cuts(self, part: float) -> list[int]:
-        """For no part that which the fewest pages cross."""
+        """Cuts by method; for part 0, the one that the fewest pages cross."""
         return [
             method.live_ranges[int(len(method.live_ranges) * part)].first_step
             if part and method.live_ranges
@@ -239,7 +239,7 @@ class Draft:
         ]
 
     def worst_step(self) -> tuple[str | None, int | None, tuple[str, ...]]:
-        """The method and step with the largest load, of equals the first, and the weights that make it."""
+        """The first method and step with the largest load, and the weights that make it."""
         most = 0
         worst: tuple[str | None, int | None, tuple[str, ...]] = None, None, ()
         for schedule, method in zip(self.streaming.demand.schedules, self.streaming.methods, strict=True):
@@ -257,8 +257,8 @@ class Draft:
 
 
 def least_ring(streaming: Streaming, menu: Menu, budget_pages: int, cap: int, part: float = 0.0) -> int | None:
-    """The shortest that a draft may have. A longer ring leaves less room for prefixes, so suffixes and the ring grow:
-    until one holds the other."""
+    """The shortest ring that a draft may have. A longer ring leaves less room for prefixes, so suffixes grow and need a
+    longer ring. Repeats until the ring holds them."""
     ring_pages, load = 0, 1
     while load > ring_pages:
         ring_pages = load
@@ -272,7 +272,7 @@ def least_ring(streaming: Streaming, menu: Menu, budget_pages: int, cap: int, pa
 def draft(
     streaming: Streaming, menu: Menu, budget_pages: int, cap: int, ring_pages: int, part: float = 0.0
 ) -> Draft | None:
-    """With this ring; None where that does not fit. Other rows get that part of the pages that neither the ring nor the
+    """A draft with this ring; None if it does not fit. Other rows get `part` of the pages that neither the ring nor the
     cap asks for."""
     suffixes = _suffixes_beside_ring(streaming, menu, budget_pages - ring_pages, cap, part)
     if suffixes is None:
@@ -294,7 +294,7 @@ def _suffixes_beside_ring(
 
 
 def _laid(streaming: Streaming, enough_pages: int = 0) -> Draft:
-    """Whole weights that lead, in the shortest ring that is found for them, or one with which so many pages do."""
+    """Whole weights that lead, in the shortest ring found for them, or the first with which `enough_pages` do."""
     enough_pages -= streaming.resident_pages(streaming.whole)
     found = [shortest(method, streaming.whole, enough_pages=enough_pages) for method in streaming.methods]
     ring_pages = max((pages for pages, _ in found), default=0)
@@ -302,10 +302,10 @@ def _laid(streaming: Streaming, enough_pages: int = 0) -> Draft:
 
 
 def _kept(streaming: Streaming, budget_pages: int, rule: Rule) -> list[Draft]:
-    """The same weights in fewer stays, whole; and with what is left of the budget in their prefixes."""
+    """The same weights in fewer stays: whole, and with the rest of the budget spent on their prefixes."""
     many = streaming.demand.access_count > MANY_ACCESSES
     room_pages = budget_pages - streaming.resident_pages(streaming.whole)
-    # What the cycle costs beside the load is left free at once, or found out by giving pages.
+    # What the cycle costs beyond the load: left free at once where accesses are many, else found by giving pages.
     room_pages -= room_pages // KEPT_ROOM_PART if many else 0
     for _ in range(KEPT_ATTEMPTS):
         kept = [keep(method, streaming.whole, room_pages, rule) for method in streaming.methods]
@@ -327,10 +327,10 @@ def _kept(streaming: Streaming, budget_pages: int, rule: Rule) -> list[Draft]:
 
 
 class CandidateSets:
-    """Which weights may stream, from all of them to none. A set is worked out when it is needed.
+    """Sets of weights that may stream, from all of them to none. A set is computed when it is needed.
 
-    Small weights cost a page and a copy each when they stream, and share pages when they do not. Which are small
-    depends on the schedule, so there are sets all the way: each lets those above a certain size stream.
+    A small weight that streams costs a page and a copy; one that is held shares pages. Which weights count as small
+    depends on the schedule, so there are sets for a series of sizes: each lets the weights above one size stream.
     """
 
     def __init__(self, demand: Demand) -> None:
@@ -351,7 +351,7 @@ class CandidateSets:
         return self._streaming[names]
 
     def fitting(self, budget_pages: int) -> list[Streaming]:
-        """Different ones that may fit."""
+        """Distinct sets that may fit."""
         fit = [names for names in self._names if self.demand.held_pages_without(names) <= budget_pages]
         if self.demand.access_count > MANY_ACCESSES:
             fit = sorted(fit, key=lambda names: self._guessed_cost_bytes(names, budget_pages))[:1]
@@ -365,7 +365,7 @@ class CandidateSets:
         return [kept for one in self.fitting(budget_pages) for rule in rules for kept in _kept(one, budget_pages, rule)]
 
     def _guessed_cost_bytes(self, names: frozenset[str], budget_pages: int) -> int:
-        """What of these must stream, and what its copies cost, if all were as long as the longest."""
+        """The bytes of these that must stream, and the cost of their copies if all were as long as the longest."""
         nbytes, page_bytes = self.demand.nbytes, self.demand.page_bytes
         room_bytes = (budget_pages - self.demand.held_pages_without(names)) * page_bytes
         streamed_bytes = max(0, sum([nbytes[name] for name in names]) - room_bytes)
@@ -373,7 +373,7 @@ class CandidateSets:
         return streamed_bytes - streamed_bytes // -longest_bytes * COPY_OVERHEAD_BYTES
 
     def lowest(self) -> Draft:
-        """What needs the fewest pages when everything that may stream does. Of equals, what streams the least."""
+        """The draft with the fewest pages when all that may stream does; of equals, the one that streams least."""
         best: tuple[tuple[int, int], Draft] | None = None
         for names in sorted(self._names, key=self._least_pages):
             if best is not None and self._least_pages(names) > best[0][0]:
@@ -389,12 +389,12 @@ class CandidateSets:
         return best[1]
 
     def _least_pages(self, names: frozenset[str]) -> int:
-        """What is held, and what two steps read."""
+        """Pages that are held, and pages that two neighbouring steps read."""
         return self.demand.held_pages_without(names) + self.demand.peak_pair_bytes(names) // self.demand.page_bytes
 
     def surely_fits(self, budget_pages: int) -> bool:
-        """Whether `lowest` fits, as far as that is told without giving any pages: the exact floor takes time to find,
-        which a budget well above it can do without."""
+        """Whether `lowest` surely fits, judged without giving any pages. Finding the exact floor takes time, which a
+        budget well above it can do without."""
         return any(
             one.resident_pages(one.whole) + max(most_pages(method, one.whole) for method in one.methods) <= budget_pages
             for one in self.fitting(budget_pages)

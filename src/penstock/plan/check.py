@@ -1,18 +1,17 @@
-"""An independent check of a plan: the host's calls of two runs of each method, acted out. No code of the planner's.
+"""An independent check of a plan: it acts out the host's calls of two runs of each method. No code of the planner's.
 
 What the device does is judged by what its order guarantees, not by one lucky timing: kernels run in the order of their
-steps, and a copy has waited for what it names itself, and for no more. In a run it also stands behind the copies before
-it; in a replay those that a run needs lie in the graph and the others come behind its launch, so that a wait which a
-copy only inherits may be none.
+steps, and a copy has waited for the step that it names itself, and for no more. In a run a copy is also behind the
+copies before it. In a replay it may not be: the copies that a run needs lie in the graph and the others come behind its
+launch, so a wait that a copy only inherits may not exist.
 
-Every step of it is one that a page takes as a whole. Ring pieces begin with a page, and end with one or with their
-weight; all pieces of a stay lie in one range, where all its accesses read them, and no range maps a page twice. So a
-page that was last written by a copy of a stay holds what that stay's accesses read there, and who wrote it is all that
-need be known of it.
+Pieces take pages as a whole. A piece in the ring begins with a page, and ends with one or with its weight. All pieces
+of a stay lie in one range, where all its accesses read them, and no range maps a page twice. So a page that was last
+written by a copy of a stay holds what that stay's accesses read there, and the check needs to know only who wrote it.
 
-Two runs are enough, a cold one and a warm one. Each run issues the same list of copies, every one once, and makes the
-same accesses. So who wrote each page last, and who reads it last, is the same at the end of every run: the second run
-begins as all later ones do. A run that is cold later on waits for everything before it, and begins as the first.
+Two runs are enough, a cold one and a warm one. Every run issues the same list of copies, each once, and makes the same
+accesses. So the last writer and the last reader of each page are the same at the end of every run, and the second run
+begins as all later ones do. A later cold run waits for everything before it, and begins as the first.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def check_plan(
 ) -> None:
     """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules.
 
-    The schedules are sound: `floor.check_schedules` has seen them. `packed`: by weight that is packed in the file,
+    The schedules must be sound: `floor.check_schedules` has seen them. `packed`: by weight that is packed in the file,
     where its blocks begin, and where the last ends.
     """
     layout = Layout(plan)
@@ -61,7 +60,7 @@ def check_plan(
 
 @dataclass(frozen=True)
 class _RingPages:
-    """Of one method: where its copies write, by copy and by stay."""
+    """Where the copies of one method write, by copy and by stay."""
 
     of_copy: list[list[Pages]]
     of_stay: list[list[Pages]]
@@ -171,7 +170,7 @@ class _Records:
             check_split(self._layout, access, placed, placed.prefix_bytes, weight, self._filled, self._where)
             return
         if nbytes == 0 or placed.is_direct:
-            # Nothing of ours is ever written there: there is no more to it.
+            # We never write there, so there is nothing more to check.
             if placed.stay is not None or (nbytes and access.pinned):
                 raise PlanError(f"{where}: {access.weight!r} is direct, but pinned or in a stay")
             if placed.range_offset_bytes != 0:
@@ -227,8 +226,8 @@ class _Run:
             self._last_read[stay.last_step].append(index)
         # By block: the stay whose copy wrote it last.
         self._holder: list[int | None] = [None] * block_count
-        # By stay: the last kernel that reads it, as far as the host has come; and how many of its copies it has issued
-        # since the stay was read to the end, which the core counts just so.
+        # By stay: the last kernel that reads it, as far as the host has come; and how many of its copies the host has
+        # issued since the stay was read to the end. The core counts in the same way.
         self._read_until = [-2 * len(schedule.steps)] * len(method.stays)
         self._issued = [0] * len(method.stays)
 
@@ -238,7 +237,7 @@ class _Run:
         for run in (0, 1):
             self._run(run)
             for stay, (issued, prologue) in enumerate(zip(self._issued, self._prologue_counts, strict=True)):
-                # A graph is captured with what enters in place, and a run may follow any run.
+                # A graph is captured with its prologue in place, and a run may follow any run.
                 if issued != prologue:
                     raise PlanError(
                         f"{self._what(stay)}: {prologue} of its copies should be made when a run begins, but the run "
@@ -270,7 +269,7 @@ class _Run:
             # At the time of issue that step has ended, in this run or in the last one.
             waits_for = (run - (copy.wait_step >= steps_ended)) * len(self._schedule.steps) + copy.wait_step
         for first, end in self._pages.of_copy[index]:
-            # S1. Readers that come only later find the wrong content then.
+            # S1, for readers so far. Later readers would find the wrong content, which `_read` checks.
             for holder in set(self._holder[first:end]):
                 if holder is not None and self._read_until[holder] > max(waits_for, -1):
                     raise PlanError(

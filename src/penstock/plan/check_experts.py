@@ -1,8 +1,8 @@
 """The part of the check that looks at experts in slots: their rooms, and who decides what lies there. No code of the
 planner's.
 
-What an access chooses, every weight of the bank is to read, by the same index, before the next one chooses. Then an
-expert that the table has in a slot is in the slots of all of them.
+After an access has chosen, every weight of the bank must be read, by the same index, before the next access chooses.
+Then an expert that the table has in a slot is in the slots of all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _rooms(plan: Plan, bank: Bank, weights: Mapping[str, Weight], what: str) -> 
     whole(bank.slots, 1, bank.experts + 1, f"{what}: the number of slots")
     if not bank.members or len({member.weight for member in bank.members}) != len(bank.members):
         raise PlanError(f"{what} has no weight, or one twice")
-    # Five numbers of an expert and one of a slot, the counts, and a bit of each expert for each of 256 calls.
+    # Counts, five numbers for each expert and one for each slot, and a bit of each expert for each of 256 calls.
     table_bytes = 64 + 16 + 4 * (5 * bank.experts + bank.slots) + 256 * 4 * ((bank.experts + 31) // 32)
     found = [_room(plan, bank.range_index, bank.range_offset_bytes, table_bytes, f"{what}: its table")]
     for member in bank.members:
@@ -66,7 +66,7 @@ def _room(plan: Plan, range_index: int, offset_bytes: int, nbytes: int, what: st
 
 
 def _check_alone(plan: Plan, ranges: set[int]) -> None:
-    """Nothing else has an address there: neither by a range of its own, nor in these."""
+    """Nothing else has an address there: neither through another range, nor in these."""
     blocks = [block for index in ranges for block in plan.ranges[index].blocks]
     if any(plan.blocks[block].ring for block in blocks):
         raise PlanError("experts have slots in a block of the ring")
@@ -104,7 +104,7 @@ def _check_placement(plan: Plan, access: Access, placed: Placement, weight: Weig
 
 def _check_choices(plan: Plan, schedule: Schedule, method: MethodPlan) -> None:
     where = f"method {schedule.method!r}"
-    # By bank: the index that was chosen by, and the weights that are still to be read by it.
+    # By bank: the index that chose, and the weights that must still be read by it.
     routing: dict[int, int | None] = {}
     due: dict[int, set[str]] = {}
     for access, placed in zip(schedule.accesses, method.placements, strict=True):

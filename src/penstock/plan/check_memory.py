@@ -12,7 +12,7 @@ from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.plan import Piece, Plan
 from penstock.weight import Weight
 
-# Ring pages that follow one another: the first block, and the one after the last.
+# Consecutive ring pages: the first block, and the one after the last.
 Pages = tuple[int, int]
 # A stretch of a resident block: the block, the offset in it, the length, and the offset from the start asked for.
 Span = tuple[int, int, int, int]
@@ -35,14 +35,14 @@ def whole(value: object, low: int, high: int, what: str) -> int:
 
 
 class Layout:
-    """Ranges as few extents, however many pages they have: what a stretch of one lies on is found at once."""
+    """Ranges as a few extents, however many pages they have, so that what a stretch of one lies on is found at once."""
 
     def __init__(self, plan: Plan) -> None:
         page_bytes = plan.page_bytes
         if type(page_bytes) is not int or page_bytes < 1:
             raise PlanError(f"the plan's pages have {page_bytes!r} bytes; a page has one at the least")
         self.page_bytes = page_bytes
-        # What device allocators give and kernels expect. Pages that are finer than that are all that a range begins on.
+        # What device allocators give and kernels expect. Where pages are finer, ranges begin on a page and no more.
         self.alignment_bytes = page_bytes if page_bytes % RESIDENT_ALIGNMENT_BYTES else RESIDENT_ALIGNMENT_BYTES
         for index, block in enumerate(plan.blocks):
             if type(block.nbytes) is not int or block.nbytes <= 0 or block.nbytes % page_bytes:
@@ -81,7 +81,7 @@ class Layout:
                 continue
             if first >= 0:
                 extents.append(_Extent(begin, end, first, every[first].ring))
-            # What follows a resident block is never one with it.
+            # A resident block is never merged with what follows it.
             first, previous, begin = block, block if every[block].ring else -2, end
             end += every[block].nbytes
         if first >= 0:
@@ -93,7 +93,7 @@ class Layout:
         return len(self._extents)
 
     def stretch(self, range_index: int, offset_bytes: int, nbytes: int) -> tuple[list[Pages], list[Span]]:
-        """The ring pages, and what of resident blocks, a stretch of a range lies on."""
+        """The ring pages and the parts of resident blocks that a stretch of a range lies on."""
         whole(range_index, 0, len(self._extents), "the index of a range")
         if (
             type(offset_bytes) is not int

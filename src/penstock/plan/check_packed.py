@@ -1,5 +1,5 @@
-"""The part of the check that looks at packed weights: what they pass through, what stays packed, and what of each copy
-goes over the link. No code of the planner's."""
+"""The part of the check that looks at packed weights: their slots, what stays packed, and what of each copy crosses the
+link. No code of the planner's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNIT_BYTES = 16
 
 
 def check_packed(plan: Plan, weights: Mapping[str, Weight], begins: Mapping[str, Sequence[int]]) -> None:
-    """`begins`: by packed weight, where its blocks begin, and where the last ends. Pieces of copies are sound."""
+    """`begins`: by packed weight, where its blocks begin, and where the last ends. Pieces of copies must be sound."""
     rooms = _slot_rooms(plan) + _store_rooms(plan, weights, begins)
     for (one, _, end), (other, begin, _) in pairwise(sorted(rooms)):
         if one == other and end > begin:
@@ -77,7 +77,7 @@ def _packed_bytes(begins: Sequence[int], begin_bytes: int, nbytes: int) -> int:
 
 
 def _check_alone(plan: Plan, ranges: set[int]) -> None:
-    """Nothing else has an address there: neither by a range of its own, nor in these."""
+    """Nothing else has an address there: neither through another range, nor in these."""
     blocks = [block for index in ranges for block in plan.ranges[index].blocks]
     if any(plan.blocks[block].ring for block in blocks):
         raise PlanError("packed weights lie in a block of the ring")

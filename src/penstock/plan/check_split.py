@@ -10,7 +10,7 @@ from penstock.weight import Weight
 
 
 def check_prefixes(plan: Plan) -> None:
-    """One prefix for all accesses of a weight: a second would be memory that another weight could have."""
+    """All accesses of a weight have the same prefix: a second would take memory that another weight could have."""
     prefixes: dict[str, Placement] = {}
     for method in plan.methods:
         for placed in method.placements:
@@ -27,7 +27,7 @@ def check_prefixes(plan: Plan) -> None:
 def check_split(
     layout: Layout, access: Access, placed: Placement, prefix_bytes: int, weight: Weight, filled: Filled, where: str
 ) -> None:
-    """A kernel that knows of two places reads the prefix in one and goes on in host memory, at a row of its grain."""
+    """The kernel reads the prefix on the device and goes on in host memory, at a row of its grain."""
     what = f"{where}, access {access.number}: {weight.name!r} is split, but"
     if not access.linear or access.pinned:
         raise PlanError(f"{what} {'pinned' if access.pinned else 'not read as a linear weight is'}")
@@ -45,7 +45,7 @@ def check_split(
     if placed.stay is not None or not 0 <= placed.range_index < layout.range_count or placed.range_offset_bytes:
         raise PlanError(f"{what} is placed as {placed}; needs a range that begins with its prefix, and no stay")
     pages, spans = layout.stretch(placed.range_index, 0, prefix_bytes)
-    # Copies go to ring blocks alone and fills do not overlap, which is checked of all of them: so what is filled in
+    # Copies go only to ring blocks and fills do not overlap, which is checked for all of them. So what is filled in
     # another block stays.
     if pages:
         raise PlanError(f"{what} its prefix lies in ring block {pages[0][0]}")

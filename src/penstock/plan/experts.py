@@ -1,10 +1,10 @@
 """Experts in a plan: which weights make a bank, how many slots each bank gets, and where these lie.
 
-A bank is weights whose rows are taken by one index in every method that takes some: the stacked expert weights of a
-layer. Where they are read in host memory, some of their experts may be kept in slots, which the device fills and
-replaces by use. What a slot saves falls with every slot more, so slots go to the bank where the next one saves most of
-what crosses the link. Other methods may read all of such a weight: a prompt, whose experts have to be dequantized. It
-then streams for these.
+A bank is a set of weights whose rows are taken by one index in every method that takes any: the stacked expert weights
+of a layer. Where they are read in host memory, some of their experts may be kept in slots, which the device fills and
+replaces by use. Each further slot saves less, so slots go to the bank where the next one saves most of what crosses the
+link. Other methods may read all of such a weight, for example a prompt, whose experts have to be dequantized. For those
+methods it streams.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def table_bytes(experts: int, slots: int) -> int:
 
 @dataclass(frozen=True)
 class HitRates:
-    """Of one bank: which part of what is asked for is in slots, by the number of slots; from none on, rising."""
+    """The hit rate of one bank by its number of slots: from no slots on, rising."""
 
     points: tuple[tuple[float, float], ...]
-    # How many experts it is asked for, beside the mean of all banks.
+    # How many experts the bank is asked for, relative to the mean of all banks.
     share: float = 1.0
 
     @classmethod
     def usual(cls, experts: int) -> HitRates:
-        """Of a bank of so many, where nothing was measured."""
+        """The rates assumed for a bank of this many experts, where nothing was measured."""
         points = {round(part * experts): rate for part, rate in DEFAULT_HIT_RATES}
-        points[0] = 0.0  # where a part of few experts is none
+        points[0] = 0.0  # where a part of few experts rounds to none
         return cls(tuple(points.items()))
 
     @cached_property
     def hull(self) -> tuple[tuple[float, float], ...]:
-        """The least concave curve above the points: what is measured is not quite so, and would hold slots back."""
+        """The least concave curve above the points: measured ones are not quite concave and would hold slots back."""
         found: list[tuple[float, float]] = []
         for point in self.points:
             while len(found) > 1 and _slope(found[-2], found[-1]) <= _slope(found[-1], point):
@@ -63,7 +63,7 @@ class HitRates:
         return tuple(found)
 
     def gain(self, slots: int) -> float:
-        """Of one slot more: hits, of as many uses as banks have in the mean."""
+        """What one more slot gains: hits, of as many uses as banks have in the mean."""
         slopes = (_slope(low, high) for low, high in pairwise(self.hull) if low[0] <= slots < high[0])
         return self.share * next(slopes, 0.0)
 
@@ -85,8 +85,8 @@ class ExpertBank:
     names: tuple[str, ...]
     experts: int
     row_bytes: int
-    # What of it streams for others, that read all of it. Where there is room for all of it, it is held for these, and
-    # it is not this bank's to be held once more.
+    # Its weights that stream for other methods, which read all of them. Where there is room for all of such a weight,
+    # it is held for those methods, and this bank does not hold it once more.
     streamed: frozenset[str] = frozenset()
 
     @property
@@ -100,7 +100,7 @@ class ExpertBank:
 
 @dataclass(frozen=True)
 class Slots:
-    """What is to lie on the device: so many slots by the first weight of a bank, and weights that lie there whole."""
+    """What will lie on the device: slots, counted by the first weight of a bank, and weights that lie there whole."""
 
     slots: Mapping[str, int]
     whole: tuple[str, ...] = ()
@@ -118,10 +118,10 @@ class _Groups:
 def find_banks(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight], host_read: Collection[str]
 ) -> list[ExpertBank]:
-    """Of the weights in `host_read`, of which every access that takes rows by one index does so in host memory.
+    """The banks among the weights in `host_read`. Accesses that take rows of these by an index do so in host memory.
 
-    Weights make a bank where every method that takes rows of one of them takes rows of all of them, by one index,
-    before it takes rows of any by the next. Others are read in host memory without slots.
+    Weights make a bank if every method that takes rows of one of them takes rows of all, by one index, before it takes
+    rows of any by the next. Others are read in host memory without slots.
     """
     sets, refused = _taken_together(schedules, weights)
     banks: list[ExpertBank] = []
@@ -133,12 +133,12 @@ def find_banks(
 
 
 def taken_together(schedules: Sequence[Schedule], weights: Mapping[str, Weight]) -> dict[str, tuple[str, ...]]:
-    """By weight of which experts are taken, those that are taken by the same index."""
+    """For each weight whose experts are taken: the weights taken by the same index."""
     return _taken_together(schedules, weights)[0]
 
 
 def why_no_slots(schedules: Sequence[Schedule], weights: Mapping[str, Weight]) -> dict[str, str]:
-    """Weights of which some method takes experts, and that make no bank: by name the reason."""
+    """Weights whose experts some method takes but that make no bank: by name, the reason."""
     sets, refused = _taken_together(schedules, weights)
     return {name: refused[name] for name in sets if name in refused}
 
@@ -146,7 +146,7 @@ def why_no_slots(schedules: Sequence[Schedule], weights: Mapping[str, Weight]) -
 def _taken_together(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """By weight, what is taken by the same index; and what makes no bank."""
+    """By weight, the weights taken by the same index; and the reason for each that makes no bank."""
     sets: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
 
@@ -190,16 +190,16 @@ def _taken_together(
 def allocate_slots(
     banks: Sequence[ExpertBank], spare_bytes: int, page_bytes: int, hit_rates: Mapping[str, HitRates]
 ) -> Slots:
-    """Slot by slot to the bank where the next one saves the most of what crosses the link, and of equals to the one
-    that has fewest. A bank with a slot for every expert lies there whole, unless it streams for others."""
+    """Gives slots one by one to the bank where the next one saves most of what crosses the link; of equals, to the one
+    with the fewest. A bank with a slot for every expert lies there whole, unless it streams for other methods."""
     by_name = {bank.names[0]: bank for bank in banks}
     rates = {name: _rates_of(bank, hit_rates) for name, bank in by_name.items()}
     given = dict.fromkeys(by_name, 0)
-    # Slots are in one block, and what lies there whole in another: each is rounded up to pages by itself.
+    # Slots are in one block, and whole weights in another: each is rounded up to pages by itself.
     slots_bytes = whole_bytes = 0
 
     def offer(name: str) -> tuple[float, int, str]:
-        # For a byte: an expert that is in a slot saves as many as the slot takes.
+        # Per byte: an expert in a slot saves as many bytes as the slot takes.
         return -rates[name].gain(given[name]), given[name], name
 
     waiting = [offer(name) for name in by_name]
@@ -226,14 +226,14 @@ def allocate_slots(
 
 
 def _rates_of(bank: ExpertBank, hit_rates: Mapping[str, HitRates]) -> HitRates:
-    """They were measured by any weights of this bank: by all of them, or when others were held."""
+    """Rates may be listed under any weight of the bank: measured for all of them, or while others were held."""
     return next((hit_rates[name] for name in bank.names if name in hit_rates), None) or HitRates.usual(bank.experts)
 
 
 def without_held(
     banks: Sequence[ExpertBank], weights: Mapping[str, Weight], host_read: Collection[str]
 ) -> list[ExpertBank]:
-    """What is left of the banks where only these weights are read in host memory, and all others are held."""
+    """What is left of the banks if only the weights in `host_read` are read in host memory, and all others are held."""
     found: list[ExpertBank] = []
     for bank in banks:
         names = tuple(name for name in bank.names if name in host_read)
@@ -249,7 +249,7 @@ def bytes_after_prompt(
     names: Collection[str],
     hit_rates: Mapping[str, HitRates],
 ) -> float:
-    """What tokens are taken to read over the link, after a prompt that reads these experts whole."""
+    """The bytes that tokens are assumed to read over the link, after a prompt that reads these experts whole."""
     missed = [0.0] * len(plan.banks)
     for number, bank in enumerate(plan.banks):
         members = tuple(member.weight for member in bank.members)
@@ -263,17 +263,17 @@ def bytes_after_prompt(
 
 
 def guessed_bytes_after_prompt(streamed_bytes: int, slots_bytes: int) -> float:
-    """The same of so many bytes of experts with so many of slots, before there is a plan."""
+    """The same, guessed from the bytes of experts and of slots before there is a plan."""
     part = min(slots_bytes / streamed_bytes, 1.0) if streamed_bytes else 1.0
     missed = 1.0 - HitRates(DEFAULT_HIT_RATES).at(part)
     return streamed_bytes * missed * EXPERTS_OF_A_TOKEN * TOKENS_AFTER_PROMPT
 
 
 def bytes_before_held(banks: Sequence[ExpertBank], spare_bytes: int) -> int:
-    """Of memory in which experts that stream for others could be held: what their slots get.
+    """How much of the memory in which experts that stream for other methods could be held goes to their slots.
 
-    Slots come first, up to a part of the experts. Beyond that the planner holds some of them for those others, whose
-    slots are not needed any more; so they get less and less, and nothing where all are held.
+    Slots come first, up to a part of the experts. Beyond that the planner holds some experts for those methods, and
+    these need no slots any more. So slots get less and less, and nothing where all are held.
     """
     all_bytes = sum(bank.experts * bank.row_bytes for bank in banks if bank.streams)
     part = SLOTS_BEFORE_HELD_PART
@@ -281,7 +281,7 @@ def bytes_before_held(banks: Sequence[ExpertBank], spare_bytes: int) -> int:
 
 
 def _slots_bytes(bank: ExpertBank, slots: int) -> int:
-    """With their table. The slots of each weight begin anew."""
+    """Table included. The slots of each weight begin at an aligned offset."""
     if not slots:
         return 0
     return _aligned(table_bytes(bank.experts, slots)) + slots * bank.row_bytes + len(bank.names) * _ALIGNMENT_BYTES

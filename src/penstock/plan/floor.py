@@ -36,7 +36,7 @@ class Floor:
 
 
 class NextCopy(NamedTuple):
-    """The copy that is on its way beside two steps: of the access at this position, in this run or in the next."""
+    """The copy in flight beside two steps: of the access at this position, in this run or in the next."""
 
     weight: str
     position: int
@@ -70,7 +70,7 @@ def windows(schedule: Schedule, streamed: Collection[str]) -> list[Window]:
         for copy in reversed(fetched[following]):
             soonest[copy.weight] = copy
             soonest.move_to_end(copy.weight, last=False)
-    # Of the pairs that begin with the last step, the first, and so on back: into step order.
+    # Into step order: `found` goes from the last step but one back to the first, and ends with the last.
     return [*found[-2::-1], *found[-1:]]
 
 
@@ -125,9 +125,9 @@ def floor_bytes(
 
 
 def check_schedules(schedules: Sequence[Schedule], weights: Mapping[str, Weight], *, granularity_bytes: int) -> None:
-    """Raises ScheduleError for schedules that break their own rules: the floor of one would be a wrong number.
+    """Raises ScheduleError for schedules that break their own rules: their floor would be a wrong number.
 
-    ValueError for a granularity that is none.
+    ValueError for a granularity below 1.
     """
     if granularity_bytes < 1:
         raise ValueError(f"granularity_bytes is {granularity_bytes}; it must be 1 or more")

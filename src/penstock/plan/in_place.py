@@ -1,8 +1,8 @@
-"""Weights that kernels read in host memory, in place: as a whole, or but for a prefix that lies on the device.
+"""Weights that kernels read in place, in host memory: whole, or all but a prefix that lies on the device.
 
-Such an access takes no pages that others wait for, and waits for no copy. So for planning its weight is replaced by a
-stand-in without bytes; in the plan that comes out its placement is put right, and what nobody else needs of the budget
-goes to prefixes, where it saves the most, and then to whole tables.
+Such an access takes no pages that others wait for, and waits for no copy. So the planner sees a stand-in without bytes
+for its weight, and its placement is corrected in the finished plan. What nobody else needs of the budget goes to
+prefixes, where it saves the most, and then to whole tables.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.weight import Weight
 # Whether an access takes a row of the menu.
 Takes = Callable[[Access], bool]
 
-# By split weight, for every method that multiplies by it: what its steps take with the weight on the device, and in
-# place. Empty where that was not timed.
+# By split weight, for every method that multiplies by it: the time of its steps with the weight on the device, and in
+# place. Empty if that was not timed.
 HostTimes = Mapping[str, Sequence[tuple[float, float]]]
 
 
@@ -34,10 +34,10 @@ def read_directly_by_default(access: Access) -> bool:
     return access.gathered and not access.pinned
 
 
-# Savings that are nearer than this are one, but for rounding.
+# Savings that agree to this many digits are equal but for rounding.
 _SAVING_DIGITS = 9
 
-# No name of a weight has it: names of parameters and buffers are printable.
+# No weight's name contains it: names of parameters and buffers are printable.
 _MARK = "\0direct"
 
 
@@ -59,20 +59,20 @@ def stand_ins(
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What lies on the device of weights that would be read in host memory."""
+    """The parts on the device of weights that would otherwise be read in host memory."""
 
     # By weight, and never all of it.
     prefix_bytes: Mapping[str, int]
-    # Those that lie there as a whole, one after the other.
+    # Weights that lie there whole, one after the other.
     whole: tuple[str, ...]
 
 
 def in_place_rows(
     schedules: Sequence[Schedule], weights: Mapping[str, Weight], in_place: Takes, split: Takes
 ) -> tuple[list[str], list[str]]:
-    """Weights that may be split; and those that are only read in place, those first that gain the most by being held.
+    """Weights that may be split; and weights that are only read in place, those that gain the most by being held first.
 
-    A kernel that reads all of a weight gains more than one that gathers; and twice read is twice gained.
+    A kernel that reads all of a weight gains more than one that gathers, and a weight read twice gains twice.
     """
     accesses = [access for schedule in schedules for access in schedule.accesses]
     others = {access.weight for access in accesses if not in_place(access) or split(access)}
@@ -83,9 +83,9 @@ def in_place_rows(
 
 
 def with_in_place(plan: Plan, schedules: Sequence[Schedule], weights: Mapping[str, Weight], is_direct: Takes) -> Plan:
-    """The plan of the stand-ins as one of the schedules themselves: what is read in host memory has no other place yet.
+    """Turns the plan of the stand-ins into one of the schedules: what is read in host memory has no other place yet.
 
-    Where a weight is resident as a whole all the same, for other accesses, the direct ones read it there.
+    Where a weight is wholly resident all the same, for other accesses, the direct ones read it there.
     """
     whole = {
         one.weight: one
@@ -113,7 +113,7 @@ def with_prefixes(
     split: Takes,
     alignment_bytes: int,
 ) -> Plan:
-    """The plan with these on the device. Prefixes are of accesses that `split` takes, whole weights of all others."""
+    """The plan with these on the device. Prefixes serve accesses that `split` takes, whole weights all direct ones."""
     memory = Memory(plan.page_bytes, plan)
     nbytes = {name: weight.nbytes for name, weight in weights.items()}
     whole_at = memory.hold(prefixes.whole, nbytes, alignment_bytes)
@@ -167,8 +167,8 @@ def host_times(schedules: Sequence[Schedule], calibration: Calibration | None) -
 class SplittableWeight:
     """A weight that may be split: rows, one after the other, and its times on the device and in place by method.
 
-    With a part of it in place steps take that part of the time in place, and never less than with none: device memory
-    and link are read side by side. Up to there the link is free, and beyond it every byte costs the same.
+    With a part of it in place, steps take that part of the time in place, but never less than with none in place:
+    device memory and link are read side by side. Up to there the link is free; beyond it every byte costs the same.
     """
 
     name: str
@@ -179,11 +179,11 @@ class SplittableWeight:
 
     @property
     def may_have_prefix(self) -> bool:
-        """A prefix takes pages of its own: of a weight that fits in one, all or nothing."""
+        """A prefix takes pages of its own, so a weight that fits in one is held whole or not at all."""
         return self.nbytes > self.page_bytes and self.rows > SPLIT_ROWS
 
     def prefix_in(self, pages: int) -> int:
-        """Bytes of the longest prefix in so many pages."""
+        """Bytes of the longest prefix that fits in this many pages."""
         row_bytes = self.nbytes // self.rows
         rows = min(pages * self.page_bytes // row_bytes, self.rows - 1)
         return rows // _grain(rows) * _grain(rows) * row_bytes
@@ -200,13 +200,13 @@ class SplittableWeight:
         return -(-nbytes // self.page_bytes)
 
     def added_s(self, prefix_bytes: float) -> float:
-        """What a run takes longer for what is not in the prefix."""
+        """By how much a run is longer because of what is not in the prefix."""
         part = 1 - prefix_bytes / self.nbytes
         return sum(max(direct_s * part - resident_s, 0.0) for resident_s, direct_s in self.times)
 
     @cached_property
     def stretches(self) -> list[tuple[float, float]]:
-        """Along its bytes: how many there are of which each saves so many seconds, which is less and less."""
+        """Stretches along its bytes: how many bytes, and the seconds that each of them saves, less and less."""
         ends = {1 - min(resident_s / direct_s, 1.0) for resident_s, direct_s in self.times if direct_s}
         found: list[tuple[float, float]] = []
         begin = 0.0
@@ -219,7 +219,7 @@ class SplittableWeight:
         return found
 
     def saving(self, prefix_bytes: int) -> float:
-        """Seconds for each byte by which the prefix is made longer; as a logarithm, so that all rounding is alike."""
+        """Seconds saved per byte when the prefix is made longer; as a logarithm, so that all rounding is alike."""
         after = self.longer(prefix_bytes)
         saved_s = self.added_s(prefix_bytes) - self.added_s(after)
         return round(math.log(saved_s / (after - prefix_bytes)), _SAVING_DIGITS) if saved_s > 0 else -math.inf
@@ -230,8 +230,8 @@ def _grain(rows: int) -> int:
 
 
 def best_parts(weights: Sequence[SplittableWeight], room_bytes: float) -> list[float]:
-    """Bytes of the prefixes that save the most: stretches in the order of what each byte saves, of equals the same part
-    of each. That is exact, since the stretches of a weight save less and less."""
+    """Bytes of the prefixes that save the most. Takes stretches in the order of what each byte saves, and of equals the
+    same part of each. That is exact, since the stretches of a weight save less and less."""
     found = [0.0] * len(weights)
     by_slope: dict[float, list[tuple[int, float]]] = {}
     for index, weight in enumerate(weights):
@@ -273,7 +273,7 @@ def allocate_prefixes(
 
 
 def _use_up(weights: Sequence[SplittableWeight], prefix_bytes: dict[str, int], room: FreePages) -> None:
-    """What rounding has left goes where it saves the most; of equals to each in turn, the largest first."""
+    """What rounding leaves goes where it saves the most; of equals to each in turn, the largest first."""
 
     def entry(weight: SplittableWeight, turn: int) -> tuple[float, int, int, str]:
         return -weight.saving(prefix_bytes[weight.name]), turn, -weight.nbytes, weight.name
@@ -294,7 +294,7 @@ def _use_up(weights: Sequence[SplittableWeight], prefix_bytes: dict[str, int], r
 
 
 class FreePages:
-    """Pages to give away: to prefixes of their own, and to whole weights that share them."""
+    """Pages to give away: prefixes get pages of their own, whole weights share pages."""
 
     def __init__(self, pages: int, page_bytes: int, alignment_bytes: int) -> None:
         self.page_bytes = page_bytes

@@ -1,8 +1,8 @@
 """The live ranges of a method's streamed weights: how long each holds its pages. Time is in steps, cyclic over runs.
 
-One begins with the first step during which its copy may be under way, and ends with that of its last reader. It covers
-what the floor counts (see floor.py): the step before its first reader, and every earlier step at which it is the next
-copy. Between one and the next of its weight is a gap, in which the weight may be kept: then the two are one.
+A live range begins with the first step during which its copy may be under way, and ends with its last reader's step. It
+covers what the floor counts (see floor.py): the step before its first reader, and every earlier step at which it is the
+next copy. Between two live ranges of a weight is a gap. If the weight is kept through it, the two are one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LiveRange(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodRanges:
-    """The live ranges of one method, by first access. `always`: the weights that would never leave, which have none."""
+    """The live ranges of one method, by first access. `always`: weights that would never leave, which have none."""
 
     step_count: int
     live_ranges: tuple[LiveRange, ...]
@@ -40,16 +40,16 @@ class MethodRanges:
 
 
 class Gap(NamedTuple):
-    """Between a live range, by its index, and the next of its weight, in steps of the run in which it begins."""
+    """The gap from a live range (its index) to the next of its weight, in steps of the run in which it begins."""
 
     live: int
     begin_step: int
-    # None of its own where the two overlap or touch.
+    # Zero or less where the two overlap or touch.
     step_count: int
 
 
 def live_ranges(schedule: Schedule, streamed: Collection[str]) -> MethodRanges:
-    """The shortest that still overlap copies with steps, when the weights in `streamed` (none empty) stream."""
+    """The shortest ranges that still overlap copies with steps, when the weights in `streamed` (none empty) stream."""
     count = len(schedule.steps)
     first_step, last_step = schedule.first_step, schedule.last_step
     begins = [first_step[access.number] - 1 for access in schedule.accesses]
@@ -63,7 +63,7 @@ def live_ranges(schedule: Schedule, streamed: Collection[str]) -> MethodRanges:
         if access.weight in streamed
     )
     method = MethodRanges(count, alone)
-    # Those that overlap or touch are one: a single copy serves them all at no cost in pages.
+    # Ranges that overlap or touch become one: a single copy serves them all at no cost in pages.
     return join(method, frozenset(gap.live for gap in gaps(method) if gap.step_count <= 0))
 
 
@@ -81,14 +81,14 @@ def gaps(method: MethodRanges) -> list[Gap]:
 
 
 def join(method: MethodRanges, kept: frozenset[int]) -> MethodRanges:
-    """Live ranges whose index is in `kept` made one with the next of their weight, across the end of the run too."""
+    """Joins live ranges whose index is in `kept` with the next of their weight, across the end of the run too."""
     live_ranges: list[LiveRange] = []
     always = set(method.always)
     for indices in _by_weight(method):
         if kept.issuperset(indices):
             always.add(method.live_ranges[indices[0]].weight)
             continue
-        # Begin after a live range that is not joined with the next: no stay then goes round further than the list.
+        # Begin after a live range that is not joined with the next, so that no stay goes round further than the list.
         start = next(turn for turn, index in enumerate(indices) if index not in kept) + 1
         joined: LiveRange | None = None
         for index in [*indices[start:], *indices[:start]]:
@@ -108,7 +108,7 @@ def join(method: MethodRanges, kept: frozenset[int]) -> MethodRanges:
 
 
 def _by_weight(method: MethodRanges) -> list[list[int]]:
-    """Indices of live ranges, in their order."""
+    """Indices of live ranges, grouped by weight, in their order."""
     found: dict[str, list[int]] = {}
     for index, live in enumerate(method.live_ranges):
         found.setdefault(live.weight, []).append(index)

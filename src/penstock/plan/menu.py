@@ -5,13 +5,13 @@
 | resident        | all                  | nothing                 | nothing                        |
 | packed resident | as packed            | nothing                 | decoded for each stay          |
 | streamed        | its share of a ring  | all, for each stay      | nothing                        |
-| streamed packed | and of the slots     | as packed               | decoded for each stay          |
+| streamed packed | share of ring, slots | as packed               | decoded for each stay          |
 | split           | a prefix             | the rest, by its kernel | both sides are read at once    |
 | in place        | none                 | all, by its kernel      | waits for what it reads        |
 | experts         | some slots           | those not in a slot     | waits for these                |
 
-A weight takes several rows, one after the other along its bytes. Which of them, `candidates.py` says, and
-`simulator.py` what that costs: this file knows who may take a row, and puts together what was chosen.
+A weight can take several rows, one after the other along its bytes. `candidates.py` says which of them, and
+`simulator.py` what that costs. This file knows who may take a row, and puts together what was chosen.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ def _none(_access: Access) -> bool:
 
 @dataclass(frozen=True)
 class Menu:
-    """Who may take which row. Everything may be resident, and streams otherwise, unless it is said here."""
+    """Who may take which row. Every weight may be resident, and streams otherwise, unless it is said here."""
 
     schedules: tuple[Schedule, ...]
     weights: Mapping[str, Weight]
     page_bytes: int
-    # Accesses that read in host memory what is not resident: as a whole, or but for a prefix.
+    # Accesses that read non-resident bytes in host memory: the whole weight, or all but a prefix.
     in_place: Takes = _none
     split: Takes = _none
-    # Packed weights, which stream packed, and may stay so.
+    # Packed weights. They stream packed, and may stay packed.
     begins: Begins = field(default_factory=dict)
-    # What was measured of experts, by weight of their bank.
+    # Measured hit rates of experts, by a weight of their bank.
     hit_rates: Mapping[str, HitRates] = field(default_factory=dict)
 
     @cached_property
     def demand(self) -> Demand:
-        """Of what streams where it is not resident. Other accesses read nothing of it."""
+        """The demand of what streams where it is not resident. Other accesses have no bytes in it."""
         return replace(self._demand, runs=self.runs)
 
     @cached_property
@@ -85,7 +85,7 @@ class Menu:
 
     @cached_property
     def whole_demand(self) -> Demand:
-        """With everything resident."""
+        """The demand with everything resident."""
         return Demand.of(self.schedules, self.weights, self.page_bytes)
 
     @property
@@ -94,7 +94,7 @@ class Menu:
 
     @property
     def has_other_rows(self) -> bool:
-        """Whether pages that streaming leaves are of use to others."""
+        """Whether other rows can use the pages that streaming leaves."""
         return bool(self.begins) or self.full_pages > self.demand.full_pages
 
     @cached_property
@@ -103,7 +103,7 @@ class Menu:
 
     @cached_property
     def reads_in_place(self) -> bool:
-        """Whether some step may read a weight over the link, and more of it than rows."""
+        """Whether some step may read a weight over the link, and more of it than single rows."""
         return self.splits or any(self.in_place(one) and not one.gathered for one in self._accesses)
 
     def host_times(self, calibration: Calibration | None) -> HostTimes:
@@ -111,8 +111,8 @@ class Menu:
 
     @cached_property
     def streamed_experts(self) -> frozenset[str]:
-        """Weights whose experts may have slots, and that stream for others, which read all of them, once for many
-        tokens. Not those that such a method holds whatever happens, nor those that tokens read whole as well."""
+        """Weights whose experts may have slots, and that stream for other methods, which read all of them once for many
+        tokens. Not weights that such a method always holds, nor weights that tokens read whole as well."""
         demand = self._demand
         names = {name for bank in self._banks if bank.streams for name in bank.names}
         names &= demand.nbytes.keys() - demand.pinned
@@ -125,7 +125,7 @@ class Menu:
         return frozenset(names).difference(*always)
 
     def pages_for_experts(self, budget_pages: int, floor_pages: int) -> int:
-        """Of the budget, what is kept for slots of streamed experts. Everything else comes first: it is read whole."""
+        """Pages of the budget for slots of streamed experts. Everything else comes first, since it is read whole."""
         names, page_bytes = self.streamed_experts, self.page_bytes
         pair_pages = -(-self.demand.peak_pair_bytes(names) // page_bytes)
         ahead_pages = max(1, min(LOOKAHEAD_BYTES // page_bytes, budget_pages // LOOKAHEAD_PART))
@@ -143,8 +143,8 @@ class Menu:
 
     @cached_property
     def runs(self) -> dict[str, int]:
-        """How often each method is taken to run for one run of the others: those that take streamed experts by index
-        are for the tokens behind a prompt."""
+        """How often each method is assumed to run for one run of the others. Methods that take streamed experts by
+        index run for the tokens after a prompt."""
         by_index = {
             schedule.method
             for schedule in self.schedules
@@ -154,7 +154,7 @@ class Menu:
         return dict.fromkeys(by_index, TOKENS_AFTER_PROMPT)
 
     def bytes_after_prompt(self, plan: Plan) -> float:
-        """Of streamed experts, over the link in these runs: of which the simulator knows nothing."""
+        """Bytes of streamed experts over the link in these runs. The simulator knows nothing of them."""
         names = self.streamed_experts
         return bytes_after_prompt(plan, self.schedules, names, self.hit_rates) if names else 0.0
 
@@ -166,7 +166,7 @@ class Menu:
         slots: SlotSizes | None = None,
         expert_pages: int = 0,
     ) -> Plan:
-        """The plan of what streams or is held, and all other rows in what it leaves of the budget."""
+        """The plan of what streams or is held, with all other rows placed in what it leaves of the budget."""
         if slots is not None and any(method.copies for method in plan.methods):
             taken_bytes = slots.total_bytes + plan.device_bytes + expert_pages * self.page_bytes
             room_bytes = budget_bytes // self.page_bytes * self.page_bytes - taken_bytes
@@ -176,7 +176,7 @@ class Menu:
         return self._with_in_place(plan, budget_bytes, times)
 
     def _with_in_place(self, plan: Plan, budget_bytes: int, times: HostTimes) -> Plan:
-        """A byte of a prefix saves one in every run, a slot at most as many as it takes, a table next to nothing."""
+        """A byte of a prefix saves one byte in every run, a slot at most its own size, a table next to nothing."""
         plan = with_in_place(plan, self.schedules, self.weights, self._is_in_place)
         unheld = set(plan.direct_weights)
         split, tables = ([self.weights[name] for name in names if name in unheld] for names in self._in_place_rows)
@@ -198,7 +198,7 @@ class Menu:
 
     @property
     def _alignment_bytes(self) -> int:
-        """As weights held whole lie anywhere else."""
+        """The same as for all other weights that are held whole."""
         return RESIDENT_ALIGNMENT_BYTES if self.demand.packs else self.page_bytes
 
     @cached_property
@@ -224,23 +224,23 @@ class Menu:
 
     @cached_property
     def packed_part(self) -> float:
-        """Of packed weights: what they take beside what they are decoded to."""
+        """The packed size of packed weights as a part of their decoded size."""
         raw_bytes = sum(self.weights[name].nbytes for name in self.begins)
         return sum(begins[-1] for begins in self.begins.values()) / raw_bytes if raw_bytes else 1.0
 
     def slots(self, budget_bytes: int, floor_bytes: int) -> list[SlotSizes]:
-        """What packed weights may pass through beside a plan of at least so many bytes; empty: nothing is packed."""
+        """Slots for packed weights beside a plan of at least `floor_bytes`; empty: nothing is packed."""
         return slot_sizes(self.begins, budget_bytes, budget_bytes - floor_bytes, self.page_bytes)
 
     def most_other_pages(self, longest: Mapping[str, int], spare_pages: int) -> int:
-        """What other rows can use at the most, when these are the suffixes without any of the spare pages."""
+        """The most pages that other rows can use, if `longest` are the suffixes without any of the spare pages."""
         if not self.begins:
             return self.full_pages - self.demand.full_pages
-        # All suffixes packed. Each page more of a prefix is one less of these, which take less.
+        # All suffixes stay packed. Each page added to a prefix leaves one page less of them, and packed they take less.
         part = self.packed_part
         streamed = sum(size for name, size in longest.items() if name in self.begins)
         if part * streamed >= spare_pages:
             return spare_pages
         packed_pages = part * max(0, streamed - spare_pages) / (1 - part)
-        # What a weight's last page rounds up to.
+        # For the rounding of each weight's last page.
         return min(spare_pages, math.ceil(packed_pages) + len(longest) // 2 + 1)

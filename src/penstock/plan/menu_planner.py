@@ -39,7 +39,7 @@ class FloorPlan:
 
 
 class MenuPlanner:
-    """What the plans have in common is worked out once."""
+    """What the plans have in common is computed once."""
 
     def __init__(self, menu: Menu) -> None:
         self._menu = menu
@@ -56,7 +56,7 @@ class MenuPlanner:
 
     @property
     def _streaming_floor_bytes(self) -> int:
-        """Without slots, which packed weights pass through."""
+        """The floor without the slots that packed weights pass through."""
         return self._lowest.total_pages * self._page_bytes
 
     @property
@@ -83,7 +83,7 @@ class MenuPlanner:
     def plan(self, budget_bytes: int, calibration: Calibration | None = None, *, is_draft: bool = False) -> Plan:
         """The plan that takes the least time within the budget, by measured times or on nominal machines.
 
-        Raises BelowFloorError where no plan is safe and still overlaps. A draft is judged by the same times, and fewer
+        Raises BelowFloorError where no plan is safe and still overlaps. A draft is judged by the same times, but fewer
         candidates are tried for it.
         """
         with _collector_paused():
@@ -102,10 +102,10 @@ class MenuPlanner:
         return Judge(self._menu, [known], True, self._menu.host_times(known), is_draft)
 
     def _fastest(self, judge: Judge, budget_pages: int) -> Plan:
-        """Of the plans for this budget, and for smaller ones where accesses are few: which rings come out even is luck
-        then, and more memory is to take no longer."""
+        """The fastest of the plans for this budget and, where accesses are few, for smaller ones. Which rings come out
+        even is luck then, and more memory must not take longer."""
         best = self._found(judge, budget_pages)
-        # What other rows get of a budget is no luck.
+        # What other rows get of a budget does not depend on luck.
         count = SMALLER_BUDGETS.of(self._demand.access_count**3) if len(judge.parts) == 1 else 0
         for pages in range(budget_pages - 1, budget_pages - 1 - count, -1):
             smaller_bytes = pages * self._page_bytes
@@ -115,7 +115,7 @@ class MenuPlanner:
         return best.plan
 
     def _found(self, judge: Judge, budget_pages: int) -> Found:
-        """What was found by the last times is kept: whoever asks for one budget often asks for the next."""
+        """Results by the latest times are kept: whoever asks for one budget often asks for the next."""
         if self._known is None or not self._known[0].judges_as(judge):
             self._known = judge, {}
         found = self._known[1]
@@ -132,7 +132,7 @@ class MenuPlanner:
         if self._menu.streamed_experts:
             expert_pages = self._menu.pages_for_experts(room_pages, self._lowest.total_pages)
         best = self._searched_beside(judge, budget_bytes, slots, room_pages, expert_pages)
-        # What was kept is a guess: how long the ring gets, and what slots save then, is known only now.
+        # The pages kept for slots are a guess: how long the ring gets, and what slots save then, is known only now.
         is_guess = expert_pages > 0 and not judge.is_draft
         if is_guess and (self._demand.access_count <= MANY_ACCESSES or self._tokens_copy(best.plan)):
             best = least([best, self._searched_beside(judge, budget_bytes, slots, room_pages, 0)])
@@ -161,7 +161,7 @@ class MenuPlanner:
         best = least(found)
         if best.plan.slots is None:
             return best
-        # The same bytes divided otherwise: nothing else of the plan changes.
+        # The same bytes divided into slots differently: nothing else of the plan changes.
         divided = [replace(best.plan.slots, count=one.count, nbytes=one.nbytes) for one in slots]
         plans = [replace(best.plan, slots=one) for one in divided]
         return least([Found(judge.seconds(plan), plan) for plan in plans])
@@ -180,7 +180,7 @@ class MenuPlanner:
             )
 
     def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
-        """By which plans are compared: of measured times, or without of all nominal machines."""
+        """What plans are compared by: measured times, or else the sum over all nominal machines."""
         return self._judge(calibration).seconds(plan)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
@@ -193,7 +193,7 @@ def _resident(demand: Demand) -> Plan:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Planning makes a few hundred thousand objects and no cycles. To search them takes a quarter of its time."""
+    """Planning makes a few hundred thousand objects and no cycles. Searching them takes a quarter of its time."""
     if not gc.isenabled():
         yield
         return

@@ -1,5 +1,5 @@
-"""Packed weights in a plan: which of their bytes stay in device memory as they are packed, and what the others pass
-through on their way over the link. Everything else in a plan is as it is for weights that are not packed."""
+"""Packed weights in a plan: which of their bytes stay packed in device memory, and which slots the others pass through
+on their way over the link. Everything else in a plan is the same as for weights that are not packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES, round_up
 from penstock.plan.plan import Copy, MethodPlan, Piece, Plan, Slots, Store
 from penstock.plan.tuning import MOST_SLOTS_BYTES, SLOT_COUNTS, SLOTS_PART_OF_BUDGET
 
-# Of a weight, to a block of its own. csrc/packed/packed_block.h has the same.
+# Bytes of a weight in each packed block. csrc/packed/packed_block.h has the same.
 BLOCK_BYTES = 64 * 1024
 
 # By packed weight: where each of its blocks begins, and where the last ends.
@@ -21,7 +21,7 @@ Begins = Mapping[str, Sequence[int]]
 
 
 def packed_bytes(begins: Sequence[int], begin_bytes: int, end_bytes: int) -> int:
-    """Of the blocks in which these bytes of a weight lie."""
+    """The packed size of the blocks that hold these bytes of a weight."""
     return begins[-(-end_bytes // BLOCK_BYTES)] - begins[begin_bytes // BLOCK_BYTES]
 
 
@@ -31,17 +31,17 @@ class SlotSizes:
 
     count: int
     nbytes: int
-    # Of all of them, in whole pages.
+    # Of all slots, in whole pages.
     total_bytes: int
 
 
 def least_slots_bytes(begins: Begins, page_bytes: int) -> int:
-    """Two: one is filled while the other is decoded."""
+    """Two slots: one is filled while the other is decoded."""
     return round_up(2 * round_up(_largest_block_bytes(begins), RESIDENT_ALIGNMENT_BYTES), page_bytes)
 
 
 def slot_sizes(begins: Begins, budget_bytes: int, spare_bytes: int, page_bytes: int) -> list[SlotSizes]:
-    """Ways to divide what slots get, more and smaller ones first: every block fits into one. None: nothing is packed.
+    """Ways to divide the slots' bytes, more and smaller ones first: every block fits into one. Empty: none is packed.
 
     `spare_bytes`: what the least plan leaves of the budget.
     """
@@ -61,8 +61,8 @@ def _largest_block_bytes(begins: Begins) -> int:
 
 
 def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -> Plan:
-    """The plan of weights that are not packed, with slots; and with as much of what it copies in device memory, packed,
-    as `room_bytes` hold."""
+    """Adds slots to a plan made as if nothing were packed, and keeps as much of what it copies packed in device memory
+    as fits in `room_bytes`."""
     stored = _stored(plan, begins, room_bytes, slots.total_bytes // 2)
     memory = Memory(plan.page_bytes, plan)
     slot_range = memory.add_range(slots.total_bytes)
@@ -88,7 +88,7 @@ def with_packed(plan: Plan, begins: Begins, slots: SlotSizes, room_bytes: int) -
 
 
 def _streamed(plan: Plan, begins: Begins) -> dict[str, tuple[int, int, int]]:
-    """Of packed weights that are copied: from where to where, and by how many stays. All stays of one copy the same."""
+    """For packed weights that are copied: begin, end, number of stays. All stays of a weight copy the same bytes."""
     found: dict[str, tuple[int, int, int]] = {}
     for method in plan.methods:
         count = Counter(stay.weight for stay in method.stays)
@@ -101,11 +101,11 @@ def _streamed(plan: Plan, begins: Begins) -> dict[str, tuple[int, int, int]]:
 
 
 def _stored(plan: Plan, begins: Begins, room_bytes: int, copy_bytes: int) -> dict[str, tuple[int, int]]:
-    """What is copied most often first; of what is copied as often the same part of each, so that the link has the same
-    to do before every step."""
+    """What stays packed: weights copied most often first, and of those copied as often the same part of each, so that
+    the link has the same to do before every step."""
     streamed = _streamed(plan, begins)
     stored: dict[str, tuple[int, int]] = {}
-    # The last page is rounded up to.
+    # Stores are rounded up to whole pages.
     room_bytes = room_bytes // plan.page_bytes * plan.page_bytes
     for times in sorted({times for _, _, times in streamed.values()}, reverse=True):
         some = {name: (low, high) for name, (low, high, count) in streamed.items() if count == times}
@@ -118,7 +118,7 @@ def _stored(plan: Plan, begins: Begins, room_bytes: int, copy_bytes: int) -> dic
 def _even_part(
     streamed: Mapping[str, tuple[int, int]], begins: Begins, page_bytes: int, room_bytes: int, copy_bytes: int
 ) -> dict[str, tuple[int, int]]:
-    """What is left for the link goes there in copies as large as a slot takes: each costs time beside its bytes."""
+    """What is left for the link goes in copies as large as a slot holds: each copy costs time besides its bytes."""
     pages = {name: -(-(high - low) // page_bytes) for name, (low, high) in streamed.items()}
     total = sum(pages.values())
     grain = {
@@ -127,19 +127,19 @@ def _even_part(
     }
 
     def over_link(sent: int) -> dict[str, int]:
-        """Pages of each, of so many of all of them: the same part of each, as nearly as whole copies allow."""
+        """Pages of each weight, `sent` in all: the same part of each, as nearly as whole copies allow."""
         found: dict[str, int] = {}
         before = given = 0
         for name, count in pages.items():
             before += count
-            # What is not sent here is made up for by the next.
+            # What is not sent here is made up for by the next weight.
             owed = before * sent // total - given
             found[name] = count if owed >= count else max(0, owed // grain[name] * grain[name])
             given += found[name]
         return found
 
     def parts(sent: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        # The end of it stays, which is copied last: the link is then further ahead of what is decoded at once.
+        # The end stays, since it is copied last: the link is then further ahead of what is decoded at once.
         return {
             name: (low + sent[name] * page_bytes, high)
             for name, (low, high) in streamed.items()
@@ -157,7 +157,7 @@ def _even_part(
     left = left_bytes(sent)
     for name in reversed(sent):
         low, high = streamed[name]
-        # Page by page, and not the whole sum again: there may be thousands of weights.
+        # Page by page, without computing the whole sum again: there may be thousands of weights.
         while sent[name]:
             at_bytes = low + sent[name] * page_bytes
             kept_bytes = packed_bytes(begins[name], at_bytes, high) if at_bytes < high else 0

@@ -11,7 +11,7 @@ from penstock.plan.tuning import COPY_OVERHEAD_BYTES
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 
-# What every NVIDIA driver so far answers for memory that can be mapped. Load asks the driver itself.
+# What every NVIDIA driver so far reports for memory that can be mapped. Load asks the driver itself.
 CUDA_PAGE_BYTES = 2 << 20
 
 _SOFT_PAGE_BYTES = 4096
@@ -21,7 +21,7 @@ _LARGEST_SOFT_PAGE_BYTES = 2 << 20
 
 
 def soft_page_bytes(weight_bytes: int) -> int:
-    """Of the soft driver, which stands in for a device where programs run on the CPU."""
+    """The page size of the soft driver, which stands in for a device where programs run on the CPU."""
     page_bytes = _SOFT_PAGE_BYTES
     while page_bytes < _LARGEST_SOFT_PAGE_BYTES and weight_bytes > page_bytes * _SOFT_PAGES:
         page_bytes *= 2
@@ -35,7 +35,7 @@ def page_bytes_on(device: str, weight_bytes: int) -> int:
 
 
 def small_copy_bytes(page_bytes: int) -> int:
-    """Copies of fewer bytes are avoided. Where pages are smaller still, weights are too, and none is."""
+    """Copies of fewer bytes are avoided. 0 where pages are smaller still: weights are too, and no copy is avoided."""
     return COPY_OVERHEAD_BYTES if page_bytes >= COPY_OVERHEAD_BYTES else 0
 
 
@@ -47,7 +47,7 @@ class Demand:
     page_bytes: int
     nbytes: Mapping[str, int]
     pinned: frozenset[str]
-    # How often a method runs for one run of others; once, where it is not named.
+    # How often a method runs for one run of the others; once if it is not named.
     runs: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
@@ -71,7 +71,7 @@ class Demand:
 
     @property
     def packs(self) -> bool:
-        """Whether weights held whole share pages. Not where a page is finer than the alignment: it would only waste."""
+        """Whether weights held whole share pages. Not where pages are finer than the alignment: it would only waste."""
         return self.page_bytes % RESIDENT_ALIGNMENT_BYTES == 0
 
     @cached_property

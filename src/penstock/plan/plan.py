@@ -1,8 +1,8 @@
-"""A plan: where every weight lies, and when every copy is issued. Plain data, from the planner to the core.
+"""A plan: where every weight lies and when every copy is issued. Plain data that the planner hands to the core.
 
-Device memory is made of blocks (physical) that are mapped into ranges (virtual addresses). A weight's prefix may lie in
-a resident block; its suffix, or all of it, comes and goes in ring pages that many ranges share. One coming and going is
-a stay: copied once, read by one or more accesses, then overwritten. Addresses never change while a plan lives.
+Device memory consists of physical blocks, mapped into ranges of virtual addresses. A weight's prefix may lie in a
+resident block. Its suffix, or all of it, comes and goes in ring pages that many ranges share. One such visit is a stay:
+copied once, read by one or more accesses, then overwritten. Addresses never change while a plan lives.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-# In the place of a range: of an access without bytes where a plan has no range at all,
+# The range index of accesses without bytes, in a plan that has no ranges at all.
 NO_RANGE = -1
-# and of one that is read in host memory.
+# The range index of accesses that are read in host memory.
 DIRECT = -2
-# In the place of a bank: of experts that have no slots.
+# The bank index of experts that have no slots.
 NO_SLOTS = -2
 
-# A weight is split at a multiple of so many rows: those that the kernel multiplies by at once.
+# A weight is split at a multiple of this many rows: the kernel multiplies by that many at once.
 SPLIT_ROWS = 16
 
 
@@ -32,7 +32,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Range:
-    """Virtual addresses, a multiple of the page, covered by blocks that are mapped whole, one after the other."""
+    """Virtual addresses, a multiple of the page, covered by whole blocks that are mapped one after the other."""
 
     nbytes: int
     # Indices into Plan.blocks.
@@ -56,14 +56,14 @@ class Copy:
 
     stay: int
     piece: Piece
-    # Issued by the host right before the access at this position is fetched; the number of accesses of the method
-    # means: at the end of the run.
+    # The host issues it right before it fetches the access at this position. The method's number of accesses stands for
+    # the end of the run.
     issue_before: int
-    # The step whose end the copy waits for on the device: the last reader of anything that was in its pages before.
-    # None: nothing was. At the time of issue that step has ended, in this run or (if it comes later) in the last one.
+    # On the device the copy waits for the end of this step: the last reader of anything its pages held before. None:
+    # they held nothing. The step has ended when the copy is issued, in this run or (if it comes later) in the last one.
     wait_step: int | None
-    # Of a packed weight: what of it goes over the link, which is nothing if it stays in device memory as it is packed.
-    # None: the weight is not packed, and all of the piece does.
+    # For a packed weight, the bytes that cross the link: 0 if the piece stays packed in device memory. None: the weight
+    # is not packed, and the whole piece crosses the link.
     packed_bytes: int | None = None
 
     @property
@@ -81,8 +81,8 @@ class Stay:
 
     weight: str
     nbytes: int
-    # Positions (in the method's access order) that read this stay, in the order in which they come once it is copied.
-    # A stay that crosses the end of a run has accesses of the next run last, so the positions may fall back once.
+    # Positions (in the method's access order) that read this stay, in the order in which they follow its copies. In a
+    # stay that crosses the end of a run, accesses of the next run come last, so the positions may drop once.
     accesses: tuple[int, ...]
     # The step after which the pages may be overwritten.
     last_step: int
@@ -97,9 +97,9 @@ class Stay:
 class Placement:
     """Where one access finds its weight: at an offset in a range. `stay` is None when all of it is resident.
 
-    `range_index` is NO_RANGE for a weight without bytes in a plan without ranges, and DIRECT for one that is read where
-    it lies in host memory. A split weight is read on both sides by one launch: its range holds the prefix alone, and
-    what follows the prefix is read in host memory.
+    `range_index` is NO_RANGE for a weight without bytes in a plan without ranges, and DIRECT for one that is read in
+    place, in host memory. One launch reads both sides of a split weight: its range holds only the prefix, and the rest
+    is read in host memory.
     """
 
     number: int
@@ -108,12 +108,12 @@ class Placement:
     range_index: int
     range_offset_bytes: int
     stay: int | None
-    # None: not split. Otherwise at least one row, and not all of them: that would be direct, or resident.
+    # None: not split. Otherwise at least one row but not all of them: those cases are direct and resident.
     prefix_bytes: int | None = None
-    # Of experts that are read in host memory: the bank whose slots hold some of them, or NO_SLOTS. None: no experts, or
-    # all of them lie in the range.
+    # For experts that are read in host memory: the bank whose slots hold some of them, or NO_SLOTS. None: no experts,
+    # or all of them lie in the range.
     bank: int | None = None
-    # Whether its index decides what the slots hold from here on, for the other weights of the bank too.
+    # Whether its index decides what the slots hold from here on, also for the other weights of the bank.
     chooses: bool = False
 
     @property
@@ -130,9 +130,9 @@ class Placement:
 
     @property
     def in_place_bytes(self) -> int:
-        """What of it is read where it lies in host memory."""
+        """The bytes that are read in place, in host memory."""
         if self.is_direct:
-            # Of experts with slots only the device knows.
+            # For experts with slots, only the device knows.
             return 0 if self.has_slots else self.nbytes
         return 0 if self.prefix_bytes is None else self.nbytes - self.prefix_bytes
 
@@ -141,15 +141,15 @@ class Placement:
 class Traffic:
     """What one run of a method moves. S7: what is counted while running equals this.
 
-    Weights that are read in place, as a whole or but for their prefix, are no hits. What lies in host memory of each is
-    counted at every access: how much of it a kernel then reads is its own business, so this is a bound from above.
+    Weights that are read in place, whole or all but a prefix, are not hits. Every access counts all of its weight's
+    bytes that lie in host memory. How many of them a kernel reads is up to the kernel, so this is an upper bound.
     """
 
     bytes_streamed: int
     copies: int
     bytes_hit: int
     bytes_in_place: int
-    # Of packed weights, as the weights have it; bytes_streamed is what goes over the link.
+    # For packed weights, in unpacked bytes; bytes_streamed is what crosses the link.
     bytes_decoded: int = 0
 
 
@@ -165,10 +165,10 @@ class MethodPlan:
 
     @cached_property
     def prologue(self) -> tuple[int, ...]:
-        """Indices of the copies that are made, or under way, when a run begins, in the order of their first readers.
+        """Indices of the copies that are done or under way when a run begins, in the order of their first readers.
 
-        Those that are issued in the run before their first reader's; and all of a stay that is read on both sides.
-        A run that finds the ring in other hands issues them first.
+        These are copies issued in the run before their first reader's, and all copies of a stay that crosses the end of
+        a run. A run that finds the ring in other hands issues them first.
         """
 
         def enters(copy: Copy) -> bool:
@@ -190,8 +190,8 @@ class MethodPlan:
 
     def _traffic(self, *, cold: bool) -> Traffic:
         issued = [*(self.copies[index] for index in (self.prologue if cold else ())), *self.copies]
-        # The first access that reads a copy is no hit. A stay that is read on both sides of the end of a run is, cold,
-        # copied twice in that run, and has two such accesses.
+        # The first access that reads a copy is not a hit. In a cold run, a stay that crosses the end of the run is
+        # copied twice and has two such accesses.
         missed = [*self.stays, *(stay for stay in self.stays if cold and stay.crosses_end)]
         return Traffic(
             bytes_streamed=sum(copy.link_bytes for copy in issued),
@@ -209,7 +209,7 @@ class MethodPlan:
 
 @dataclass(frozen=True)
 class Slots:
-    """What packed weights pass through on their way over the link: one behind the other, in a range of their own."""
+    """Slots for packed weights on their way over the link: one after the other, in a range of their own."""
 
     count: int
     nbytes: int
@@ -218,9 +218,9 @@ class Slots:
 
 @dataclass(frozen=True)
 class Store:
-    """Bytes of a weight that stay in device memory as they are packed in the file, and are decoded for each stay."""
+    """Bytes of a weight that stay in device memory packed as in the file, and are decoded for each stay."""
 
-    # Unpacked, as a weight has them; the range is where the packed ones lie.
+    # Counted in the unpacked weight; the range is where the packed bytes lie.
     piece: Piece
     packed_bytes: int
 
@@ -237,8 +237,8 @@ class BankMember:
 
 @dataclass(frozen=True)
 class Bank:
-    """Weights whose rows are experts, taken by one index. An expert lies in the same slot of all of them, or in none;
-    which do changes while running. The table of that lies on the device as well."""
+    """Weights whose rows are experts, taken by one index. An expert lies in the same slot of all of them, or in none.
+    Which experts have slots changes while running; the table of that lies on the device as well."""
 
     experts: int
     slots: int
@@ -248,7 +248,7 @@ class Bank:
 
     @property
     def row_bytes(self) -> int:
-        """Of one expert, in all weights."""
+        """Bytes of one expert, in all weights."""
         return sum(member.row_bytes for member in self.members)
 
 
@@ -282,17 +282,17 @@ class Plan:
 
     @property
     def takes_link(self) -> bool:
-        """Not where all that is copied lies in device memory, packed."""
+        """False if everything that is copied lies in device memory, packed."""
         return any(copy.link_bytes for method in self.methods for copy in method.copies)
 
     @cached_property
     def direct_weights(self) -> tuple[str, ...]:
-        """Those that some access reads where they lie in host memory."""
+        """Weights that some access reads in place, in host memory."""
         return self._weights_of(lambda placement: placement.is_direct)
 
     @cached_property
     def split_weights(self) -> tuple[str, ...]:
-        """Those that some access reads on both sides."""
+        """Weights that some access reads on both sides."""
         return self._weights_of(lambda placement: placement.is_split)
 
     def method(self, name: str) -> MethodPlan:

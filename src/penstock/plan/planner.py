@@ -1,4 +1,4 @@
-"""The planner: from schedules, sizes, a placement and a budget to a plan. It chooses among menus."""
+"""The planner: turns schedules, sizes, a placement and a budget into a plan. It chooses among menus."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from penstock.weight import Weight
 
 @dataclass(frozen=True)
 class BelowCopying:
-    """What "auto" does with a budget too small for copying: weights are read over the link, where that is worth it."""
+    """What "auto" does with a budget too small for copying: it reads weights over the link, where that is worth it."""
 
     planner: MenuPlanner
-    # The least that is worth having.
+    # The smallest budget at which that is worth it.
     floor_bytes: int
 
     def floor(self) -> FloorPlan:
@@ -50,8 +50,8 @@ class Planner:
         begins: Begins | None = None,
         hit_rates: Mapping[str, HitRates] | None = None,
     ) -> None:
-        """`can_split`: whether there is a kernel that reads one weight on both sides. `begins`: of packed weights, with
-        which only "auto" and "stream" go: no kernel reads them where they lie. `hit_rates`: measured, of experts."""
+        """`can_split`: whether there is a kernel that reads one weight on both sides. `begins`: of packed weights. They
+        allow only "auto" and "stream", because no kernel reads them in place. `hit_rates`: measured, of experts."""
         check_schedules(schedules, weights, granularity_bytes=page_bytes)
         if placement not in PLANNED:
             raise ValueError(f"placement is {placement!r}; it must be one of {', '.join(map(repr, PLANNED))}")
@@ -68,7 +68,7 @@ class Planner:
         if self._begins and placement not in ("auto", "stream"):
             raise ValueError(f"placement is {placement!r}, and {min(self._begins)!r} is packed")
         self._can_split = can_split and not self._begins
-        # The last that was asked for, and by which times.
+        # The last result, and the times it was computed for.
         self._below: tuple[Calibration | None, BelowCopying | None] | None = None
 
     @property
@@ -83,7 +83,7 @@ class Planner:
 
     @property
     def copying_bytes(self) -> int:
-        """The smallest budget with which everything that does not fit is copied, but for what is only gathered from."""
+        """The smallest budget at which everything that does not fit is copied, except what is only gathered from."""
         return self._lowest.floor_bytes
 
     @property
@@ -123,15 +123,15 @@ class Planner:
         return below.planner.plan(budget_bytes, calibration)
 
     def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
-        """By which plans are compared: methods that run often count as often, and with what experts miss."""
+        """What plans are compared by: methods count as often as they run, and expert misses are included."""
         return self._widest.seconds(plan, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
-        """One run of each method."""
+        """The time of one run of each method."""
         return self._widest.predicted_s(plan, calibration)
 
     def lower_placements(self) -> dict[str, int]:
-        """Floors of the placements that read weights in host memory, where they are below that of this one."""
+        """Floors of the placements that read weights in host memory, if lower than this placement's own floor."""
         splits = self._can_split and any(access.linear for one in self._schedules for access in one.accesses)
         found = {"in-place": self._menu(self._whole).floor_bytes}
         if splits:
@@ -148,7 +148,7 @@ class Planner:
 
     @cached_property
     def _lowest(self) -> MenuPlanner:
-        """Fewer weights to place are not always easier to place: in a cycle of few steps copying all may need less."""
+        """Placing fewer weights is not always easier: in a cycle of few steps, copying all of them may need less."""
         if self._placement in ("stream", "in-place"):
             return self._usual
         streamed = self._menu(lambda access: False)
@@ -156,18 +156,18 @@ class Planner:
 
     @property
     def _widest(self) -> MenuPlanner:
-        """Its menu has times for everything that a plan of ours may read over the link."""
+        """The planner whose menu has times for everything that our plans may read over the link."""
         return self._with_more_split[-1] if self._with_more_split else self._usual
 
     def _over_the_link(self, budget_bytes: int, calibration: Calibration | None) -> list[Plan]:
-        """Plans of menus that read more over the link: drafts of all of them, and the best of these worked out.
+        """Plans of menus that read more over the link: a draft for each, and full plans for the best drafts.
 
-        Our own kernel reads each row once, so splitting is judged with or without times. How often any other kernel
-        reads what it is given nobody knows before it was timed.
+        Our own kernel reads each row once, so splitting is judged with or without times. How often other kernels read
+        their operands is unknown until it is timed.
         """
         menus = self._with_more_split[-1:]
         if calibration is not None and calibration.direct_step_s:
-            # Of a method that was not timed nobody knows what it would lose: with many rows, nearly everything.
+            # What an untimed method would lose is unknown: with many rows, nearly everything.
             for schedule in self._schedules:
                 if schedule.method not in calibration.step_s or schedule.method not in calibration.direct_step_s:
                     raise ValueError(
@@ -179,13 +179,13 @@ class Planner:
             try:
                 plan = one.plan(budget_bytes, calibration, is_draft=True)
             except BelowFloorError:
-                continue  # fewer weights to place are not always easier to place; then it is no choice here
+                continue  # placing fewer weights is not always easier; then it is no choice here
             drafts.append((self.seconds(plan, calibration), index, one))
         return [one.plan(budget_bytes, calibration) for _, _, one in sorted(drafts)[:DRAFTS_KEPT]]
 
     @cached_property
     def _with_more_in_place(self) -> list[MenuPlanner]:
-        """Weights from some size on are read in place as well; from the smallest size on, all of them are."""
+        """Weights from some size on are read in place as well; from the smallest size on, that is all of them."""
         sizes = {weight.nbytes for weight in self._weights.values() if weight.nbytes}
         return [self._menu(self._in_place_from(size)) for size in _sizes_tried(sizes)]
 
@@ -197,14 +197,14 @@ class Planner:
         return [self._split_from(size) for size in _sizes_tried(sizes - {0})] if self._can_split else []
 
     def _below_copying(self, calibration: Calibration | None) -> BelowCopying | None:
-        """For "auto", where copying does not fit: what takes less memory and not much more time, if anything does."""
+        """For "auto", where copying does not fit: the planner that takes less memory and not much more time, if any."""
         if self._placement != "auto" or self._begins:
             return None
         timed = calibration if calibration is not None and calibration.direct_step_s else None
         if self._below is None or self._below[0] != timed:
             choices = [*self._with_more_split[-1:], *(self._with_more_in_place[-1:] if timed is not None else ())]
 
-            # By one yardstick: what menus take for frequent depends on what streams in them.
+            # One yardstick for all: which methods a menu counts as frequent depends on what streams in it.
             def least_s(one: MenuPlanner, budget_bytes: int) -> float:
                 return self.seconds(one.plan(budget_bytes, timed, is_draft=True), timed)
 
@@ -223,7 +223,7 @@ class Planner:
     def _gathers_in_place(self, access: Access) -> bool:
         if self._placement not in ("auto", "split") or access.weight in self._begins:
             return False
-        # Small weights share pages with others and are never copied: nothing is gained by reading them in place.
+        # Small weights share pages with others and are never copied, so reading them in place gains nothing.
         is_worth_it = self._weights[access.weight].nbytes >= max(small_copy_bytes(self._page_bytes), 1)
         return is_worth_it and read_directly_by_default(access)
 
@@ -247,8 +247,8 @@ def _below_copying(
     page_bytes: int,
     least_s: Callable[[MenuPlanner, int], float],
 ) -> BelowCopying | None:
-    """Of the others, the one with the lowest floor that is worth having; None: none has a lower one than copying.
-    `least_s`: what a draft takes at a budget, in seconds."""
+    """The planner among `others` with the lowest floor that is worth having; None if there is none below copying's.
+    `least_s`: the time of a draft at a budget, in seconds."""
     lower = [one for one in others if one.floor_bytes < copying.floor_bytes]
     if not lower:
         return None
@@ -270,7 +270,7 @@ def _below_copying(
 
 
 def _first_that(holds: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The lowest number from `low` to below `high` for which it holds; more memory makes it no worse."""
+    """The lowest number in [low, high) for which `holds` is true. More memory never makes it false again."""
     if low >= high:
         return None
     if holds(low):  # mostly so, and then one look is enough
@@ -292,7 +292,7 @@ def _sizes_tried(sizes: Collection[int]) -> list[int]:
 
 
 def lower_placements_text(found: Mapping[str, int]) -> str:
-    """A sentence to append to a refusal of placement="auto"; nothing where no placement takes less."""
+    """A sentence to append to a refusal of placement="auto"; empty if no placement needs less."""
     if not found:
         return ""
     listed = " and ".join(f'placement="{placement}" needs {nbytes} bytes' for placement, nbytes in found.items())

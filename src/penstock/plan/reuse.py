@@ -1,7 +1,7 @@
 """Weights that are left in the ring until they are read again, by the distance of their next use.
 
-To keep a weight through the gap between two of its live ranges saves a copy, and costs its pages until the gap ends.
-Where there are not pages for all gaps, those that end furthest ahead are dropped first (Belady's rule: along a line,
+Keeping a weight through the gap between two of its live ranges saves a copy, and costs its pages until the gap ends. If
+there are not enough pages for all gaps, those that end furthest ahead are dropped first (Belady's rule: along a line,
 with weights of equal size, nothing streams less). A weight that is kept through all of its gaps never leaves.
 """
 
@@ -14,13 +14,13 @@ from penstock.plan.live_ranges import MethodRanges, gaps, join
 from penstock.plan.ring import loads
 from penstock.plan.tuning import MANY_ACCESSES
 
-# What is dropped first: of gaps, given their ends, lengths and pages. The second is for sizes that differ.
+# Ranks gaps by their ends, lengths and pages: the highest is dropped first. The second rule is for sizes that differ.
 Rule = Callable[[int, int, int], int]
 RULES: tuple[Rule, ...] = (lambda end, length, pages: end, lambda end, length, pages: length * pages)
 
 
 def keep(method: MethodRanges, pages: Mapping[str, int], room_pages: int, rule: Rule) -> MethodRanges | None:
-    """The same accesses in fewer stays, whose load is at most `room_pages`; None where it is more as it is."""
+    """The same accesses in fewer stays, whose load is at most `room_pages`; None if the load is larger already."""
     count = method.step_count
     load = loads(method, pages)
     if max(load, default=0) > room_pages:
@@ -30,8 +30,8 @@ def keep(method: MethodRanges, pages: Mapping[str, int], room_pages: int, rule: 
     begins: list[list[tuple[int, int]]] = [[] for _ in load]
     for live, begin, length in by_length:
         begins[begin % count].append((live, length))
-    # Until which step each is kept that still is. The run is gone through twice, since what is kept across its end is
-    # there when it begins: nothing is taken anew in the second.
+    # By gap that is still kept: until which step. The run is walked twice, since what is kept across its end is there
+    # when it begins. The second walk takes nothing new.
     kept: dict[int, int] = {}
     kept_pages = 0
     heap: list[tuple[int, int, int]] = []
@@ -50,7 +50,7 @@ def keep(method: MethodRanges, pages: Mapping[str, int], room_pages: int, rule: 
                 kept_pages -= size[live]
         kept_pages -= sum([size[live] for live in ends[step] if kept.get(live) == step])
     if len(by_length) <= MANY_ACCESSES:
-        # What fits in after all, the shortest first.
+        # Keep what fits after all, the shortest first.
         steps = {live: [step % count for step in range(begin, begin + length)] for live, begin, length in by_length}
         for live in kept:
             for step in steps[live]:

@@ -1,16 +1,16 @@
 """Ring pages for live ranges: how many are needed at once, and which range gets which.
 
-A range may have any pages (each has addresses of its own that map them), so along a line the largest load is always
-enough. Each range takes the pages whose last readers ended longest ago: so its copy may begin as early as the ring is
-large, page by page, and the first pages of a weight are on their way while kernels before it still hold the rest.
+A range may have any pages (each range maps them at addresses of its own), so along a line the largest load is always
+enough. Each range takes the pages whose last readers ended longest ago. So its copy may begin as early as the length of
+the ring allows, page by page: the first pages of a weight are on their way while kernels before it still hold the rest.
 
 Addresses are fixed, so every run has its ranges on the same pages. The cycle of runs is cut somewhere: there the first
 pages are taken anew, and copies that cross the cut find less ahead of them. Ranges that cross it hold their pages at
 both ends of the line, which can cost more pages than the load.
 
-A range that `leads` has its pages from the beginning of its live range on, so that its copy overlaps with the step
-before whatever that takes: so the floor is laid. One that does not has them from its first reader on, and is copied
-before that as far as there is room.
+A range that `leads` has its pages from the beginning of its live range on, so its copy overlaps with the step before,
+however long that takes. The floor is laid this way. Other ranges have their pages from their first reader on, and are
+copied earlier as far as there is room.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import NamedTuple
 from penstock.plan.live_ranges import LiveRange, MethodRanges
 from penstock.plan.tuning import CUTS_AT_LEAST, CUTS_AT_MOST, PART_BYTES, PART_OF_STAY, RANGES_TIMES_CUTS
 
-# Pages that follow one another: the first, and how many.
+# Consecutive pages: the first, and how many.
 Extent = tuple[int, int]
-# And the last step at which they were read, on the line; None if that was before its beginning.
+# An extent, and the last step on the line that read its pages; None if that was before the line begins.
 _Span = tuple[int, int, int | None]
 
 
@@ -37,8 +37,8 @@ class Part(NamedTuple):
 
     first_page: int
     page_count: int
-    # The step of the last reader of what was in the pages before: the copy is issued behind it. It counts from the run
-    # of the stay's first access, and is negative in the run before.
+    # The step of the last reader of what the pages held before; the copy is issued behind it. It counts from the run of
+    # the stay's first access, and is negative in the run before.
     blocked_until: int
 
 
@@ -70,30 +70,30 @@ def loads(method: MethodRanges, pages: Mapping[str, int], *, leads: bool = True)
 
 
 def peak_load(methods: Iterable[MethodRanges], pages: Mapping[str, int], *, leads: bool = True) -> int:
-    """Of all methods: they take turns with the ring."""
+    """The largest load of any method: methods take turns with the ring."""
     return max((max(loads(method, pages, leads=leads), default=0) for method in methods), default=0)
 
 
 def most_pages(method: MethodRanges, pages: Mapping[str, int]) -> int:
-    """No ring is longer: what crosses the best cut has pages of its own, and the rest is along a line."""
+    """An upper bound on any ring: ranges across the best cut have pages of their own, and the rest lie along a line."""
     by_step = loads(method, pages)
     return max(by_step, default=0) + min(_crossing(by_step), default=0)
 
 
 def _crossing(by_step: Sequence[int]) -> list[int]:
-    """By step: at the most, what a cut before it is crossed by, since that covers the step before too."""
+    """By step: an upper bound on the pages that cross a cut before it, since they cover the step before too."""
     return [min(by_step[step - 1], by_step[step]) for step in range(len(by_step))]
 
 
 def least_crossed(method: MethodRanges, pages: Mapping[str, int]) -> int:
-    """The cut which the fewest pages cross, of ranges that do not lead."""
+    """The cut that the fewest pages cross, for ranges that do not lead."""
     crossing = _crossing(loads(method, pages, leads=False))
     return crossing.index(min(crossing)) if crossing else 0
 
 
 def shortest(method: MethodRanges, pages: Mapping[str, int], *, enough_pages: int = 0) -> tuple[int, int]:
-    """The fewest pages that the best of several cuts needs when ranges lead, or the first that needs at most
-    `enough_pages`; and that cut."""
+    """The fewest pages that the best of several cuts needs when ranges lead, and that cut; or the first cut that needs
+    at most `enough_pages`."""
     if not method.live_ranges:
         return 0, 0
     by_step = loads(method, pages)
@@ -120,14 +120,14 @@ def allocate(
     ring_pages: int | None = None,
     below_pages: int | None = None,
 ) -> Ring | None:
-    """Pages for every range, on a line that begins with step `cut`; None where `ring_pages` are too few for that.
+    """Pages for every range, on a line that begins with step `cut`; None if `ring_pages` are too few.
 
-    Without `ring_pages` the ring grows as it must; None as soon as it takes no fewer than `below_pages`.
+    Without `ring_pages` the ring grows as needed; None as soon as it takes `below_pages` or more.
     """
     count = method.step_count
     spans: list[list[_Span]] = [[] for _ in method.live_ranges]
-    # Pages that come free: when, and the last step until which they are: that of the line's end, or of their crossing
-    # range.
+    # Pages that become free: after which step, and through which step they stay so: to the end of the line, or until
+    # the range that crosses the cut needs them again.
     releases: list[tuple[int, int, list[Extent]]] = []
     waiting: list[tuple[int, int, int]] = []
     page_count = 0
@@ -142,7 +142,7 @@ def allocate(
             heappush(releases, (end - count, begin - 1, [(page_count, held)]))
             spans[index].append((page_count, held, None))
             page_count += held
-    # Free pages by that last step, those that were read longest ago first; and the steps for which there are some.
+    # Free pages by that last step, those read longest ago first; and the steps that have any, sorted.
     free: defaultdict[int, deque[_Span]] = defaultdict(deque)
     deadlines: list[int] = []
     if ring_pages is not None:
@@ -161,7 +161,7 @@ def allocate(
                 insort(deadlines, deadline)
             free[deadline].extend([(first, length, ended) for first, length in released])
         needed = pages[method.live_ranges[index].weight]
-        # Best fit: the pages that are wanted back soonest, of those that are free long enough.
+        # Best fit: of the pages that are free long enough, those that are wanted back soonest.
         fit = bisect_left(deadlines, end)
         while needed:
             found: list[_Span] = []
@@ -190,7 +190,7 @@ def allocate(
             heappush(releases, (end, deadline, _merged(found)))
     if below_pages is not None and page_count >= below_pages:
         return None
-    # Pages that nobody had before on the line were last read in the run before, as they are at its end.
+    # Pages that no range had before on the line were last read in the run before, by their last readers on the line.
     last = [(first, length, ended) for pool in free.values() for first, length, ended in pool if ended is not None]
     last += [(first, length, ended) for ended, _, released in releases for first, length in released]
     return Ring(page_count, _resolved(method, spans, cut, sorted(last), leads))
@@ -203,7 +203,7 @@ def _resolved(
     last: Sequence[tuple[int, int, int]],
     leads: bool,
 ) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Steps from the line to the run of each range's first access; and who had its pages in the run before."""
+    """Steps on the line, as steps of the run of each range's first access; and who had its pages in the run before."""
     count = method.step_count
     firsts = [first for first, _, _ in last]
     found: list[tuple[tuple[int, int, int], ...]] = []
@@ -223,7 +223,7 @@ def _resolved(
                 taken = min(length, held_first + held_length - first)
                 resolved.append((first, taken, until + before))
                 first, length, at = first + taken, length - taken, at + 1
-        # The pages that are free first hold the first bytes.
+        # The pages that become free first hold the first bytes.
         found.append(tuple(sorted(resolved, key=_until)))
     return tuple(found)
 
@@ -233,7 +233,7 @@ def _until(span: tuple[int, int, int]) -> int:
 
 
 def _merged(spans: Sequence[_Span]) -> list[Extent]:
-    """The same pages in as few extents as can be: what was torn apart would be handed on in ever smaller pieces."""
+    """The same pages in as few extents as possible: otherwise they would be handed on in ever smaller pieces."""
     if len(spans) == 1:
         return [spans[0][:2]]
     merged: list[Extent] = []
@@ -246,7 +246,7 @@ def _merged(spans: Sequence[_Span]) -> list[Extent]:
 
 
 def parts(spans: Sequence[tuple[int, int, int]], page_bytes: int, *, last_is_small: bool) -> list[Part]:
-    """Neighbouring pages that are free at the same time are copied together; so is what would be too little alone."""
+    """Neighbouring pages that become free at the same time are copied together; so are pages too few to copy alone."""
     pages = sum([length for _, length, _ in spans])
     if len(spans) == 1:
         return [Part(0, pages, spans[0][2])]
@@ -255,7 +255,7 @@ def parts(spans: Sequence[tuple[int, int, int]], page_bytes: int, *, last_is_sma
     first_page = page = 0
     for index, (_, length, until) in enumerate(spans):
         page += length
-        # Spans come in the order in which they are free, so the last of a part is what blocks it.
+        # Spans come in the order in which they become free, so the last one of a part is what blocks it.
         is_last = index == len(spans) - 1
         if is_last or (spans[index + 1][2] != until and page - first_page >= least_pages):
             found.append(Part(first_page, page - first_page, until))

@@ -1,6 +1,5 @@
-"""The search for the fastest plan within a budget: candidates in the order of a bound, each acted out, and then the
-neighbours of the best. What is not tried is slower at the best, or was one of too many.
-"""
+"""The search for the fastest plan within a budget: candidates in the order of a lower bound, each acted out, then the
+neighbours of the best. What is not tried cannot be faster, or was one of too many."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ from penstock.plan.tuning import (
 
 
 class Point(NamedTuple):
-    """A candidate: a set of weights, by number; a cap on their suffixes, and how far copies may run ahead, in pages;
-    which part of the spare pages other rows get; where the ring begins anew, in parts of a run."""
+    """A candidate: the number of a set of weights, a cap on their suffixes, how far copies may run ahead (in pages),
+    which part of the spare pages other rows get, and where the ring begins anew (in parts of a run)."""
 
     chosen: int
     cap: int
@@ -57,7 +56,7 @@ class Found(NamedTuple):
 
 
 def least(found: Sequence[Found]) -> Found:
-    """Of the fastest the one that moves the least."""
+    """Of the fastest plans, the one that moves the least."""
     best_s = min(one.seconds for one in found)
     fast = [one for one in found if one.seconds <= best_s * AS_FAST]
     return min(fast, key=lambda one: sum(method.warm.bytes_streamed for method in one.plan.methods))
@@ -65,14 +64,14 @@ def least(found: Sequence[Found]) -> Found:
 
 @dataclass(frozen=True)
 class Judge:
-    """By which times plans are judged: those that were measured, or those that stand for all machines."""
+    """Judges plans by times: measured ones, or nominal ones that stand for all machines."""
 
     menu: Menu
     calibrations: Sequence[Calibration]
     is_measured: bool
-    # By which weights that are split share what they get.
+    # Split weights share the pages they get by these times.
     host_times: HostTimes
-    # Fewer are tried.
+    # For a draft fewer candidates are tried.
     is_draft: bool
 
     def judges_as(self, other: Judge) -> bool:
@@ -82,7 +81,7 @@ class Judge:
         return sum(predicted_s(plan, self.menu.schedules, one) for one in self.calibrations)
 
     def seconds(self, plan: Plan) -> float:
-        """By which plans are compared."""
+        """The time by which plans are compared."""
         menu, expert_bytes = self.menu, self.menu.bytes_after_prompt(plan)
         return sum(
             predicted_s(plan, menu.schedules, one, menu.runs) + expert_bytes / one.link.bytes_per_s
@@ -93,14 +92,14 @@ class Judge:
         return sum(drafted.least_s(one, self.menu, budget_pages) for one in self.calibrations)
 
     def guessed_expert_s(self, drafted: Draft, expert_pages: int) -> float:
-        """What a draft is judged by beside the times of runs, before it is laid."""
+        """The time for experts that a draft is judged by, beside the times of runs, before it is laid."""
         streamed = self.menu.streamed_experts & drafted.suffixes.keys()
         streamed_bytes = sum(self.menu.weights[name].nbytes for name in streamed)
         expert_bytes = guessed_bytes_after_prompt(streamed_bytes, expert_pages * self.menu.page_bytes)
         return sum(expert_bytes / one.link.bytes_per_s for one in self.calibrations)
 
     def bound_s(self, budget_bytes: int) -> float:
-        """No plan takes less: a method's weights cross the link once, but for what the budget holds; and all steps."""
+        """No plan takes less: a method's weights cross the link once, less what the budget holds; and all steps run."""
         nbytes = self.menu.demand.nbytes
         part = self.menu.packed_part if self.menu.begins else 1.0
         streamed = {
@@ -115,16 +114,16 @@ class Judge:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """Of the spare pages, what goes to other rows. Without times, what streams comes before what is read in place:
-        that makes the ring shorter, and a byte costs the same."""
+        """Which parts of the spare pages to try for other rows. Without times, what streams comes before what is read
+        in place: that makes the ring shorter, and a byte costs the same."""
         if self.is_measured and self.menu.has_other_rows:
             return MEASURED_PARTS
         return PACKED_PARTS if self.menu.begins else (0.0,)
 
 
 class Search:
-    """`sets` of weights that may stream, and drafts of some that are `laid` already. They share the budget with what
-    packed weights pass through, one of `slots`, with pages that are kept for experts, and with all other rows."""
+    """`sets`: of weights that may stream. `laid`: drafts that are laid already. They share the budget with the slots
+    that packed weights pass through (one of `slots`), with pages kept for experts, and with all other rows."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class Search:
         demand = judge.menu.demand
         self._expert_pages = expert_pages
         self._pages = (budget_bytes - (slots[0].total_bytes if slots else 0)) // demand.page_bytes - expert_pages
-        # Each draft takes a while then.
+        # With so many accesses each draft takes a while.
         self._is_short = demand.access_count > MANY_ACCESSES
         trials = MEASURED_TRIALS if judge.is_measured and not judge.is_draft else NOMINAL_TRIALS
         self._trials_left = trials.of(demand.access_count)
@@ -154,7 +153,7 @@ class Search:
         self._found: list[Found] = []
 
     def run(self) -> list[Found]:
-        """All that were tried. Nothing where none closes."""
+        """All plans that were tried; none if no ring closes."""
         for laid in self._laid:
             self._judged(laid.plan(), None)
         starts = sorted(self._starts())
@@ -186,7 +185,7 @@ class Search:
         )
 
     def _starts(self) -> list[tuple[float, Point]]:
-        """With the least time that each takes, by which they are tried."""
+        """First candidates, each with a lower bound on its time, by which they are ordered."""
         return [
             (drafted[0] + self._judge.guessed_expert_s(drafted[1], self._expert_pages), point)
             for number, streaming in enumerate(self._sets)
@@ -206,8 +205,8 @@ class Search:
         return found if self._is_short else [*found, largest]
 
     def _first_aheads(self, cap: int) -> set[int]:
-        """Beside the usual room a whole suffix, so that stays take turns with two of them; or of equal suffixes more
-        and more, since how much pays depends on how uneven steps are."""
+        """The usual room, and a whole suffix, so that stays take turns with two of them. For equal suffixes, more and
+        more room: how much pays off depends on how uneven steps are."""
         usual = self._usual_ahead_pages
         if self._is_short:
             return {usual}
@@ -216,7 +215,7 @@ class Search:
         return {usual, cap} if cap != EVEN else {usual, *(2**k for k in range((self._pages // 4).bit_length()))}
 
     def _try(self, point: Point) -> Found | None:
-        """None where it was tried before, there is no time left, it is slower at the best, or it does not close."""
+        """None if it was tried before, no trials are left, its lower bound is too slow, or it does not close."""
         if self._trials_left <= 0 or point in self._tried:
             return None
         if not self._judge.is_measured and point.ahead_pages < self._usual_ahead_pages:
@@ -238,7 +237,7 @@ class Search:
         return self._found[-1]
 
     def _draft(self, point: Point) -> tuple[float, Draft] | None:
-        """With the least time that its copies take."""
+        """The draft, with a lower bound on the time of its copies."""
         key = point[:4]
         if key not in self._drafts:
             drafted = self._drafted(*key)
@@ -262,7 +261,7 @@ class Search:
         for other in sorted(others, key=lambda other: (abs(other - cap), other)):
             if 0 < other <= caps[-1] or other == EVEN:
                 yield point._replace(cap=other, cut=0)
-                # The ring as many suffixes long as before.
+                # This keeps the ring as many suffixes long as before.
                 yield point._replace(cap=other, ahead_pages=round(ahead * other / cap) if cap else ahead, cut=0)
         for part in self._judge.parts:
             yield point._replace(part=part, cut=0)

@@ -1,9 +1,9 @@
 """How long a run takes under a plan: the core's calls acted out on three clocks, without a device.
 
 The host walks the accesses and issues copies; the copy stream makes them one after the other; the compute stream runs
-the steps. What waits for what is what the core makes wait, so a time differs from a measured one only as far as the
-times of the single copies and steps do. A step is taken as one: kernels that run between two steps count to the second
-of them, and wait for its copies too, so the prediction errs to the slow side.
+the steps. All waits are those of the core, so a time differs from a measured one only as far as the times of single
+copies and steps do. A step is one unit: kernels that run between two steps count as part of the second, and wait for
+its copies too, so the prediction errs on the slow side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Boundary = Literal["ahead", "synchronised"]
 # Every method once.
 NO_RUNS: Mapping[str, int] = MappingProxyType({})
 
-# Of two moments, as a fraction of a run: sums of the same times in another order differ by less, anything real by more.
+# Between two moments, in parts of a run: sums of the same times in another order differ by less, anything real by more.
 _SAME = 1e-9
 
 
@@ -49,7 +49,7 @@ class Timing:
     run_s: float
     # The first run: nothing but the residents is in place.
     cold_run_s: float
-    # Of run_s, what the compute stream spends waiting for copies.
+    # The part of run_s that the compute stream spends waiting for copies.
     stall_s: float
     link_busy_s: float
     bytes_streamed: int
@@ -75,16 +75,16 @@ def simulate(
 ) -> Timing:
     """Acts out runs until they repeat themselves, at most `runs` of them; the first is cold.
 
-    `step_s` is the time from the end of one step to the end of the next with every weight in place, `rest_s` what
-    comes after the last step. Copies and steps of all runs are added to `spans` if it is given.
+    `step_s` is the time from the end of one step to the end of the next with every weight in place, `rest_s` what comes
+    after the last step. Copies and steps of all runs are added to `spans` if it is given.
 
-    A step that reads a weight in place takes its time of `direct_step_s`, or of a split weight the part of it that it
-    reads there, and copies stand still while it reads: both go over one link. What only gathers takes as long as with
-    the weight in place.
+    A step that reads a weight in place takes its time of `direct_step_s`; for a split weight, the part of that time for
+    what it reads there. Copies stand still while it reads, because both use one link. A step that only gathers takes as
+    long as with the weight on the device.
 
-    Packed weights pass through the plan's `slots`: the link fills them ahead of the pages they are for, as far as there
-    are slots, and goes on while others are decoded. With `steps_alone` the steps' times are without what is decoded
-    beside them, and a step takes so much longer.
+    Packed weights pass through the plan's `slots`: the link fills slots before the pages they are for are free, as far
+    as there are slots, and goes on while others are decoded. With `steps_alone` the steps' times do not include
+    decoding beside them, and a step takes that much longer.
     """
     _check(method, schedule, step_s, rest_s, host_s_per_access, runs)
     in_place = in_place_by_step(method, schedule)
@@ -117,10 +117,10 @@ def simulate(
 def predicted_s(
     plan: Plan, schedules: Sequence[Schedule], calibration: Calibration, runs: Mapping[str, int] = NO_RUNS
 ) -> float:
-    """A warm run of every method that was calibrated, or so many `runs`, back to back with others of its own."""
+    """One warm run of every calibrated method, or as many as in `runs`, back to back with others of its own."""
     steps_take_time = any(map(any, calibration.step_s.values())) or calibration.direct_step_s
     if not steps_take_time and plan.slots is None:
-        # Steps that take no time hold no copy up: each waits for steps whose own copies came before it.
+        # Steps that take no time hold up no copy: each copy waits for steps whose own copies came before it.
         timed = (method for method in plan.methods if method.method in calibration.step_s)
         return sum(
             runs.get(method.method, 1) * calibration.link.copy_s(copy.link_bytes)
@@ -150,22 +150,22 @@ def decoded_per_s(calibration: Calibration) -> float:
 
 @dataclass
 class InPlace:
-    """What one step reads of its weights in host memory; what it gathers is not in it."""
+    """What one step reads of its weights in host memory, without what it gathers."""
 
     nbytes: int = 0
-    # Of the weights that it reads there, or could.
+    # All bytes of the weights that it reads there, or could.
     of_bytes: int = 0
     is_split: bool = False
 
     def step_s(self, usual_s: float, direct_s: float) -> float:
         if not self.nbytes:
             return usual_s
-        # Both sides are read at once, and neither is read faster for it.
+        # Both sides are read at once, and neither gets faster by it.
         return max(usual_s, self._read_s(direct_s)) if self.is_split else direct_s
 
     def link_s(self, usual_s: float, direct_s: float, link_bytes_per_s: float) -> float:
-        """How long it keeps copies off the link. A step that waits for its reads has it to itself, though it reads
-        slower than copies would: measured, both at once were no faster than one after the other."""
+        """How long it keeps copies off the link. A step that waits for its reads has the link to itself, though it
+        reads slower than copies would: measured, both at once were no faster than one after the other."""
         if not self.nbytes:
             return 0.0
         read_s = self._read_s(direct_s)
@@ -187,15 +187,15 @@ def in_place_by_step(method: MethodPlan, schedule: Schedule) -> list[InPlace]:
 
 
 class _Part(NamedTuple):
-    """Of a copy, what goes over the link at once and what is decoded at once: one of them, or both one after the other,
-    through a slot."""
+    """A part of a copy: what crosses the link at once, what is decoded at once, or both one after the other, through a
+    slot."""
 
     link_s: float
     decoding_s: float
 
 
 def _parts(method: str, copy: Copy, link: Link, slots: Slots | None, decoded_bytes_per_s: float) -> tuple[_Part, ...]:
-    """As many as the core makes of it, all alike. What stays packed in device memory does not take the link."""
+    """The equal parts that the core makes of a copy. What stays packed in device memory does not use the link."""
     if not copy.decoded_bytes:
         return (_Part(link.copy_s(copy.link_bytes), 0.0),)
     decoding_s = copy.decoded_bytes / decoded_bytes_per_s
@@ -217,7 +217,7 @@ def _timing(
     settled: bool,
 ) -> Timing:
     count = end.run - earlier.run
-    # While one clock is still losing its lead on the others, the slowest tells the time.
+    # While one clock is still losing its lead on the others, the slowest one gives the time.
     moved_s = max(
         end.end_s - earlier.end_s,
         end.copied_s - earlier.copied_s,
@@ -241,7 +241,7 @@ class _RunEnd:
     run: int
     end_s: float
     copied_s: float
-    # Of packed weights: when the link is free, and each slot, that first which is filled next.
+    # For packed weights: when the link is free, and when each slot is, starting with the one that is filled next.
     link_s: float
     slots_freed_s: tuple[float, ...]
     stalled_s: float
@@ -250,14 +250,14 @@ class _RunEnd:
     stays_ready_s: tuple[float, ...]
 
     def repeats(self, last: _RunEnd) -> bool:
-        """Whether the next run will be what this one was, only later."""
+        """Whether the next run will be like this one, only later."""
         shift_s = self.end_s - last.end_s
         tolerance_s = _SAME * shift_s
 
         def same(now_s: float, then_s: float) -> bool:
             return abs(now_s - then_s - shift_s) <= tolerance_s
 
-        # A host that gets further ahead had no part in what came out the same, and will have none later.
+        # A host that gets further ahead did not affect what came out the same, and will not later.
         host_gains = self.host_s - last.host_s < shift_s
         return (
             (host_gains or same(self.host_s, last.host_s))
@@ -272,7 +272,7 @@ class _Issue(NamedTuple):
 
     copy: int
     position: int
-    # If it takes one time alone: of the link, or of decoding what lies in device memory.
+    # If it takes only one of the two: time on the link, or time to decode what lies in device memory.
     link_s: float
     decoding_s: float
     # If it passes through slots.
@@ -282,13 +282,13 @@ class _Issue(NamedTuple):
 
 
 class _Device:
-    """Steps and decoding share it: where they meet, what is decoded goes on, and the step takes so much longer."""
+    """Steps and decoding share the device: where they overlap, decoding goes on and the step gets that much longer."""
 
     def __init__(self) -> None:
-        # From when to when something is decoded, and a step runs, as far as what is still to come may meet with it.
+        # Spans of decoding and of steps, as far as something still to come may overlap with them.
         self._decoding: deque[tuple[float, float]] = deque()
         self._steps: deque[tuple[float, float]] = deque()
-        # What steps would have taken longer that were over when it became known. The next one does.
+        # Time by which steps should have been longer, found out after they ended. The next step takes it.
         self._owed_s = 0.0
 
     def step_ends_s(self, begin_s: float, took_s: float) -> float:
@@ -311,14 +311,14 @@ class _Device:
 
 
 def _from(spans: deque[tuple[float, float]], begin_s: float) -> deque[tuple[float, float]]:
-    """Those that are not over by then. What comes later begins no earlier."""
+    """Drops spans that are over by `begin_s`, and returns the rest: what comes later begins no earlier."""
     while spans and spans[0][1] <= begin_s:
         spans.popleft()
     return spans
 
 
 class _Streams:
-    """The clocks. A moment of 0 stands for everything that was before the first run."""
+    """The clocks. Moment 0 stands for everything before the first run."""
 
     def __init__(
         self,
@@ -340,23 +340,23 @@ class _Streams:
         self.host_s_per_access = host_s_per_access
         self.spans = spans
         self.runs = 0
-        # Copies and decoding follow each other on one stream, and what fills slots on another. Over the link goes one
-        # copy at a time, of whichever.
+        # Copies and decoding follow each other on one stream; what fills slots is on another. The link takes one copy
+        # at a time, from either.
         self.host_s = self.compute_s = self.copied_s = self.link_s = self.stalled_s = 0.0
         self.slots_freed_s = [0.0] * slot_count
         self.next_slot = 0
-        # Overwritten as steps end and copies are issued: what is found there is of this run, or else of the last. The
-        # one step more is for copies that wait for none.
+        # Overwritten as steps end and copies are issued, so every entry is from this run or the last. The one extra
+        # step is for copies that wait for none.
         self.step_ends_s = [0.0] * (len(step_s) + 1)
         self.stays_ready_s = [0.0] * len(method.stays)
 
         issues = [self._issue(index, copy, parts[index]) for index, copy in enumerate(method.copies)]
         self.link_busy_s = math.fsum(part.link_s for of_copy in parts for part in of_copy)
-        # Before the first position, whatever its own: they are issued when the run begins.
+        # At the first position, whatever their own: they are issued when the run begins.
         self.prologue = [issues[index]._replace(position=0) for index in method.prologue]
         self.access_count = len(schedule.accesses)
-        # By step, and once more for the end of the run: the copies issued before it is launched, the stays that are
-        # fetched for it, and the accesses fetched by then (0 where there is none for it: it follows the step before).
+        # By step, and for copies once more for the end of the run: the copies issued before its launch, the stays
+        # fetched for it, and the accesses fetched by then (0 if there are none for it: it follows the step before).
         self.issued: list[list[_Issue]] = [[] for _ in range(len(step_s) + 1)]
         self.reads: list[list[int]] = [[] for _ in step_s]
         self.fetched = [0] * len(step_s)
@@ -416,7 +416,7 @@ class _Streams:
         )
 
     def _copy(self, issues: Sequence[_Issue]) -> None:
-        """Behind the copies before them, the host's issue, and the readers of what was in their pages (S1)."""
+        """A copy begins after the copies before it, the host's issue, and the readers of what its pages held (S1)."""
         copied_s = self.copied_s
         for index, position, link_s, decoding_s, parts, wait_step, stay in issues:
             issued_s = self.host_s + self.host_s_per_access * position

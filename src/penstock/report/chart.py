@@ -16,7 +16,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 12, 34
 class Mark:
     budget_bytes: int
     value: float
-    # What is said of it when it is pointed at or focused.
+    # The text shown when it is pointed at or focused.
     said: str
 
 

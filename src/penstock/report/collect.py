@@ -1,4 +1,4 @@
-"""From a module, a trace of its runs and what was measured around it to what a report says."""
+"""Makes what a report says from a module, a trace of its runs and what was measured around it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def collect(
 ) -> ReportData:
     """`trace` is a file that `module.trace` wrote under the module's present plan.
 
-    `measured` holds runs of `method` that were not traced, one point per budget, and one of them is the module's own.
+    `measured` holds runs of `method` that were not traced, one point per budget, including the module's own budget.
     """
     text = Path(trace).read_text()
     events = read_events(_parsed(text, trace), str(trace))
@@ -77,12 +77,12 @@ def collect(
 
 @dataclass(frozen=True)
 class _Yardstick:
-    """What every bound of a report is made from, so that none is above a time that was seen or predicted."""
+    """The basis of every bound in a report, so that no bound is above a time that was seen or predicted."""
 
-    # What the method reads of the weights that may have to be copied.
+    # Bytes of the weights that the method reads and that may have to be copied.
     weight_bytes: int
     resident_s: float
-    # The fastest that copies were seen; None: there were none.
+    # The fastest rate of copies that was seen; None if there were none.
     link_bytes_per_s: float | None
 
     def bound_s(self, budget_bytes: int) -> float:
@@ -156,7 +156,7 @@ def _weights(module: Module, method: str) -> tuple[WeightResidency, ...]:
 
 
 def _calibration(module: Module, events: Sequence[TraceEvent]) -> Calibration | None:
-    """The times of the trace, to predict by. None without a plan, or without copies."""
+    """The times of the trace, for predictions. None without a plan, or without copies."""
     if module.plan is None or not any(event.lane == "copy" for event in events):
         return None
     numbers = {name: number for number, name in enumerate(module.methods)}
@@ -170,8 +170,8 @@ def _calibration(module: Module, events: Sequence[TraceEvent]) -> Calibration | 
 def _curve(
     module: Module, method: str, calibration: Calibration, yardstick: _Yardstick, count: int
 ) -> tuple[CurvePoint, ...]:
-    """From the floor to the budget in which everything is resident. Nothing where reads in place were not timed."""
-    # A trace of copies does not say how long reads in place take; a module that plans with them was told.
+    """From the floor to the budget in which everything is resident. Empty if reads in place were not timed."""
+    # A trace of copies does not time reads in place. A module that plans with them has their times.
     known = module.calibration
     timed = replace(
         calibration,
@@ -183,7 +183,7 @@ def _curve(
     points: list[CurvePoint] = []
     for k in range(count):
         budget_bytes = floor_bytes + (full_bytes - floor_bytes) * k // max(1, count - 1)
-        # What the module itself would plan: its own mode and calibration decide, and nothing is installed.
+        # What the module itself would plan, by its own mode and calibration. Nothing is installed.
         plan = module.plan_at(budget_bytes)
         assert plan is not None, "a calibration was made, so there are plans"
         planned = plan.method(method)

@@ -52,7 +52,7 @@ def curve_html(
         def value(seconds: float) -> float:
             return 1 / seconds if inverse else seconds * 1e3
 
-        # Nothing to compute and nothing to copy: no time, and no end of runs in a second.
+        # With nothing to compute and nothing to copy, the time is 0 and the throughput infinite.
         drawn = [point for point in points if not inverse or (point.predicted_s > 0 and point.bound_s > 0)]
         if not drawn:
             return ""

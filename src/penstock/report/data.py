@@ -9,8 +9,8 @@ from typing import Any, Literal
 from penstock.weight import Weight
 
 # "prefix+suffix": a resident prefix and a streamed suffix. "in place": kernels read it where it lies in host memory.
-# "split": they read a resident prefix and, in host memory, what follows it. "on demand": under placement="lru" nothing
-# is decided before a run. "slots": experts, of which the device keeps some.
+# "split": kernels read a resident prefix, and the rest in host memory. "on demand": placement="lru" decides nothing
+# before a run. "slots": experts, of which the device keeps some.
 PlacementKind = Literal["resident", "prefix+suffix", "streamed", "in place", "split", "slots", "on demand"]
 
 
@@ -34,21 +34,21 @@ class Summary:
     bytes_streamed: int
     bytes_per_s: float
     copies: int
-    # None where it was not timed: inside a CUDA graph.
+    # None if it was not timed: inside a CUDA graph.
     stall_ns: int | None
-    # None where nothing is ever copied: there is no link to speak of.
+    # None if nothing is ever copied, and so no link matters.
     link_bytes_per_s: float | None
     link_part: float | None
     bound_s: float
-    # The bound over the time: 1 is as fast as can be.
+    # The bound divided by the time: 1 is as fast as possible.
     bound_part: float
-    # To the bit, with every weight resident. None: nobody compared.
+    # Bit-identical to a run with every weight resident. None: not compared.
     identical: bool | None
 
 
 @dataclass(frozen=True)
 class WeightResidency:
-    """Where one weight lies. What is not resident goes through the ring, once or more often in a run."""
+    """Where one weight lies. What is not resident goes through the ring, once or several times in a run."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class WeightResidency:
     # Copied in one run of the summary's method; for `penstock plan`, of each method that is asked for.
     streamed_bytes: int
     kind: PlacementKind
-    # What lies in host memory alone and is read there; of experts, those that have no slot at a time.
+    # What lies only in host memory and is read there; of experts, those without a slot at any one time.
     in_place_bytes: int = 0
 
     @staticmethod
@@ -72,14 +72,14 @@ class WeightResidency:
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """The experts of a layer with slots, and what was asked of them since these were made."""
+    """The experts of a layer with slots, and the hits and misses since the slots were made."""
 
     weights: tuple[str, ...]
     experts: int
     slots: int
     hits: int
     misses: int
-    # None before anything was asked for.
+    # None before any expert was asked for.
     hit_rate: float | None
 
 
@@ -87,7 +87,7 @@ class ExpertSlots:
 class TracedRun:
     run: int
     method: str
-    # Of its steps; copies for it may have begun before, and copies for the next run may end after.
+    # Of its steps. Copies for it may begin earlier, and copies for the next run may end later.
     begin_ns: int
     end_ns: int
     steps: int
@@ -99,7 +99,7 @@ class TracedRun:
 
 @dataclass(frozen=True)
 class Stall:
-    """A step whose weights came after the step before it had ended, and the last copy that it waited for.
+    """A step whose weights arrived after the previous step had ended, and the last copy that it waited for.
 
     `stall_ns` is an upper bound: kernels that read no weight may have run meanwhile, and a trace does not show them.
     """
@@ -130,7 +130,7 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """What one run (of one method, or of each of several) is predicted to take, and what no plan gets below."""
+    """The predicted time of one run (of one method, or of each of several), and the bound that no plan beats."""
 
     budget_bytes: int
     predicted_s: float
@@ -139,7 +139,7 @@ class CurvePoint:
 
     @property
     def runs_per_s(self) -> float | None:
-        """None: no time at all is predicted, because everything is resident and the times of steps are not known."""
+        """None if a time of 0 is predicted, because everything is resident and the step times are not known."""
         return 1 / self.predicted_s if self.predicted_s else None
 
 

@@ -15,7 +15,7 @@ def whole_page(title: str, body: str, scripts: tuple[str, ...]) -> str:
     """`body` is HTML; `scripts` are files beside this one."""
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     sources = [(_HERE / name).read_text(encoding="utf-8") for name in scripts]
-    # By their hashes: markup that got in by way of a name could still run nothing.
+    # Allowed by their hashes, so markup that got in through a name could still run nothing.
     allowed = " ".join(f"'sha256-{_sha256(source)}'" for source in sources)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'; form-action 'none'"
     running = "".join(f"<script>{source}</script>\n" for source in sources)

@@ -27,7 +27,7 @@ def bytes_text(count: float) -> str:
 def seconds_text(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
-    # What three digits would round up to a thousand takes the next unit.
+    # A number that three digits would round up to a thousand takes the next unit.
     for factor, unit in ((1e9, "ns"), (1e6, "\N{MICRO SIGN}s"), (1e3, "ms")):
         if seconds * factor < 999.5:
             return f"{_three(seconds * factor)} {unit}"
@@ -69,7 +69,7 @@ def _three(amount: float) -> str:
 
 
 class Figures:
-    """Shows numbers of a document by their path in it, so that a page cannot say another number than its JSON."""
+    """Shows numbers of a document by their path in it, so that a page cannot contradict its JSON."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
@@ -108,6 +108,6 @@ def _numeric(column: Column) -> str:
 
 
 def embedded(identifier: str, content: str) -> str:
-    """JSON inside a page. A < stands only in strings there, so escaping it keeps the value and ends no element."""
+    """JSON inside a page. There, < occurs only in strings, so escaping it keeps the value and ends no element."""
     safe = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return f'<script type="application/json" id="{text(identifier)}">{safe}</script>\n'

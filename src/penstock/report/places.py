@@ -1,4 +1,4 @@
-"""Where a plan has every weight, as a report and `penstock plan` say it. No torch."""
+"""Where a plan puts every weight, for reports and for `penstock plan`. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.weight import Weight
 
 
 def places(plan: Plan, weights: Iterable[Weight], methods: Iterable[str]) -> tuple[WeightResidency, ...]:
-    """In the order of `weights`; what is streamed is what one run of each of the methods copies."""
+    """In the order of `weights`. Streamed bytes are those that one run of each of the methods copies."""
     resident = Counter[str]()
     for piece in plan.fills:
         resident[piece.weight] += piece.nbytes

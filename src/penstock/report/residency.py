@@ -85,7 +85,7 @@ def _size(weights: Sequence[WeightResidency]) -> int:
 
 
 def _bar(weight: WeightResidency, largest_bytes: int) -> str:
-    # Prefixes that accesses have apart from each other may be more than the weight together.
+    # Accesses may have separate prefixes, which together may be larger than the weight.
     prefix = min(weight.resident_bytes, weight.nbytes)
     parts = (("resident", prefix), ("rest", weight.nbytes - prefix))
     spans = "".join(

@@ -18,7 +18,7 @@ from penstock.report.markup import (
     yes_no_text,
 )
 
-# The longest are what matters; the page's JSON has all.
+# The longest ones matter; the page's JSON has all.
 SHOWN_STALLS = 40
 
 

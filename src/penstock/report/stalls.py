@@ -1,4 +1,4 @@
-"""From a trace to what its runs did, and where steps waited for copies. Pure; no torch."""
+"""Reads from a trace what its runs did, and where steps waited for copies. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def find_stalls(events: Sequence[TraceEvent], schedules: Mapping[str, Schedule],
 
 
 def traced_runs(events: Sequence[TraceEvent], stalls: Sequence[Stall]) -> list[TracedRun]:
-    """In the order of their numbers. A copy counts to the run that issued it."""
+    """In the order of their numbers. A copy counts toward the run that issued it."""
     runs: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in events:
         runs[event.run].append(event)
@@ -119,7 +119,7 @@ def _end_ns(event: TraceEvent) -> int:
 
 
 def _last_by(copies: Sequence[TraceEvent], moment_ns: int) -> TraceEvent | None:
-    """Of copies in the order of their ends, the last that had ended by then."""
+    """The last copy that had ended by then. `copies` are in the order of their ends."""
     count = bisect_right(copies, moment_ns, key=_end_ns)
     return copies[count - 1] if count else None
 
@@ -129,7 +129,7 @@ def _cargo(event: TraceEvent, plan: Plan | None) -> _Cargo:
 
 
 def _readings(schedule: Schedule, plan: Plan | None) -> list[list[_Cargo]]:
-    """By step: what it reads that has to be brought. Only the first step that reads an access can wait for it."""
+    """For each step, what it reads that copies bring. Only the first step that reads an access can wait for it."""
     read: list[list[_Cargo]] = [[] for _ in schedule.steps]
     placements = None if plan is None else plan.method(schedule.method).placements
     for position, access in enumerate(schedule.accesses):

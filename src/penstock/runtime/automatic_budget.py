@@ -15,13 +15,13 @@ from penstock.runtime.driver import Memory
 
 @dataclass(frozen=True)
 class AutomaticTerms:
-    """What is free, and what of it is not for weights."""
+    """The free device memory, and the parts of it that weights may not take."""
 
     free_bytes: int
-    # Held by the weights of a module that plans again, and free as soon as it does. 0 at load.
+    # What the weights of a loaded module hold; replanning frees it. 0 at load.
     held_bytes: int
     activation_bytes: int
-    # That is still to be allocated: 0 for a module that plans again.
+    # State that is not yet allocated: 0 for a module that replans.
     state_bytes: int
     reserve_bytes: int
 
@@ -34,11 +34,11 @@ def automatic_terms(
     held_bytes: int | None = None,
     cuda_graph: bool = False,
 ) -> AutomaticTerms:
-    """`read_memory` asks the driver. `held_bytes` is what a loaded module holds for weights; None: before it is loaded,
-    when state is not allocated yet."""
+    """`read_memory` asks the driver. `held_bytes` is what a loaded module holds for weights; None means before the
+    load, when state is not allocated yet."""
     if device.type == "cuda":
-        # Pages for weights come from the driver, so what torch's allocator holds and does not use goes back to it; what
-        # it cannot give back is not free. Hence this comes before the driver is asked.
+        # Pages for weights come from the driver. So torch's allocator first returns the memory that it holds unused;
+        # what it cannot return is not free.
         torch.cuda.empty_cache()
     memory = read_memory()
     return AutomaticTerms(
@@ -51,22 +51,22 @@ def automatic_terms(
 
 
 def activation_bytes(program: Program, *, cuda_graph: bool) -> int:
-    """Graphs keep theirs, and runs that are no replays need as much again."""
+    """Twice the bound with graphs: they keep their activations, and runs that are not replays need as much again."""
     return activation_bound_bytes(program) * (2 if cuda_graph else 1)
 
 
 def device_state_bytes(program: Program, device: torch.device) -> int:
-    """Of the states that lie on the device: with a GPU, all but the host side of a KV cache."""
+    """Bytes of state on the device: with a GPU, all state except the host sides of KV caches."""
     return program.state_bytes - (program.host_state_bytes if device.type == "cuda" else 0)
 
 
 def reserve_bytes(device: torch.device, total_bytes: int) -> int:
-    """What is left alone: 2% of a GPU's memory, 5% of main memory, and never less than 256 MiB."""
+    """Memory that Penstock leaves free: 2% of a GPU's memory, 5% of main memory, and never less than 256 MiB."""
     return int(core().penstock_reserve_bytes(total_bytes, int(device.type == "cuda")))
 
 
 def activation_bound_bytes(program: Program) -> int:
-    """The most that any method allocates for itself; refused where that has no bound."""
+    """The most activation memory that any method allocates. Refused if a method has no bound."""
     bounds: list[int] = []
     for method in program.methods:
         if method.activation_bound_bytes is None:

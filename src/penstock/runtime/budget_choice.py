@@ -1,5 +1,5 @@
-"""Which budget holds. At load: the value given, or what a total leaves, then the one baked at export, then an automatic
-one. Later: what is given to set_budget."""
+"""Chooses the budget. At load: the given value or what a total leaves, else the budget baked in at export, else an
+automatic one. Later: the value given to set_budget."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class BudgetChoice:
 
     @property
     def origin(self) -> int:
-        """As the core counts where the value may come from."""
+        """The core's number for `source`."""
         return SOURCES.index(self.source)
 
     @property
     def clamp_sentence(self) -> str:
-        """What to tell the user when less is taken than was granted; empty when it is not so."""
+        """What to tell the user if less is used than was granted; else empty."""
         made = _Budget(budget_bytes=self.budget_bytes, asked_bytes=self.asked_bytes, origin=self.origin)
         return str(core().penstock_clamp_sentence(ctypes.byref(made)).decode())
 
@@ -76,8 +76,8 @@ def choose_budget(
 ) -> BudgetChoice:
     """At load. `full_bytes` is what all weights take when every one is resident.
 
-    `granted` is what `device_memory` leaves, where that was given in the place of a budget; it raises its own error
-    below the floor, with its terms. It and `automatic` are called only when their answer is needed.
+    `granted` returns what `device_memory` leaves for weights, if that was given instead of a budget. Below the floor it
+    raises its own error, with its terms. It and `automatic` are called only if their answer is needed.
     """
     if granted is not None:
         return _chosen(granted(), "total", None, automatic, floor_bytes, full_bytes)
@@ -88,7 +88,7 @@ def choose_budget(
 def choose_new_budget(
     budget: int | str, *, automatic: Callable[[], AutomaticTerms], floor_bytes: int, full_bytes: int
 ) -> BudgetChoice:
-    """For set_budget, where there is no default: None would mean one budget at load and another here."""
+    """For set_budget, which has no default: None would mean one budget at load and another here."""
     if budget is None:
         raise BudgetError(
             f'set_budget(None) names no budget; pass a number of bytes, an amount such as "8GiB", or "{AUTOMATIC}" for '
@@ -103,7 +103,7 @@ def automatic_budget(terms: AutomaticTerms, floor_bytes: int) -> int:
 
 
 def asked_bytes(budget: int | str | None, weight_offload_budget_mb: int | None = None) -> int:
-    """Given one way, or none; as the core counts."""
+    """The budget as the core takes it, given in one of the two ways or not at all."""
     if weight_offload_budget_mb is not None:
         return mb_to_bytes(weight_offload_budget_mb)
     if budget is None:
@@ -119,7 +119,7 @@ def _chosen(
     floor_bytes: int,
     full_bytes: int,
 ) -> BudgetChoice:
-    """By the core, which chooses for every kind of program."""
+    """Asks the core, which chooses the budget for every kind of program."""
     asked = _Budget(
         floor_bytes=floor_bytes,
         full_bytes=full_bytes,

@@ -1,4 +1,4 @@
-"""From the spans of traced runs to what a planner wants to know: the link, and how long each step takes by itself."""
+"""Turns spans of traced runs into what the planner needs: the speed of the link and the time of each step by itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NS = 1e-9
 
 
 def calibration_of(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], plan: Plan) -> Calibration:
-    """Medians over the runs of each method that was run. Refuses where nothing ran, or nothing was copied.
+    """Takes medians over the runs of each method that ran. Refuses if nothing ran or nothing was copied.
 
-    Spans of packed weights are those of their decoding; what they take of the link has spans of its own.
+    Copy spans of packed weights time their decoding; their transfers over the link have spans of their own.
     """
     traced = [span for span in spans if span.lane == "copy"]
     over_link = [span for span in spans if span.lane == "link"]
@@ -40,13 +40,13 @@ def _copy(plan: Plan, span: TraceSpan) -> Copy:
 
 
 def _decoded_bytes_per_s(spans: Sequence[TraceSpan]) -> float | None:
-    """Of weights that stay packed. A wait for readers of their pages lies in the span, too: the faster half tells."""
+    """Of weights that stay packed. A span may include a wait for readers of its pages, so the faster half decides."""
     rates = sorted(span.nbytes / (span.end_ns - span.begin_ns) / _NS for span in spans if span.end_ns > span.begin_ns)
     return rates[len(rates) * 3 // 4] if rates else None
 
 
 def step_times(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], plan: Plan) -> dict[str, tuple[float, ...]]:
-    """By method that was run: how long each step takes once its weights are there."""
+    """For each method that ran: how long each step takes once its weights are there."""
     copies = [span for span in spans if span.lane == "copy"]
     runs: dict[int, list[TraceSpan]] = defaultdict(list)
     for span in spans:
@@ -68,9 +68,9 @@ def step_times(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], plan: 
 
 
 def check_calibration(calibration: Calibration | str | None, schedules: Sequence[Schedule]) -> Calibration | None:
-    """What the first plan is made from; with "first-runs" nothing is known yet.
+    """The calibration for the first plan; None with "first-runs", when nothing is measured yet.
 
-    A calibration that was measured on another program would plan for steps that are not there.
+    Refuses a calibration measured on another program: it would plan for steps that do not exist.
     """
     if not isinstance(calibration, Calibration):
         return None
@@ -88,7 +88,7 @@ def check_calibration(calibration: Calibration | str | None, schedules: Sequence
 
 
 def check_direct_times(calibration: Calibration, schedules: Sequence[Schedule]) -> None:
-    """A method that was not timed would be planned for all the same, and might take many times as long."""
+    """Refuses if a method was not timed: it would be replanned all the same, and might take many times as long."""
     if not calibration.direct_step_s:
         return
     for times, how in ((calibration.step_s, "calibrate()"), (calibration.direct_step_s, "calibrate(in_place=True)")):
@@ -101,7 +101,7 @@ def check_direct_times(calibration: Calibration, schedules: Sequence[Schedule]) 
 
 
 def _last_copies(copies: Sequence[TraceSpan]) -> dict[tuple[int, int], list[int]]:
-    """By method and copy: when each of its copies ended, in rising order."""
+    """By method and copy: the times at which it ended, in rising order."""
     ends: dict[tuple[int, int], list[int]] = defaultdict(list)
     for span in copies:
         ends[span.method_index, span.index].append(span.end_ns)
@@ -125,7 +125,7 @@ def _step_times(
         for number in step.accesses:
             stay = method.placements[position_of[number]].stay
             for index in copies_of_stay[stay] if stay is not None else ():
-                # Of the copies of several runs, the last that had ended when the step did.
+                # Several runs made this copy: take the last one that had ended when the step did.
                 arrived = [end for end in ready_ns.get((method_index, index), ()) if end <= span.end_ns]
                 begin_ns = max([begin_ns, *arrived[-1:]])
         times.append(max(0, span.end_ns - begin_ns) * _NS)
@@ -134,12 +134,12 @@ def _step_times(
 
 
 def _link(copies: Sequence[tuple[int, int]]) -> Link:
-    """Of bytes and nanoseconds."""
+    """`copies` are pairs of bytes and nanoseconds."""
     samples = [(nbytes, ns * _NS) for nbytes, ns in copies if ns > 0]
     if not samples:
         raise PenstockError("the copies in the runs to calibrate by were too short to be timed")
     try:
         return fit_link(samples)
     except ValueError:
-        # One size, or sizes too much alike to tell a copy's own cost from that of its bytes: the mean is what is known.
+        # With one size, or sizes too similar to separate a copy's fixed cost from its cost per byte, use the mean.
         return Link(sum(nbytes for nbytes, _ in samples) / sum(seconds for _, seconds in samples))

@@ -23,7 +23,7 @@ class CallStructure:
         self._plain = self._root.is_plain
 
     def leaves(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
-        """InputError, without the method's signature, where the nesting differs."""
+        """Raises InputError, without the method's signature, if the nesting differs."""
         if self._plain:
             positional, named = self._root.children
             leaves: list[Any] = []

@@ -15,11 +15,11 @@ Shapes = tuple[torch.Size, ...]
 
 
 class CapturedPass:
-    """Making one captures, which runs nothing on the device; the same call must have run before, so that every library
-    and kernel is loaded. `states` keep their addresses; what the program writes into inputs `written` is handed back.
+    """The constructor captures, which runs nothing on the device. The same call must have run before, to load every
+    library and kernel. `states` keep their addresses; what the program writes into inputs `written` is copied back.
 
-    The core captures and launches, not torch.cuda.CUDAGraph: where a capture fails, that leaves torch's random numbers
-    as if the capture were still on.
+    The core captures and launches, not torch.cuda.CUDAGraph: after a failed capture, the latter leaves torch's random
+    numbers as if the capture were still on.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CapturedPass:
     def replay(
         self, session: Session, inputs: Sequence[torch.Tensor], turn: AbstractContextManager[None]
     ) -> list[torch.Tensor]:
-        """Within the session's replay. Outputs in memory of their own: the graph's is written again by the next one."""
+        """Within the session's replay. Outputs are copies, because the next replay overwrites the graph's memory."""
         with torch.no_grad():
             for kept, tensor in zip(self._inputs, inputs, strict=True):
                 kept.take(tensor)
@@ -63,13 +63,13 @@ class CapturedPass:
 
 
 class _Kept:
-    """An input's memory, which the graph reads: laid out as the tensor it was made for."""
+    """The memory from which the graph reads an input, with the layout of `like`."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self._span = 0
         if like.numel():
             self._span = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
-        # Outside inference mode whatever the caller is in: a tensor made inside it could not be written outside.
+        # Leave inference mode even if the caller is in it: a tensor made inside it could not be written outside.
         with torch.inference_mode(False):
             self._memory = torch.empty(self._span, dtype=like.dtype, device=like.device)
             self.tensor = self._memory.as_strided(like.shape, like.stride())
@@ -79,5 +79,5 @@ class _Kept:
         if self._plain:
             self.tensor.copy_(tensor)
         else:
-            # The memory it spans as it is: an expanded tensor has fewer elements in memory than in its shape.
+            # Copy the memory it spans as it is: an expanded tensor has fewer elements in memory than in its shape.
             self._memory.copy_(tensor.as_strided((self._span,), (1,)))

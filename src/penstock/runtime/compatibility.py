@@ -21,7 +21,7 @@ from penstock.runtime.failures import last_exception
 
 
 def read_offloaded(path: str | Path, *, budget: int | str | None) -> Program:
-    """The offload metadata; a budget for a program without any is an error of its own, as it could not be held."""
+    """Reads the offload metadata. A budget for a program without any is an error of its own: it could not be kept."""
     try:
         return read_program(path)
     except NoMetadataError as error:

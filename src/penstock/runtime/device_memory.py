@@ -1,4 +1,4 @@
-"""One total of device memory for weights, state and activations: what of it weights get, and what KV caches."""
+"""One total of device memory for weights, state and activations: how much of it weights and KV caches get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.weight import POSITIONS_DIM
 @dataclass(frozen=True)
 class Grant:
     total_bytes: int
-    # The most that runs allocate, and what lies on the device from run to run but for KV caches that can be split.
+    # The most that runs allocate; and the state that stays on the device, except KV caches that can be split.
     activation_bytes: int
     state_bytes: int
     caches: tuple[CacheGroup, ...] = ()
@@ -30,8 +30,8 @@ class Grant:
         return self.activation_bytes + self.state_bytes
 
     def divided(self, weights: WeightsRange) -> Division:
-        """Refuses a total that leaves less than the floor, with the smallest that does not: all of the caches that can
-        be split is then on the host."""
+        """Refuses a total that leaves less than the floor, and names the smallest that does not: there, every cache
+        that can be split is wholly on the host."""
         left_bytes = self.total_bytes - self.beside_weights_bytes
         if left_bytes < weights.floor_bytes:
             least_bytes = weights.floor_bytes + self.beside_weights_bytes
@@ -45,7 +45,7 @@ class Grant:
         return divide(left_bytes, weights, self.caches)
 
     def device_positions(self, division: Division) -> dict[str, int]:
-        """Of each cache, by the name of its state."""
+        """The positions of each cache on the device, by the name of its state."""
         return {
             name: positions
             for group, positions in zip(self.caches, division.positions, strict=True)
@@ -54,11 +54,11 @@ class Grant:
 
 
 def grant(asked: int | str, program: Program, device: torch.device, *, cuda_graph: bool) -> Grant:
-    """The CUDA context, libraries and what else lies on the GPU are beside it. Refused where activations have no
+    """The total does not cover the CUDA context, libraries and what else is on the GPU. Refused if activations have no
     bound.
 
-    Host sides are no part of it. On the CPU they are memory like all other, and are left out all the same: there, a
-    total is for trying out what a GPU would do.
+    Host sides are not part of it. On the CPU they are memory like any other, but are still left out: there, a total
+    serves to try out what a GPU would do.
     """
     split = {state.name for cache in program.caches for state in cache}
     split_bytes = sum(
@@ -73,8 +73,8 @@ def grant(asked: int | str, program: Program, device: torch.device, *, cuda_grap
 
 
 def weights_range(program: Program, floor_bytes: int, full_bytes: int, calibration: Calibration | None) -> WeightsRange:
-    """Copies overlap with steps that were timed: as much as the link moves in the shortest run costs nothing. Nothing
-    is known of the shortest where a method was not timed."""
+    """Copies overlap with timed steps, so as many bytes as the link moves during the shortest run cost nothing. If a
+    method was not timed, the shortest run is unknown, and no bytes are free."""
     hidden_bytes = 0
     if calibration is not None and all(method.name in calibration.step_s for method in program.methods):
         shortest_s = min(calibration.resident_s(method.name) for method in program.methods)

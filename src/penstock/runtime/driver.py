@@ -19,7 +19,7 @@ class Memory:
 
 
 class Driver:
-    """Owns a native driver; sessions stand on it and must be closed first."""
+    """Owns a native driver; sessions use it and must be closed first."""
 
     def __init__(self, handle: int) -> None:
         self.handle: int | None = handle
@@ -53,7 +53,7 @@ class Driver:
                 core().penstock_driver_destroy(handle)
 
     def __del__(self) -> None:
-        # Python drops an interrupt that comes in a finalizer, and what the finalizer had to do: so each owner has one.
+        # Python drops an interrupt in a finalizer, and the rest of that finalizer. So each owner has its own.
         if self.handle is not None and os.getpid() == self._pid:
             self.close()
 

@@ -1,4 +1,4 @@
-"""What the device has counted of experts while running, bank by bank; and what more slots or fewer would have held."""
+"""Expert hits and misses that the device counted while running, by bank; and hit rates with more or fewer slots."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from penstock.plan.plan import NO_SLOTS, Plan
 from penstock.program import Program
 from penstock.runtime.session import Session
 
-# Of the experts of a bank: with so many slots each, what was logged is played again.
+# The log of a bank is replayed with slots for these fractions of its experts.
 _PARTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.55, 0.75, 1.0)
-# Calls in a bank's log, behind those that warm up, before it says more than the default does: some 60 in all.
+# A bank's log needs this many calls after warm-up before it says more than the default does: some 60 calls in all.
 _ENOUGH_CALLS = 48
 
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """Of one bank since its slots were made: a change of budget makes new ones."""
+    """The use of one bank since its slots were made; a change of budget makes new ones."""
 
     # The stacked weights of a layer.
     weights: tuple[str, ...]
@@ -30,7 +30,7 @@ class ExpertUse:
 
     @property
     def hit_rate(self) -> float | None:
-        """Of what was asked for, what was in a slot; None before anything was."""
+        """The fraction of requested experts that were in a slot; None before the first request."""
         uses = self.hits + self.misses
         return self.hits / uses if uses else None
 
@@ -46,7 +46,7 @@ def expert_uses(session: Session, plan: Plan | None) -> tuple[ExpertUse, ...]:
 
 
 def slots_summary(program: Program, plan: Plan | None) -> list[str]:
-    """Of weights that are read in host memory without slots, because the program takes their experts otherwise."""
+    """Mentions weights that are read in host memory without slots, because of how the program takes their experts."""
     if plan is None:
         return []
     why = why_no_slots([method.schedule for method in program.methods], {one.name: one for one in program.weights})
@@ -58,9 +58,9 @@ def slots_summary(program: Program, plan: Plan | None) -> list[str]:
 def measured_hit_rates(
     session: Session, plan: Plan | None, known: Mapping[str, HitRates], together: Mapping[str, tuple[str, ...]]
 ) -> dict[str, HitRates]:
-    """`known`, by weight, with what the banks of this plan have logged since it was installed; empty where none of them
-    was used enough. What is learned holds for all weights that are taken `together`, also for those that are held
-    whole now. Waits for the device."""
+    """The `known` hit rates, by weight, updated with what the banks of this plan have logged since it was installed;
+    empty if no bank was used enough. What is learned applies to all weights that are taken `together`, also to those
+    that are held whole now. Waits for the device."""
     uses = expert_uses(session, plan)
     rates: dict[str, HitRates] = {}
     for number, use in enumerate(uses):
@@ -73,7 +73,7 @@ def measured_hit_rates(
     if not rates:
         return {}
     mean = sum(use.hits + use.misses for use in uses) / len(uses)
-    # How often banks without slots are asked nobody counts.
+    # Nobody counts how often banks without slots are used.
     found = {name: replace(one, share=1.0) for name, one in known.items()}
     for use in uses:
         name = use.weights[0]

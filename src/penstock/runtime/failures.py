@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock import errors
 from penstock.native import core
 
-# The numbers are those of `enum class Failure` in csrc/driver/driver.h.
+# The numbers are those of `enum class Failure` in include/penstock_core.h.
 _CLASSES: dict[int, type[errors.PenstockError]] = {
     1: errors.DriverCallError,
     2: errors.DeviceMemoryError,
@@ -22,7 +22,7 @@ _CLASSES: dict[int, type[errors.PenstockError]] = {
     14: errors.BuildMismatchError,
 }
 
-# Told with numbers, by whoever asked for a budget.
+# The caller that asked for a budget raises this one, with the numbers.
 BELOW_FLOOR = 12
 
 _STICKY = "; the device context is lost, and only a new process can use the device again"

@@ -15,15 +15,15 @@ from penstock.runtime.captured_pass import CapturedPass, Shapes
 from penstock.runtime.session import Session
 from penstock.torch_private.workspaces import keep_workspaces
 
-# Each holds its inputs and outputs: a decoder's growing context must not fill the memory.
+# Each pass holds its inputs and outputs: a decoder's growing context must not fill the memory.
 REMEMBERED_PASSES = 64
 
 
 class ReplayTurns:
-    """Launches of graphs of any module, each to begin on the device when the one before it has ended there."""
+    """Serializes graph launches of all modules: each begins on the device when the one before it has ended there."""
 
     def __init__(self, ended: torch.cuda.Event) -> None:
-        # Held from the wait to the record: another thread's launch between them would wait for nobody.
+        # Held from the wait to the record: another thread's launch in between would not wait for this one.
         self._launching = threading.Lock()
         self._ended = ended
 
@@ -39,11 +39,11 @@ class ReplayTurns:
 
 @dataclass(frozen=True)
 class CaptureStream:
-    """What all modules of a device capture on, one at a time: `lock` is held meanwhile.
+    """The stream on which all modules of a device capture, one at a time, while they hold `lock`.
 
-    torch keeps a workspace for each thread and stream that products ran on, of 32 MiB on a large GPU, as long as the
-    process lives; so there is one stream. Modules that one thread captured have that workspace in common, and two
-    replays at once would both write it: they take turns.
+    torch keeps a workspace for each thread and stream that matrix products ran on (32 MiB on a large GPU) until the
+    process ends. So there is only one stream. Modules captured by one thread share that workspace, and two replays at
+    once would both write it, so they take turns.
     """
 
     stream: torch.cuda.Stream
@@ -59,7 +59,7 @@ def capture_stream(device_index: int) -> CaptureStream:
 
 
 class Graphs:
-    """Replays follow one another, so all graphs share the memory of what they compute in between."""
+    """Replays run one after another, so all graphs share the memory of their intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
         self.capture_stream = capture_stream(device.index or 0)
@@ -78,7 +78,7 @@ class Graphs:
 
     def add(self, session: Session, method_index: int, shapes: Shapes, captured: CapturedPass) -> None:
         if len(self._passes) == REMEMBERED_PASSES:
-            # The memory that the one given up computes in may be in use.
+            # The memory that the evicted pass computes in may still be in use.
             session.drain()
             _, given_up = self._passes.popitem(last=False)
             session.drop_capture(given_up.number)
@@ -89,6 +89,6 @@ class Graphs:
         self._passes.clear()
 
     def close(self) -> None:
-        """Gives their memory back to torch, whoever still holds this."""
+        """Gives the graphs' memory back to torch, even if somebody still holds this object."""
         self.clear()
         del self.pool

@@ -13,14 +13,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Limit:
-    """How many more bytes can be pinned, and what says so."""
+    """How many more bytes can be pinned, and where that limit comes from."""
 
     available_bytes: int
     source: str
 
 
 def memory_limit_bytes(root: Path = Path("/"), *, pinned_file_bytes: int | None = None) -> Limit:
-    """The smallest of the machine's and of every cgroup limit above this process. `root` holds proc/ and sys/."""
+    """The smallest of the machine's limit and those of all cgroups above this process. `root` holds proc/ and sys/."""
     from penstock.native import core
     from penstock.runtime.failures import last_exception
 

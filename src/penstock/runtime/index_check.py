@@ -1,4 +1,4 @@
-"""Numbers with which a program indexes its tables and caches, checked before anything of it runs."""
+"""Checks the numbers with which a program indexes its tables and caches, before any of it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from penstock.errors import InputError
 from penstock.program import IndexRange, TensorSpec
 
-# torch finds the least and the greatest of these as they are.
+# torch.aminmax takes these dtypes as they are.
 _ORDERED = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

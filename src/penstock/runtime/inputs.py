@@ -27,9 +27,9 @@ _REMEMBERED_SHAPES = 64
 class InputBinding:
     """Turns the arguments of one method's calls into the flat tensors that its compiled code takes after the states.
 
-    `written` names the inputs that the program writes into: those are passed as they are or refused, never as a copy,
-    which would take the caller's update with it. Numbers that index a table or a cache are checked where they lie in
-    host memory. On a GPU that waits for it, so there only with `check_indices`.
+    `written` names the inputs that the program writes into. They are passed as they are or refused, never copied: the
+    caller would not see the update. Numbers that index a table or a cache are checked if they lie in host memory. On a
+    GPU the check waits for the device, so there it runs only with `check_indices`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class InputBinding:
         self._indexing = [(index, spec) for index, spec in enumerate(self._tensor_specs) if spec.indexes and checked]
         layout = SymbolicLayout(self._tensor_specs, method.signature.symbols)
         self._symbol_ranges = layout.ranges_text
-        # What does not fit raises, and is not remembered.
+        # Shapes that do not fit raise, and are not remembered.
         self._strides = lru_cache(_REMEMBERED_SHAPES)(layout.strides)
 
     @property
@@ -162,7 +162,7 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def _same_constant(given: Any, fixed: Any) -> bool:
-    """Whether the program computes the same with both: 1, 1.0 and True do not, nor do 0.0 and -0.0; NaN and NaN do."""
+    """Whether the program computes the same with both. 1, 1.0 and True differ, as do 0.0 and -0.0; NaN equals NaN."""
     if fixed is None or isinstance(fixed, bool):
         return given is fixed
     if isinstance(fixed, float):

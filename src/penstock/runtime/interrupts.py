@@ -1,12 +1,12 @@
 """Ctrl-C waits until an operation has ended.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, also between a native call and the line
-that remembers it. No arrangement of try and finally covers every such place. So while an operation works, SIGINT's
-handler is one that only takes a note, and the handler that was there is called when the operation has ended: whatever
-it does, and it usually raises KeyboardInterrupt, finds an operation that is complete or has not begun.
+Python raises KeyboardInterrupt between any two instructions of the main thread, even between a native call and the line
+that stores its result. No arrangement of try and finally covers every such place. So while an operation works, the
+SIGINT handler only takes a note, and the previous handler is called when the operation has ended. Whatever that handler
+does (it usually raises KeyboardInterrupt), it finds an operation that is complete or has not begun.
 
-Other threads are never interrupted, so nothing is held there. A handler that was not set from Python, or none at all,
-raises nothing, and stays.
+Other threads are never interrupted, so nothing is held there. If the handler was not set from Python, or there is none,
+it raises nothing and stays in place.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any]
 
-# The hold that is in force, of the main thread; those inside it hold nothing themselves.
+# The hold in force on the main thread; holds nested in it do nothing themselves.
 _in_force: HeldInterrupts | None = None
 
 
 class HeldInterrupts:
-    """With it, SIGINT waits. Inside another one it does nothing."""
+    """A context manager that makes SIGINT wait. Nested in another one it does nothing."""
 
     __slots__ = ("_handler", "_note", "_noted")
 
@@ -47,8 +47,8 @@ class HeldInterrupts:
             self._noted = True
 
         self._note = note
-        # signal() handles what has arrived before it changes anything, and after that there is only the note. So an
-        # interrupt is raised up to here, when nothing has been done, and not below.
+        # signal() first handles signals that have arrived, then installs the note. So an interrupt can be raised up to
+        # here, when nothing has been done, but not below.
         signal.signal(signal.SIGINT, note)
         _in_force = self
         return self
@@ -64,7 +64,7 @@ class HeldInterrupts:
             handler(signal.SIGINT, inspect.currentframe())
 
     def release(self) -> None:
-        """Interrupts are raised again from here on; one that waits is forgotten."""
+        """From here on interrupts are raised again; a pending one is forgotten."""
         global _in_force
         handler, self._handler = self._handler, None
         _in_force = None
@@ -73,14 +73,14 @@ class HeldInterrupts:
             signal.signal(signal.SIGINT, handler)
 
     def deliver(self) -> None:
-        """If an interrupt waits, its handler is called now, and may raise."""
+        """Calls the handler now if an interrupt is pending; the handler may raise."""
         if self._noted and self._handler is not None:
             self._noted = False
             self._handler(signal.SIGINT, inspect.currentframe())
 
 
 def deliver_interrupt() -> None:
-    """Where a long operation can be given up: raises what waits, if anything does."""
+    """For places where a long operation can be given up: raises a pending interrupt, if there is one."""
     if _in_force is not None and _in_main_thread():
         _in_force.deliver()
 

@@ -1,7 +1,7 @@
-"""Who multiplies where a program has linears of ours: always the kernel that reads a weight in two places.
+"""What computes the linears of ours in a program: always the kernel that reads a weight in two places.
 
-One way of summing at every budget, so that the bits never depend on where a weight lies. A GPU that cannot have the
-kernel multiplies with the library, at every budget too, and splits nothing. On the CPU the core itself sums.
+Sums are computed in one way at every budget, so the bits never depend on where a weight lies. A GPU that cannot run the
+kernel multiplies with the library, also at every budget, and splits nothing. On the CPU the core itself sums.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from penstock.program import Program
 @dataclass(frozen=True)
 class LinearChoice:
     has_linears: bool = False
-    # Why the GPU cannot, where the program could.
+    # Why the GPU cannot run the kernel, if the program could use it.
     obstacle: str | None = None
 
     @property
     def uses_kernel(self) -> bool:
-        """On the CPU the core has a way of its own."""
+        """Also true on the CPU, where the core has an implementation of its own."""
         return self.has_linears and self.obstacle is None
 
     def summary(self) -> list[str]:

@@ -1,5 +1,5 @@
-"""A loaded program as its caller has it, of a .pt2 or a .pte: methods called by name, one at a time; closed once, never
-copied, and not used by a child of its process."""
+"""A loaded program, of a .pt2 or a .pte, as its caller sees it. Methods are called by name, one at a time. It is closed
+once, never copied, and not used by a child process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Self = TypeVar("Self", bound="LoadedProgram")
 
 
 class LoadedProgram(ABC):
-    # Names of the program's.
+    # The names of the program's methods.
     methods: tuple[str, ...]
     # Whether there is something to give back.
     _open = False
@@ -56,7 +56,7 @@ class LoadedProgram(ABC):
     def _run(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any: ...
 
     def _before_run(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Outside of the run: should it fail, no result is lost."""
+        """Called outside of the run, so that no result is lost if it fails."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -73,7 +73,7 @@ class LoadedProgram(ABC):
             "compiled code; load it once more, or, in another process, there"
         )
 
-    if not TYPE_CHECKING:  # to whom every name would be one of its attributes
+    if not TYPE_CHECKING:  # a type checker would accept every name as an attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             refuse_attribute(self, name)
@@ -91,7 +91,7 @@ class LoadedProgram(ABC):
             raise ClosedError(f"{self.path} was closed")
 
     def _operation(self, *, wait: bool = True) -> Operation:
-        """Between runs: waits for a run in another thread, keeps others out, and lets interrupts wait."""
+        """One operation at a time: waits for a run in another thread, keeps others out, and makes interrupts wait."""
         return self._lock.operation(self._require_usable, wait=wait)
 
     def _default_method(self) -> str:

@@ -29,7 +29,7 @@ from penstock.torch_private.loader import CompiledMethod
 
 
 class OomCounter:
-    """How often torch's allocator found no memory. Compiled code reduces that, too, to a generic failure."""
+    """Counts how often torch's allocator found no memory. Compiled code turns that, too, into a generic failure."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class OomCounter:
 
 
 class MethodRunner:
-    """Making one loads, and so runs, native code from the file."""
+    """The constructor loads, and so runs, native code from the file."""
 
     def __init__(
         self,
@@ -151,13 +151,13 @@ class MethodRunner:
         work: Callable[[], list[torch.Tensor]],
         end: Callable[[], None],
     ) -> list[torch.Tensor]:
-        """A run that has begun: to its end, or given up."""
+        """Brings a run that has begun to its end, or gives it up."""
         if self._method.states:
             state.mark_invalid(f"method {self._method.name!r} did not end")
         try:
             outputs = work()
         except BaseException as error:
-            # Generated code reduces a failure of the core to a generic one; the core has kept the real one.
+            # Generated code turns a failure of the core into a generic one; the core has kept the real one.
             real = session.abort()
             self._invalidate(state, real or error)
             if real is not None:

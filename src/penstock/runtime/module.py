@@ -63,7 +63,7 @@ class Module(LoadedProgram):
 
     # Whether ExecuTorch runs the methods: see penstock.executorch.delegates.
     _is_delegate = False
-    # Host memory that inputs and outputs pass through, where it is not the caller who says in which memory they lie.
+    # Host memory that inputs and outputs pass through, if the caller does not choose the memory they lie in.
     _transfer_bytes = 0
 
     def __init__(
@@ -105,13 +105,13 @@ class Module(LoadedProgram):
                 self._load(asked, weights, device)
             self._say(self._lines())
         except BaseException:
-            # Also by an interrupt that waited until everything was loaded: nobody gets this module.
+            # Also for an interrupt that waited until everything was loaded: the caller never gets this module.
             self.close()
             self._let_go()
             raise
 
     def _load(self, asked: Asked, weights: str | os.PathLike[str] | None, device: str | torch.device | None) -> None:
-        """Between its parts, where it can be given up, an interrupt is delivered: everything is then given back."""
+        """Delivers a pending interrupt between its parts, where it can be given up: everything is then given back."""
         poison = _poison_asked()
         self.program: Program = read_offloaded(self.path, budget=asked.given_budget)
         self.methods = tuple(method.name for method in self.program.methods)
@@ -127,7 +127,7 @@ class Module(LoadedProgram):
             verify_checksums(index)
         deliver_interrupt()
         with ExitStack() as stack:
-            # Its child makes a CUDA context, which takes as long as planning does.
+            # The probe's child process makes a CUDA context, which takes as long as planning does.
             probe = begin_probe(index, self.device, cap_bytes=options.host_memory_cap_bytes)
             if probe is not None:
                 stack.callback(probe.close)
@@ -186,7 +186,7 @@ class Module(LoadedProgram):
             if recipes is not None:
                 self._session.offer_linear(recipes.prepare)
             self._graphs = Graphs(self.device) if asked.cuda_graph else None
-            # Weak: a module that nobody holds is closed at once, and not when cycles are collected.
+            # Weak, so that a module that nobody holds is closed at once, not when cycles are collected.
             closing = weakref.WeakMethod(self._close)
             self._installer = PlanInstaller(self._policy, self._session, schedules, self._graphs, closing)
             deliver_interrupt()
@@ -218,7 +218,7 @@ class Module(LoadedProgram):
             self._plan_by_first_runs()
 
     def _run(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        # What is recorded is told apart into steps, and a graph is one piece.
+        # A recording times each step, and a graph is one piece, so recorded runs use no graphs.
         graphs = None if self._recorder.current is not None else self._graphs
         results = self._runners[method].run(self._session, self._state, arguments, keywords, graphs)
         self._recorder.count(method)
@@ -228,17 +228,17 @@ class Module(LoadedProgram):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, each counted once."""
+        """Bytes of all weights, each counted once."""
         return self.program.weight_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of the buffers that the program mutates: outside the budget, on the device but for far sides of caches."""
+        """Bytes of mutated buffers: outside the budget, and on the device except for the host sides of KV caches."""
         return self.program.state_bytes
 
     @property
     def device_state_bytes(self) -> int:
-        """Of them, those that count as the device's: all but the host sides of KV caches."""
+        """The part of state_bytes that counts as the device's: all but the host sides of KV caches."""
         return self.program.state_bytes - self._host_state_bytes
 
     @property
@@ -262,7 +262,7 @@ class Module(LoadedProgram):
 
     @property
     def budget_bytes(self) -> int:
-        """The budget that holds: what was asked for, or what all weights take if that is less."""
+        """The budget in force: what was asked for, or what all weights take if that is less."""
         return self._choice.budget_bytes
 
     @property
@@ -271,7 +271,7 @@ class Module(LoadedProgram):
         return self._installer.plan
 
     def plan_at(self, budget_bytes: int) -> Plan | None:
-        """What would be planned for another budget; nothing changes. None under placement="lru"."""
+        """The plan for another budget; changes nothing. None under placement="lru"."""
         return self._installer.plan_at(budget_bytes)
 
     @property
@@ -286,7 +286,7 @@ class Module(LoadedProgram):
             return self._session.stats()[1]
 
     def expert_uses(self) -> tuple[ExpertUse, ...]:
-        """What was in slots and what was not, by bank, since the present plan was installed. Waits for the device."""
+        """Expert hits and misses in slots, by bank, since the current plan was installed. Waits for the device."""
         with self._operation():
             return expert_uses(self._session, self._installer.plan)
 
@@ -297,22 +297,22 @@ class Module(LoadedProgram):
 
     @property
     def link_bytes_per_s(self) -> float | None:
-        """What copies reached when the module was loaded; None when nothing is ever copied."""
+        """The rate of copies, measured when the module was loaded; None if nothing is ever copied."""
         with self._operation():
             samples = self._session.link()
         return samples[0].bytes_per_s if samples and samples[0].ns else None
 
     @property
     def link(self) -> tuple[LinkSample, ...]:
-        """Copies as they were timed when the plan was installed: first those of the plan, then some of each size."""
+        """Copies timed when the plan was installed: first those of the plan, then some of each size."""
         with self._operation():
             return tuple(self._session.link())
 
     # ------------------------------------------------------------------------------------------------------- changing
 
     def set_budget(self, budget: int | str) -> None:
-        """Plans again, between runs. Never holds more than the larger of the two budgets; if the new plan cannot be
-        installed the old one is, and the error is raised."""
+        """Replans, between runs. Never holds more than the larger of the two budgets. If the new plan cannot be
+        installed, reinstalls the old one and raises the error."""
         with self._operation():
             with self._policy.naming_lower_placements():
                 choice = choose_new_budget(
@@ -328,17 +328,18 @@ class Module(LoadedProgram):
 
     @property
     def calibration(self) -> Calibration | None:
-        """What the present plan was made from, beside sizes; can be given to another Module of the same program."""
+        """What the current plan was made from, besides sizes; can be given to another Module of the same program."""
         return self._installer.calibration
 
     @contextmanager
     def calibrate(self, *, in_place: bool = False) -> Iterator[None]:
-        """Measures the runs inside it, then plans again for the times that their steps and copies took.
+        """Measures the runs inside the `with` block, then replans with the times that their steps and copies took.
 
-        A newer calibrate(), trace() or set_budget() ends it; leaving it then raises, and nothing is planned from it.
+        A newer calibrate(), trace() or set_budget() ends it; leaving the block then raises, and nothing is planned from
+        it.
 
-        in_place  reads every weight in place meanwhile, and then plans by both measurements. For few rows, where a
-                  product reads each weight once. Comes after calibrate() with the same calls.
+        in_place  reads every weight in place inside the block, then plans by both measurements. For few rows, where a
+                  product reads each weight once. Use it after calibrate(), with the same calls.
         """
         self._require_usable()
         judged(replace(self._options, call="calibrate(in_place=True)" if in_place else "calibrate()"))
@@ -357,7 +358,7 @@ class Module(LoadedProgram):
                 plan(recording, self.budget_bytes)
                 lines = self._lines()
         except BaseException:
-            # Also where an interrupt waited for the start: nobody will stop what it began.
+            # Also for an interrupt that waited until after the start: nobody else stops that recording.
             if recording is not None and self._open:
                 with self._operation():
                     self._installer.drop(recording)
@@ -377,19 +378,19 @@ class Module(LoadedProgram):
         return self._access_state(lambda: self._state.read(name))
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
-        """Sets the present value, of the state's own shape and dtype."""
+        """Sets the present value; `value` must have the state's own shape and dtype."""
         self._access_state(lambda: self._state.write(name, value))
 
     def select_state_rows(self, rows: torch.Tensor) -> None:
-        """Row i of every state becomes what row rows[i] was, on the device: for the beams of a search."""
+        """Row i of every state becomes the former row rows[i], on the device. For beam search."""
         self._access_state(lambda: self._state.select_rows(rows))
 
     def reset_state(self) -> None:
-        """Puts the first values back; also after a failed run, which leaves state unusable."""
+        """Restores the initial values; also makes state usable again after a failed run."""
         self._access_state(lambda: self._state.reset())
 
     def _access_state(self, access: Callable[[], T]) -> T:
-        """S8 for state: runs before it have ended, and it has ended before the next one, whatever their streams."""
+        """S8 for state: earlier runs end before the access, and it ends before the next run, whatever their streams."""
         with self._operation():
             return self._synchronized(access)
 
@@ -404,9 +405,9 @@ class Module(LoadedProgram):
             torch.cuda.current_stream(self.device).synchronize()
 
     def trace(self, path: str | os.PathLike[str]) -> Trace:
-        """Records from now on. The file is written when the trace is closed: by `with`, close(), or the module's.
+        """Records from now on. The file is written when the trace is closed: by `with`, its close(), or the module's.
 
-        A newer trace(), calibrate() or set_budget() ends the recording; the file then holds what was recorded until it.
+        A newer trace(), calibrate() or set_budget() ends the recording; the file then holds what was recorded so far.
         """
         with self._operation():
             trace = Trace(writable(path), weakref.ref(self))
@@ -446,7 +447,7 @@ class Module(LoadedProgram):
         try:
             trace.close(self)
         except (OSError, PenstockError) as error:
-            # close() must give everything back whatever the disk says; so this is told, not raised.
+            # close() must give everything back even if the disk fails, so this is logged, not raised.
             LOGGER.error("the trace %s could not be written: %s", trace.path, error)
 
     def _close(self) -> None:
@@ -456,8 +457,8 @@ class Module(LoadedProgram):
             self._let_go()  # closing the session has waited for what uses it
 
     def _let_go(self) -> None:
-        """A module may be held long after it was closed, or by the traceback of its failed load; what torch has given
-        it, compiled code and device memory, may not."""
+        """Drops what torch has given the module: compiled code and device memory. The module itself may be held long
+        after it was closed, or by the traceback of its failed load."""
         graphs = getattr(self, "_graphs", None)
         if graphs is not None:
             graphs.close()
@@ -513,8 +514,8 @@ class Module(LoadedProgram):
         )
 
     def _lines(self) -> list[str]:
-        """What to say of the present plan: made within the operation that changed it, said when that has ended, so
-        that neither a run in another thread nor close() comes in between."""
+        """What to log about the current plan. Made inside the operation that changed it, so that neither a run in
+        another thread nor close() comes in between; logged after it has ended."""
         return [self._summary(), *filter(None, [self._choice.clamp_sentence])]
 
     def _say(self, lines: list[str]) -> None:

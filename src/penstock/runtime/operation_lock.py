@@ -8,18 +8,18 @@ from types import TracebackType
 
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 
-# While it waits for another thread, an operation has not begun, and looks this often whether it was interrupted.
+# An operation that waits for another thread has not begun, and checks for interrupts this often.
 _LOOK_S = 0.05
 
 
 class OperationLock:
-    """Not for the same thread twice: an operation calls no other of the same module."""
+    """Not reentrant: an operation calls no other operation of the same module."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def operation(self, require: Callable[[], None], *, wait: bool = True) -> Operation:
-        """`require` raises if there is nothing to operate on, and is asked before and after the wait for others."""
+        """`require` raises if there is nothing to operate on; it is called before and after the wait for others."""
         return Operation(self._lock, require, wait)
 
 
@@ -28,7 +28,7 @@ class Busy(Exception):
 
 
 class Operation:
-    """Raises Busy instead of waiting, if it is not to wait."""
+    """Raises Busy instead of waiting if `wait` is false."""
 
     __slots__ = ("_hold", "_lock", "_require", "_wait")
 

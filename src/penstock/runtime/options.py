@@ -22,7 +22,7 @@ REGISTERED = "registered"
 
 @dataclass(frozen=True)
 class Asked:
-    """As the user gave them: all options of a module but its device and its weights file."""
+    """The options as the user gave them: all of a module's but its device and its weights file."""
 
     budget: int | str | None = None
     weight_offload_budget_mb: int | None = None
@@ -37,23 +37,23 @@ class Asked:
 
     @property
     def given_budget(self) -> int | str | None:
-        """Whichever way it was given."""
+        """The budget, whichever way it was given."""
         given = (self.budget, self.weight_offload_budget_mb, self.device_memory)
         return next((one for one in given if one is not None), None)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Judged: these go together, for this program on this device."""
+    """Options that passed the checks: they go together, for this program on this device."""
 
     asked: Asked
     device: torch.device
     # A .pte, whose delegates ExecuTorch runs.
     is_delegate: bool
-    # None: all weights are registered, in memory for good. Else they pass through so many bytes of pinned buffers.
+    # None: all weights are registered and stay in memory. Else they pass through this many bytes of pinned buffers.
     host_memory_cap_bytes: int | None
     linear: LinearChoice
-    # Known when the index of the weights file was read.
+    # Known once the index of the weights file has been read.
     is_packed: bool = False
     # The call that is judged; None for the load.
     call: Literal["calibrate()", "calibrate(in_place=True)"] | None = None
@@ -68,13 +68,13 @@ class Options:
 
     @property
     def planned_as(self) -> str:
-        """What a placement comes to here. Kernels read in place only what is in memory for good."""
+        """The placement that is planned. Kernels read in place only what stays in host memory."""
         return "stream" if self.is_lru or self.is_capped else self.asked.placement
 
     @property
     def can_split(self) -> bool:
-        """Whether a plan may put a weight into two places. Not if the first runs are to tell how long steps take with
-        their weights on the device."""
+        """Whether a plan may put a weight into two places. Not with "first-runs": those runs time steps with their
+        weights on the device."""
         times_first_runs = self.asked.calibration == "first-runs"
         return self.linear.uses_kernel and not (self.is_lru or self.is_capped or times_first_runs)
 
@@ -84,7 +84,7 @@ class Options:
         return self.device.type == "cuda" and self.linear.uses_kernel
 
 
-# By the words of the table: when each of them holds.
+# For each entry of the table: when it holds.
 _HOLDS: dict[str, Callable[[Options], bool]] = {
     "budget=": lambda o: o.asked.budget is not None,
     "weight_offload_budget_mb=": lambda o: o.asked.weight_offload_budget_mb is not None,
@@ -209,7 +209,7 @@ REFUSALS = (
 
 
 def refuse_unknown(caller: str, given: Mapping[str, Any]) -> None:
-    """What is no option: by its new name where it was one."""
+    """Refuses unknown options. For a renamed option the message tells the new name."""
     refuse_options(given)
     for name in given.keys() - {field.name for field in fields(Asked)}:
         raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}")
@@ -218,7 +218,7 @@ def refuse_unknown(caller: str, given: Mapping[str, Any]) -> None:
 def judge(
     asked: Asked, device: torch.device, linear: LinearChoice, *, is_delegate: bool = False, is_packed: bool = False
 ) -> Options:
-    """Raises what a refusal says, before anything is loaded."""
+    """Raises the error of a refusal that applies, before anything is loaded."""
     if asked.placement not in PLACEMENTS:
         known = ", ".join(map(repr, PLACEMENTS))
         hint = value_hint("placement", asked.placement)
@@ -234,7 +234,7 @@ def judge(
 
 
 def judged(options: Options) -> Options:
-    """For what is known later: the weights file, or what is called."""
+    """Raises if a refusal applies. Also for what is known later: the weights file, or the call."""
     for refusal in REFUSALS:
         if refusal.applies(options):
             reason = refusal.reason.format(obstacle=options.linear.obstacle)

@@ -23,10 +23,10 @@ class OutputBinding:
         """`inputs` are all tensors that the compiled code was given, states included.
 
         An output that is an input, or a view of one, is copied: state changes with the next run, and a caller may write
-        into what it was handed. So is one that shares memory with an output before it, because the compiler drops the
-        clone by which a model keeps them apart.
+        into an output. So is an output that shares memory with an earlier one, because the compiler drops the clone
+        with which the model keeps them apart.
         """
-        # The address 0 is that of empty tensors, which have nothing to share.
+        # Empty tensors have address 0, and nothing to share.
         taken = {tensor.untyped_storage().data_ptr() for tensor in inputs} - {0}
         return self.built([_fresh(tensor, taken) for tensor in outputs])
 

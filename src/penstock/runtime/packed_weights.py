@@ -1,4 +1,4 @@
-"""What the core is told of the weights that are packed in a file."""
+"""What the core is told about the packed weights of a file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from penstock.weights.packing import read_blocks
 
 @dataclass(frozen=True)
 class PackedWeights:
-    # Of the blocks of each.
+    # Where the blocks of each weight begin.
     begins: Begins
-    # As the core reads them; None where no weight is packed.
+    # As the core reads them; None if no weight is packed.
     numbers: Numbers | None
 
 

@@ -1,6 +1,6 @@
-"""What a session executes now, and how it comes to execute something else: for another budget, or by measured times.
+"""The plan that a session executes, and how it is replaced: for another budget, or by measured times.
 
-Not for two threads at once, and never while a run is under way: the module sees to both.
+Not thread-safe, and never used while a run is under way: the module ensures both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.runtime.recorder import Recorder, Recording
 from penstock.runtime.session import Session, TraceSpan
 from penstock.schedule import Schedule
 
-# With calibration="first-runs": after so many runs of one method, the first of them cold, the plan is made again if
-# it will be so much better at least.
+# With calibration="first-runs": after this many runs of one method, the first of them cold, a new plan is made. It is
+# installed if it will be better by at least this fraction.
 FIRST_RUNS = 4
 WORTHWHILE_GAIN = 0.005
 
@@ -35,7 +35,7 @@ class PlanInstaller:
         graphs: Graphs | None,
         closing: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
-        """`closing` gives everything up: neither the new plan nor the old one could be had."""
+        """`closing` closes the module, for when neither the new plan nor the old one can be installed."""
         self._policy = policy
         self._session = session
         self._schedules = schedules
@@ -44,7 +44,7 @@ class PlanInstaller:
         self.recorder = Recorder(session)
         self.calibration: Calibration | None = None
         self._installed: InstalledPlan | None = None
-        # While another plan is there to be timed: what was arranged before.
+        # While another plan is installed to be timed: the one from before.
         self._before_timing: InstalledPlan | None = None
 
     @property
@@ -65,7 +65,7 @@ class PlanInstaller:
 
     def change_budget(self, budget_bytes: int) -> None:
         again = self.recorder.records_first_runs
-        # Copies are numbered by the present plan, and could not be named by another.
+        # A recording numbers copies by the current plan; another plan could not name them.
         self._end_recording("set_budget()")
         self._learn()
         self._install(self._policy.arrange(budget_bytes, self.calibration))
@@ -73,7 +73,7 @@ class PlanInstaller:
             self.record_first_runs()
 
     def _end_recording(self, by: str) -> None:
-        """For something newer. A plan that was there to be timed leaves with it."""
+        """Ends the recording for something newer. A plan that was installed to be timed leaves with it."""
         self.recorder.end(by)
         self._leave_timing()
 
@@ -99,7 +99,7 @@ class PlanInstaller:
         self.calibration = calibration
 
     def _learn(self) -> None:
-        """From what experts were asked for under the plan that goes."""
+        """Learns hit rates from the use of experts under the outgoing plan."""
         if isinstance(self._policy, PlannedPolicy):
             policy = self._policy
             policy.learn(measured_hit_rates(self._session, self.plan, policy.hit_rates, policy.taken_together))
@@ -114,14 +114,14 @@ class PlanInstaller:
         return recording is not None and recording.first_runs and max(recording.runs.values(), default=0) >= FIRST_RUNS
 
     def plan_by_first_runs(self, budget_bytes: int) -> str:
-        """Says what came of it."""
+        """Returns a sentence that tells the outcome."""
         policy, plan, recording = self._policy, self._planned(), self.recorder.current
         assert isinstance(policy, PlannedPolicy) and recording is not None
         calibration = calibration_of(self.recorder.stop(recording), self._schedules, plan)
         installed = policy.arrange(budget_bytes, calibration)
         assert installed.plan is not None
         before_s, after_s = (policy.predicted_s(each, calibration) for each in (plan, installed.plan))
-        # Plans are made for more tokens than prompts, where experts are: a run of each method does not tell.
+        # With experts, plans are made for more tokens than prompts: the time of one run of each method does not tell.
         better = policy.seconds(installed.plan, calibration) < policy.seconds(plan, calibration) * (1 - WORTHWHILE_GAIN)
         if better:
             self._install(installed)
@@ -153,15 +153,15 @@ class PlanInstaller:
         self.calibration = calibration
 
     def drop(self, recording: Recording) -> None:
-        """Nobody wants it any more; everything is again where it was."""
+        """Discards the recording and restores everything to where it was."""
         if recording is self.recorder.current:
             self._end_recording("nobody")
         elif self.recorder.current is None:
-            # Its end failed half-way: the plan that was there to be timed must not outlive it.
+            # Ending it failed halfway: the plan that was installed to be timed must not outlive it.
             self._leave_timing()
 
     def _start_timing(self, name: str, installed: InstalledPlan | None) -> Recording:
-        """With another plan until it ends, where one is given."""
+        """Starts a recording; under the plan `installed` until it ends, if one is given."""
         if installed is not None:
             self._learn()
             before = self.installed
@@ -194,7 +194,7 @@ class PlanInstaller:
         self._installed = installed
 
     def _drop_graphs(self) -> None:
-        """S9: they hold addresses of the plan they were captured under. The session gives its own up with the plan."""
+        """S9: graphs hold addresses of the plan they were captured under. The session drops its own with the plan."""
         if self._graphs is not None:
             self._session.drain()
             self._graphs.clear()

@@ -31,7 +31,7 @@ class InstalledPlan:
     plan: Plan | None
 
     def copied_weight(self, method_index: int, index: int) -> str:
-        """The weight of a copy, as the core numbers copies."""
+        """The weight that copy `index` moves, as the core numbers copies."""
         if self.plan is None:
             return self.program.weights[index].name
         return self.plan.methods[method_index].copies[index].piece.weight
@@ -52,7 +52,7 @@ class Policy(ABC):
 
     @abstractmethod
     def floor_for(self, calibration: Calibration | None) -> int:
-        """The smallest budget, with what was measured."""
+        """The smallest budget, given what was measured."""
 
     @property
     @abstractmethod
@@ -64,12 +64,12 @@ class Policy(ABC):
 
     @property
     def copying_bytes(self) -> int:
-        """With less, weights are read over the link instead of copied; 0 where that is no question of the budget."""
+        """Below this budget, weights are read over the link instead of copied; 0 if the budget does not decide that."""
         return 0
 
     @contextmanager
     def naming_lower_placements(self) -> Iterator[None]:
-        """A budget that is refused inside is told which placements would take less."""
+        """If a budget is refused inside the block, the error also names the placements that need less."""
         try:
             yield
         except BelowFloorError as refusal:
@@ -81,7 +81,7 @@ class Policy(ABC):
 
 
 class PlannedPolicy(Policy):
-    # What was seen of experts, by weight of their bank.
+    # The measured hit rates of experts, by weight of their bank.
     hit_rates: Mapping[str, HitRates] = {}
 
     @cached_property
@@ -98,11 +98,11 @@ class PlannedPolicy(Policy):
 
     @cached_property
     def taken_together(self) -> dict[str, tuple[str, ...]]:
-        """By weight of which experts are taken, those that are taken by the same index."""
+        """For each weight of experts, the weights whose experts are taken by the same index."""
         return taken_together(self._schedules, self._weights)
 
     def learn(self, hit_rates: Mapping[str, HitRates]) -> None:
-        """Plans from now on are made by it."""
+        """Makes plans from now on with these hit rates."""
         if hit_rates:
             self.hit_rates = hit_rates
             vars(self).pop("_planner", None)
@@ -122,31 +122,31 @@ class PlannedPolicy(Policy):
         return self._proved(self._planner.plan(budget_bytes, calibration), budget_bytes)
 
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
-        """The only way from a plan to what a session installs: none goes there that the check has not seen."""
+        """The only way from a plan to what a session installs, so the check has seen every plan."""
         check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins)
         return InstalledPlan(self._program, plan_numbers(plan, self._weights), plan)
 
     def seconds(self, plan: Plan, calibration: Calibration) -> float:
-        """By which plans are compared."""
+        """The time by which plans are compared."""
         return self._planner.seconds(plan, calibration)
 
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
 
     def _in_other_placements(self) -> str:
-        # "stream" is what "auto" comes to where weights cannot be read in place, or what was asked for by name.
+        # "stream" was asked for by name, or "auto" became it because weights cannot be read in place.
         if self._placement != "auto" or self._packed.begins:
             return ""
         return lower_placements_text(self._planner.lower_placements())
 
     def arrange_in_place(self) -> InstalledPlan:
-        """Everything is read where it lies, whatever the budget: to see how long that takes."""
+        """A plan that reads everything in place, whatever the budget, to measure how long that takes."""
         planner = self._planner_as("in-place")
         return self._proved(planner.plan(planner.floor_bytes), planner.floor_bytes)
 
     def arrange_to_time_steps(self, plan: Plan, budget_bytes: int) -> InstalledPlan | None:
-        """Steps are timed with their weights on the device: what `plan` reads over the link is copied then. None where
-        the plan as it is will do."""
+        """A plan to time steps with their weights on the device: it copies what `plan` reads over the link. None if
+        `plan` itself will do."""
         steps = [
             step
             for method, schedule in zip(plan.methods, self._schedules, strict=True)
@@ -179,7 +179,7 @@ class LruPolicy(Policy):
     def _floor_bytes(self) -> int:
         load = floor_bytes(self._schedules, self._weights, granularity_bytes=self._page_bytes)
         pinned = {access.weight for schedule in self._schedules for access in schedule.accesses if access.pinned}
-        # Each weight is an allocation of its own here: what must stay is not packed.
+        # Each weight is an allocation of its own here, so those that must stay share no pages.
         return self._whole_units(load.transient_bytes + sum(self._footprint_bytes(name) for name in pinned))
 
     @cached_property
@@ -190,7 +190,7 @@ class LruPolicy(Policy):
         return -(-nbytes // self._unit_bytes) * self._unit_bytes
 
     def _footprint_bytes(self, name: str) -> int:
-        # The pool rounds every allocation; pages are what it rounds large ones to, and an upper bound for small ones.
+        # The pool rounds every allocation up: large ones to whole pages, which are an upper bound for small ones.
         return -(-self._weights[name].nbytes // self._page_bytes) * self._page_bytes
 
     def floor_for(self, calibration: Calibration | None) -> int:

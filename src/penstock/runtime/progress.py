@@ -1,4 +1,4 @@
-"""What the core tells while it takes long, and where an interrupt is seen meanwhile."""
+"""Progress of long calls of the core, during which interrupts are checked for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.runtime.interrupts import deliver_interrupt
 
 
 class Attended:
-    """A call of the core that an interrupt gives up. It is raised when the call has returned: between it and here is
-    code that knows no exceptions."""
+    """A call of the core that an interrupt cancels. The interrupt is raised when the call has returned, because the
+    code in between knows no exceptions."""
 
     def __init__(self) -> None:
         self._interrupt: BaseException | None = None
@@ -39,12 +39,12 @@ class Attended:
         return 0
 
     def show(self, nbytes: int) -> None:
-        """So many more are in memory."""
+        """`nbytes` more are in memory."""
 
 
 class Progress(Attended):
-    """With a bar while a weights file is brought into memory: where standard error is a terminal, unless tqdm's own
-    TQDM_DISABLE says otherwise."""
+    """Shows a bar while a weights file is brought into memory, if standard error is a terminal and tqdm's own
+    TQDM_DISABLE does not say otherwise."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is being recorded of a session's runs. The core keeps one record, so it is one thing at a time."""
+"""Recordings of a session's runs. The core keeps one record, so there is one recording at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.runtime.session import Session, TraceSpan
 
 
 class Recording:
-    """From its start until it is stopped, or until something newer ends it."""
+    """Lasts from its start until it is stopped, or until something newer ends it."""
 
     def __init__(self, name: str, keep: Callable[[list[TraceSpan]], None] | None, *, first_runs: bool) -> None:
         self.name = name
@@ -29,9 +29,9 @@ class Recording:
 
 
 class Recorder:
-    """Whoever asks last records. What was recorded before is ended, and says so when it is stopped.
+    """The newest caller records. It ends the recording before it, which says so when it is stopped.
 
-    It is not refused: what an interrupt left on must not stand in the way of everything that follows.
+    A new recording is not refused: one that an interrupt left on must not block everything that follows.
     """
 
     def __init__(self, session: Session) -> None:

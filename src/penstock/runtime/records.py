@@ -14,7 +14,7 @@ Numbers = ctypes.Array[ctypes.c_int64]
 
 
 def plan_numbers(plan: Plan, weights: Iterable[str]) -> Numbers:
-    """`weights`: all that the session has, in its order. A plan names them by number, and bytes by offsets in them."""
+    """`weights`: all of the session's, in its order. A plan names a weight by number, and bytes by offsets in it."""
     return _array([VERSION, *_plan(plan, _numbers_of(weights))])
 
 
@@ -90,7 +90,7 @@ def _method(method: MethodPlan, weights: Mapping[str, int]) -> Iterator[int]:
 
 
 def packed_numbers(weights: Iterable[tuple[int, int, Blocks]]) -> Numbers:
-    """Packed weights, in the order of their numbers; each with its number, and where it begins in the file."""
+    """`weights`: the packed ones, in the order of their numbers; each is its number, offset in the file, and blocks."""
     rows = list(weights)
     numbers = [VERSION, len(rows)]
     for number, offset_bytes, blocks in rows:
@@ -102,7 +102,7 @@ def packed_numbers(weights: Iterable[tuple[int, int, Blocks]]) -> Numbers:
 def lru_numbers(
     schedules: Sequence[Schedule], weights: Iterable[str], *, budget_bytes: int, granularity_bytes: int
 ) -> Numbers:
-    """`weights`: all that the session has, in its order."""
+    """`weights`: all of the session's, in its order."""
     index = _numbers_of(weights)
     pinned = {access.weight for schedule in schedules for access in schedule.accesses if access.pinned}
     numbers = [VERSION, budget_bytes, granularity_bytes, len(index)]

@@ -1,4 +1,4 @@
-"""Whether one page of a file can be registered with a device, found out by the core in a process of its own
+"""Whether one page of a file can be registered with a device. The core finds out in a separate process
 (csrc/open/registration_probe.h)."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from penstock.runtime.progress import Attended
 
 
 class RegistrationProbe:
-    """Begun here and asked later, so that its start goes on beside other work. Asked once per process, device and file
-    system: where the answer is known there is no child."""
+    """Started here and asked later, so that it starts up beside other work. It runs once per process, device and file
+    system: if the answer is known, there is no child."""
 
     def __init__(self, path: str | os.PathLike[str], device_index: int) -> None:
         self.handle: int | None = core().penstock_probe_begin(os.fsencode(path), device_index) or None
@@ -28,7 +28,7 @@ class RegistrationProbe:
             raise last_exception()
 
     def close(self) -> None:
-        """A child that nobody asked is killed."""
+        """Kills a child that nobody asked."""
         with HeldInterrupts():
             handle, self.handle = self.handle, None
             if handle is not None:

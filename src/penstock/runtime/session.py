@@ -21,27 +21,27 @@ from penstock.runtime.registration_probe import RegistrationProbe
 
 @dataclass(frozen=True)
 class Stats:
-    """What was counted, in one run or since load. S7: bytes and copies equal the plan's prediction."""
+    """Counters of one run or since load. S7: bytes and copies equal the plan's prediction."""
 
     runs: int
     bytes_streamed: int
     bytes_hit: int
     copies: int
-    # Time for which the compute stream waited for copies. Inside a graph nothing is timed: the total is without
-    # replays, and that of one run None if it was one.
+    # Time for which the compute stream waited for copies. Nothing is timed inside a graph: the total excludes replays,
+    # and the value of one run is None if that run was a replay.
     stall_ns: int | None
     # Under placement="lru": calls of the memory pool, and the host time they took.
     pool_calls: int
     pool_ns: int
-    # Of the runs, those that were launched as a CUDA graph.
+    # Runs that were launched as a CUDA graph.
     replays: int = 0
-    # Of weights that kernels read in host memory, as a whole or but for their prefix: all that they could have read. A
-    # gather reads only some rows of it.
+    # Weights that kernels read in host memory, whole or except for their prefix: all bytes that they could have read. A
+    # gather reads only some rows.
     bytes_in_place: int = 0
-    # Of packed weights: what was decoded, as the weights have it. bytes_streamed is what went over the link.
+    # Packed weights: the bytes that were decoded, counted unpacked. bytes_streamed is what went over the link.
     bytes_decoded: int = 0
-    # Of experts with slots, once for each call that asks for one: those that were in a slot and those that were not,
-    # and what of these crossed the link. The device counts them.
+    # Experts with slots, counted by the device once for each call that asks for one: those that were in a slot, those
+    # that were not, and the bytes of the latter that crossed the link.
     expert_hits: int = 0
     expert_misses: int = 0
     expert_bytes: int = 0
@@ -63,7 +63,7 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class LinkSample:
-    """So many copies, one after the other, and the bytes that they take over the link together."""
+    """A number of copies, one after the other, and the bytes that they take over the link together."""
 
     copies: int
     nbytes: int
@@ -80,18 +80,18 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The weights file as it is given to the core, which decides how its bytes reach the device, and checks memory."""
+    """The weights file as the core gets it. The core decides how its bytes reach the device, and checks memory."""
 
     path: Path
-    # Offset and bytes in it of each weight, in the order in which plans number them.
+    # Offset and size of each weight in the file, in the order in which plans number weights.
     extents: tuple[tuple[int, int], ...]
-    # Of the pinned buffers that weights pass through; None: the file is registered as it is mapped.
+    # Size of the pinned buffers that weights pass through; None: the file is registered as it is mapped.
     cap_bytes: int | None
-    # What else is held there: of the soft driver, whose device memory is host memory too, and state.
+    # What else is held in host memory: state, and the soft driver's device memory, which is host memory too.
     extra_bytes: int
 
 
-# Holds proc/ and sys/, where limits of memory are.
+# Holds proc/ and sys/, which tell the limits of memory.
 HOST_ROOT = Path("/")
 
 
@@ -137,7 +137,7 @@ def _texts(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 _LANES = {0: "compute", 1: "copy", 2: "link"}
-# Numbers of each record that the core hands over.
+# How many numbers each record that the core hands over has.
 _LINK_NUMBERS = 3
 _SPAN_NUMBERS = 7
 _EXPERT_NUMBERS = 3
@@ -145,7 +145,7 @@ _LOGGED_NUMBERS = 3
 
 
 class _Preparation:
-    """What the core calls for a recipe. It lives as long as the core may call it."""
+    """The callback that gives the core a recipe. It lives as long as the core may call it."""
 
     def __init__(self, prepare: Callable[[int, int], None]) -> None:
         self._errors: list[Exception] = []
@@ -159,7 +159,7 @@ def _guarded(prepare: Callable[[int, int], None], errors: list[Exception]) -> Ca
     def call(case: int, recipe: int) -> int:
         try:
             prepare(case, recipe)
-        except Exception as error:  # told by Session.abort: between here and there is code that knows no exceptions
+        except Exception as error:  # reported by Session.abort: the code in between knows no exceptions
             errors[:] = [error]
             return 1
         return 0
@@ -173,7 +173,7 @@ def flat(extents: Sequence[tuple[int, int]]) -> Numbers:
 
 
 def counters(handle: int | None) -> tuple[Stats, Stats]:
-    """Of the last run of a session, and since it was made. Waits for the device."""
+    """Counters of a session's last run, and since it was made. Waits for the device."""
     # As PenstockCounters in include/penstock_core.h.
     last, total = (ctypes.c_int64 * len(fields(Stats)))(), (ctypes.c_int64 * len(fields(Stats)))()
     if core().penstock_session_counters(handle, last, total):
@@ -183,10 +183,10 @@ def counters(handle: int | None) -> tuple[Stats, Stats]:
 
 
 class Session:
-    """Not for two threads at once. Everything raises one of Penstock's errors."""
+    """Not thread-safe. Everything raises one of Penstock's errors."""
 
     def __init__(self, driver: Driver, handle: int) -> None:
-        """Over a session of the core, which is its own from now on."""
+        """Takes ownership of `handle`, a session of the core."""
         self._handle: int | None = handle
         self._core, self._pid, self._driver = core(), os.getpid(), driver  # which outlives it
         self._preparation: _Preparation | None = None
@@ -203,9 +203,9 @@ class Session:
         packed: Numbers | None = None,
         probe: RegistrationProbe | None = None,
     ) -> Session:
-        """Over a file that is brought into memory first, if it is to be registered. An interrupt gives that up.
+        """Opens a weights file. One that gets registered is first brought into memory, which an interrupt cancels.
 
-        `probe`: of registering it, where one was begun."""
+        `probe`: the probe of registering it, if one was begun."""
         progress = Progress(source.path)
         request = _OpenRequest(
             path=os.fsencode(source.path),
@@ -230,7 +230,7 @@ class Session:
 
     @property
     def host_bytes(self) -> int:
-        """Of the file, or of staging buffers."""
+        """Bytes of the file, or of staging buffers."""
         return int(self._core.penstock_session_host_bytes(self.handle))
 
     @property
@@ -243,7 +243,7 @@ class Session:
         self._check(self._core.penstock_session_install(self.handle, numbers, len(numbers)))
 
     def offer_linear(self, prepare: Callable[[int, int], None]) -> None:
-        """From now on a kernel makes all linears of a GPU, so that a result has the same bits wherever the rows lie.
+        """From now on a kernel computes all linears on a GPU, so that a result has the same bits wherever the rows lie.
 
         `prepare` gets the addresses of a LinearCase and of the LinearRecipe to fill (penstock.direct.recipes).
         """
@@ -252,15 +252,15 @@ class Session:
         self._preparation = offered
 
     def begin(self, method_index: int, stream: int) -> None:
-        """Then end(), or abort. A begin that raises, also an interrupt's, leaves no run."""
+        """Must be followed by end() or abort(). If begin raises, even for an interrupt, no run is left open."""
         self._begin(lambda: self._core.penstock_session_begin(self.handle, method_index, stream))
 
     def end(self) -> None:
         self._check(self._core.penstock_session_end(self.handle))
 
     def abort(self) -> PenstockError | None:
-        """Gives the run up; what the core itself has against it, if anything. Called where the error that generated
-        code made of it is handled."""
+        """Gives the run up and returns the core's own failure, if there is one. Called while the error that generated
+        code made of that failure is handled."""
         failure = self._core.penstock_session_failure(self.handle)
         text = self._core.penstock_session_failure_text(self.handle).decode()
         self._core.penstock_session_abort(self.handle)
@@ -273,11 +273,11 @@ class Session:
         return exception(failure, text) if failure else None
 
     def begin_capture(self, method_index: int, stream: int) -> None:
-        """Nothing runs on `stream` from here until end_capture or abort: it becomes a graph."""
+        """From here until end_capture or abort, work on `stream` does not run: it becomes a graph."""
         self._begin(lambda: self._core.penstock_session_begin_capture(self.handle, method_index, stream))
 
     def end_capture(self) -> int:
-        """The number to replay it by, until it is dropped or another plan is installed."""
+        """Returns the number for replays, valid until the capture is dropped or another plan is installed."""
         capture = ctypes.c_int64()
         self._check(self._core.penstock_session_end_capture(self.handle, ctypes.byref(capture)))
         return capture.value
@@ -286,7 +286,7 @@ class Session:
         self._check(self._core.penstock_session_drop_capture(self.handle, capture))
 
     def begin_replay(self, capture: int, stream: int) -> None:
-        """Then launch(), and end_replay(); or abort."""
+        """Must be followed by launch() and end_replay(), or by abort()."""
         self._begin(lambda: self._core.penstock_session_begin_replay(self.handle, capture, stream))
 
     def launch(self) -> None:
@@ -299,7 +299,7 @@ class Session:
         self._check(self._core.penstock_session_drain(self.handle))
 
     def stats(self) -> tuple[Stats, Stats]:
-        """Of the last run, and since the session was made. Waits for the device."""
+        """Counters of the last run, and since the session was made. Waits for the device."""
         return counters(self.handle)
 
     def memory(self) -> tuple[int, int]:
@@ -322,19 +322,19 @@ class Session:
         return self._records(_EXPERT_NUMBERS, read)
 
     def expert_hits(self, bank: int, slots: Sequence[int]) -> list[tuple[int, int, int]]:
-        """By each number of slots: hits of what the bank has logged, how many uses that was, and in how many calls."""
+        """For each number of slots: hits among the uses that the bank has logged, the number of uses, and of calls."""
         wanted, found = (ctypes.c_int64 * len(slots))(*slots), (ctypes.c_int64 * (_LOGGED_NUMBERS * len(slots)))()
         self._check(self._core.penstock_session_expert_hits(self.handle, bank, wanted, len(slots), found))
         return [(found[at], found[at + 1], found[at + 2]) for at in range(0, len(found), _LOGGED_NUMBERS)]
 
     def link(self) -> list[LinkSample]:
-        """As measured with real weights when the plan was installed: copies as they will be made, then of each size.
-        Empty when nothing is ever copied."""
+        """Measured with real weights when the plan was installed: first copies as they will be made, then copies of
+        each size. Empty if nothing is ever copied."""
         records = self._records(_LINK_NUMBERS, self._core.penstock_session_link)
         return [LinkSample(*record) for record in records]
 
     def summary(self, *, name: str, device: str, methods: Sequence[str], remarks: Sequence[str], **amounts: int) -> str:
-        """What it was set up to do, in one line. `amounts`: the other fields of PenstockSummary."""
+        """What the session was set up to do, in one line. `amounts`: the other fields of PenstockSummary."""
         asked = _Summary(
             name=os.fsencode(name),
             device=device.encode(),
@@ -365,7 +365,7 @@ class Session:
                 self._core.penstock_session_destroy(handle)
 
     def __del__(self) -> None:
-        # Where the owner's own finalizer was interrupted.
+        # In case the owner's own finalizer was interrupted.
         if self._handle is not None and os.getpid() == self._pid:
             self.close()
 
@@ -380,13 +380,13 @@ class Session:
                 self._check(begin())
                 begun = True
         except BaseException:
-            # An interrupt that waited: whoever called will not end the run.
+            # An interrupt was pending: the caller will not end the run.
             if begun:
                 self._core.penstock_session_abort(self.handle)
             raise
 
     def _records(self, numbers: int, read: Callable[[int, object, int], int]) -> list[list[int]]:
-        """`read` is asked for how many there are, and then for all of them."""
+        """Asks `read` for the count, then for all records."""
         count = read(self.handle, None, 0)
         found = (ctypes.c_int64 * (count * numbers))()
         read(self.handle, found, count)

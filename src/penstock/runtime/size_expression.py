@@ -1,7 +1,6 @@
 """Sizes and strides that depend on symbols, such as "2*s0 + 1", as export writes them.
 
-They come from a file, so nothing of them is executed: the text is parsed, and every operation in it is one of those
-listed here.
+They come from a file, so they are never executed: the text is parsed, and only the operations listed here are allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-# By the names of torch's own symbolic functions, which are of whole numbers and never negative here.
+# Keyed by the names of torch's symbolic functions, which are over whole numbers and never negative here.
 _FUNCTIONS: dict[str, Callable[[int, int], int]] = {
     "Max": max,
     "Min": min,
@@ -32,7 +31,7 @@ _FUNCTIONS: dict[str, Callable[[int, int], int]] = {
     "CleanDiv": operator.floordiv,
     "CeilDiv": lambda a, b: -(-a // b),
 }
-# Beyond these it is no size, but could take for ever to compute.
+# Anything beyond these limits is not a size, but could take forever to compute.
 _MAX_EXPONENT = 8
 _MAX_POWERS = 4
 _MAX_LENGTH = 500
@@ -45,11 +44,11 @@ class SizeExpression:
     _tree: ast.expr
 
     def value(self, symbols: Mapping[str, int]) -> int:
-        """Every symbol must be given. ZeroDivisionError where the expression divides by one that is zero."""
+        """Every symbol must be given. Raises ZeroDivisionError if the expression divides by zero."""
         return _value(self._tree, symbols)
 
     def is_linear_in(self, symbol: str) -> bool:
-        """Whether a value of the expression tells that of `symbol`; judged at a few points, so Min(s, 100) passes."""
+        """Whether the expression's value determines `symbol`. Judged at a few points, so Min(s, 100) passes."""
         others = dict.fromkeys(self.symbols, 3)
         try:
             values = [self.value({**others, symbol: n}) for n in range(5)]
@@ -59,7 +58,7 @@ class SizeExpression:
         return len(slopes) == 1 and slopes != {0}
 
     def solve(self, symbol: str, value: int, known: Mapping[str, int]) -> int | None:
-        """The value of `symbol` at which the expression, if linear in it, is `value`; None if there is no whole one."""
+        """The `symbol` at which the expression, if linear in it, equals `value`; None if no whole number does that."""
         at_zero, at_one = (self.value({**known, symbol: n}) for n in (0, 1))
         slope = at_one - at_zero
         if slope == 0 or (value - at_zero) % slope != 0:

@@ -1,4 +1,4 @@
-"""How much of the GPU faces the host where weights are split: as asked for, remembered for this GPU, or measured."""
+"""How much of the GPU reads the host side of split weights: as asked for, remembered for this GPU, or measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.direct.remembered_limits import known_limits, measured_limits
 
 @dataclass(frozen=True)
 class SplitLimits:
-    # None: those that the kernel has by itself.
+    # None: the kernel's own limits.
     limits: Limits | None
     summary: tuple[str, ...] = ()
 
@@ -23,7 +23,7 @@ class SplitLimits:
 def choose_split_limits(
     asked: Limits | Literal["measured"] | None, device: torch.device, budget_bytes: int
 ) -> SplitLimits:
-    """A GPU is measured once, when a program first splits there, if the budget has room for it: its cap holds."""
+    """Measures a GPU once, when a program first splits there, if the budget has room for it: its cap holds."""
     if isinstance(asked, Limits):
         return SplitLimits(asked)
     if asked == "measured":

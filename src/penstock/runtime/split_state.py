@@ -1,8 +1,8 @@
-"""The two sides of a KV cache as one value: what it is called by, and how many of its positions lie where.
+"""The two sides of a KV cache as one value: its name, and how many of its positions lie on each side.
 
-To callers it is the state of the device's side, with all positions in their order; so it can be moved between modules
-that split it elsewhere. To compiled code it stays two inputs, each with the sizes it really has: nothing but our ops
-takes them (export.host_states), and those ask the tensors.
+Callers see it as the state of the device's side, with all positions in order, so they can move it between modules that
+split it elsewhere. Compiled code still gets two inputs, each with the sizes it really has: only our ops take them
+(export.host_states), and those ask the tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SplitState:
 
 
 def split_states(program: Program, device_positions: Mapping[str, int] | None = None) -> tuple[SplitState, ...]:
-    """`device_positions` of each cache, by the name of its state; None: as many as when it was exported."""
+    """`device_positions` of each cache, by the name of its state; None: as many as at export."""
     found: list[SplitState] = []
     for near, far in program.caches:
         exported, host = near.shape[POSITIONS_DIM], far.shape[POSITIONS_DIM]

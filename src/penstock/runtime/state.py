@@ -1,8 +1,8 @@
 """State: one allocation per mutated buffer, shared by all methods, from load to close.
 
-The host side of a KV cache is registered host memory where the device is a GPU: compiled code gets it as a tensor of
-the GPU at its mapped address, and everything else here uses it where it lies. A cache whose split was chosen at load is
-read and written as one state (runtime.split_state).
+With a GPU, the host side of a KV cache is registered host memory: compiled code gets it as a tensor of the GPU at its
+mapped address, and everything else here uses it in place. A cache whose split was chosen at load is read and written as
+one state (runtime.split_state).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.weight import SEQUENCES_DIM, State
 
 
 class States:
-    """Tensors that stay from run to run, by name. What may be half written is unusable until it is reset."""
+    """Tensors that persist between runs, by name. State that may be half written is unusable until it is reset."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], row_dims: dict[str, int] | None = None) -> None:
-        """`row_dims`: along which dimension each has its rows; by default the first."""
+        """`row_dims`: the dimension of each tensor that its rows lie along; by default the first."""
         self._tensors = tensors
         self._row_dims = row_dims or dict.fromkeys(tensors, 0)
         self._invalid: str | None = None
@@ -43,11 +43,11 @@ class States:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def mark_invalid(self, reason: str) -> None:
-        """While a run is under way, and after one that failed: after that only reset() makes it usable again."""
+        """For the time of a run, and after one that failed: then only reset() makes the state usable again."""
         self._invalid = reason
 
     def mark_valid(self) -> None:
-        """The run that made it unusable has ended well."""
+        """Called when the run that made the state unusable has ended well."""
         self._invalid = None
 
     def require_valid(self) -> None:
@@ -88,7 +88,7 @@ class States:
 
 class StateStore(States):
     """`stored` holds the names whose first values lie in the weights file (its index will do), and `read_stored` gives
-    their bytes. The weights file has the last word: a state that would start as zeros starts as what is stored.
+    their bytes. The weights file has the last word: a state that would start as zeros starts with its stored value.
     """
 
     def __init__(
@@ -107,18 +107,18 @@ class StateStore(States):
         self._device = device
         self._stored = stored
         self._read_stored = read_stored
-        # Outside inference mode whatever the caller is in: a tensor made inside it could not be written outside.
+        # Leave inference mode even if the caller is in it: a tensor made inside it could not be written outside.
         with torch.inference_mode(False):
             self._buffers = {state.name: self._allocated(state) for state in states}
             tensors = {state.name: _permuted(self._buffers[state.name], state) for state in states}
-            # What compiled code takes: the same memory, by the device's address.
+            # What compiled code takes: the same memory at the device's address.
             self._inputs = {
                 state.name: _permuted(mapped_tensor(self._buffers[state.name], device), state)
                 if self._is_far(state)
                 else tensors[state.name]
                 for state in states
             }
-        # A cache has keys and values first, then its sequences.
+        # A cache's first dimension is keys and values; its second is the sequences.
         super().__init__(tensors, {name: SEQUENCES_DIM if name in sides else 0 for name in tensors})
         # What can be read and written.
         self._shown = {name: state for name, state in self._states.items() if state.near not in self._split}
@@ -131,18 +131,18 @@ class StateStore(States):
 
     @property
     def device_bytes(self) -> int:
-        """Of them, those of the device: all but host sides, which are host memory, or on the CPU stand for it."""
+        """Bytes of state on the device: all but host sides, which are host memory, or on the CPU stand for it."""
         return sum(self._buffers[name].nbytes for name, state in self._states.items() if not state.host)
 
     def tensors(self, method: Method) -> list[torch.Tensor]:
         """The states that are the method's leading inputs; the compiled code writes into them."""
-        # A method without state is none the worse for what another one left behind.
+        # A method without state can run, whatever another one left behind.
         if method.states:
             self.require_valid()
         return [self._inputs[name] for name in method.states]
 
     def input(self, name: str) -> torch.Tensor:
-        """What compiled code takes for a state, whether or not it is whole."""
+        """What compiled code takes for a state, whether or not the state is valid."""
         return self._inputs[name]
 
     def read(self, name: str) -> torch.Tensor:
@@ -177,7 +177,7 @@ class StateStore(States):
         self._invalid = None
 
     def _fill_split(self, cache: SplitState) -> None:
-        """From values that are stored as the cache was split at export."""
+        """Fills a cache from stored values, which are split as at export."""
         exported = [self._exported[side.name] for side in cache.sides]
         values = [torch.empty(state.shape, dtype=getattr(torch, state.dtype)) for state in exported]
         for state, value in zip(exported, values, strict=True):
@@ -218,7 +218,7 @@ class StateStore(States):
             ) from error
 
     def _fill(self, name: str, buffer: torch.Tensor) -> None:
-        # As bytes: not every dtype can be filled or copied, but every one can be seen as these.
+        # As bytes: not every dtype can be filled or copied, but every dtype can be viewed as bytes.
         target = buffer.reshape(-1).view(torch.uint8)
         if name not in self._stored:
             target.zero_()
@@ -235,7 +235,7 @@ def _permuted(buffer: torch.Tensor, state: State) -> torch.Tensor:
 
 
 def _viewed(content: bytes) -> torch.Tensor:
-    # A bytearray, because torch warns of memory that it must not write; an empty one it does not take at all.
+    # A bytearray, because torch warns about read-only memory. torch does not take an empty one at all.
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Rows of all states put into another order: the beams of a search."""
+"""Reorders the rows of all states, for beam search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import InputError
 
 
 def check_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor, dims: Mapping[str, int]) -> None:
-    """`dims`: along which dimension each has its rows."""
+    """`dims`: the dimension of each state that its rows lie along."""
     sizes = {name: tensor.shape[dims[name]] if tensor.dim() else 0 for name, tensor in states.items()}
     unfit = [name for name, size in sizes.items() if size != rows.numel()]
     if unfit or rows.dtype != torch.int64 or rows.dim() != 1:
@@ -23,7 +23,7 @@ def check_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor, dims: Map
 
 
 def select_rows(states: Mapping[str, torch.Tensor], rows: torch.Tensor, dims: Mapping[str, int]) -> None:
-    """Row i of every state becomes what row rows[i] was; one state at a time is held twice."""
+    """Row i of every state becomes the former row rows[i]. Holds one state at a time twice."""
     with torch.no_grad():
         for name, tensor in states.items():
             tensor.copy_(tensor.index_select(dims[name], rows.to(tensor.device)))

@@ -1,4 +1,4 @@
-"""The sizes that a method's inputs may have together, and the strides they must have then."""
+"""The combinations of sizes that a method's inputs may have, and the strides that they must then have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The size that tells a symbol's value: dimension `dim` of input `index`."""
+    """The size that determines a symbol's value: dimension `dim` of input `index`."""
 
     symbol: str
     index: int
@@ -67,9 +67,9 @@ class SymbolicLayout:
             if isinstance(part, SizeExpression)
             for symbol in part.symbols
         }
-        # Before any is looked for: the search goes over all sizes once for each symbol that it finds.
+        # Checked before the search, which goes over all sizes once for each symbol that it finds.
         _require_none(used - self._ranges.keys(), "has no range")
-        # A size that is a symbol by itself tells it most plainly; one in several symbols tells the last unknown one.
+        # Prefer a size that is a symbol by itself. A size in several symbols determines the last unknown one.
         dynamic.sort(key=lambda item: item[2].text not in item[2].symbols)
         found: dict[str, _Origin] = {}
         progress = True

@@ -1,5 +1,5 @@
-"""A trace of runs, as Chrome and Perfetto read it: lanes for copies, steps, and what packed weights take of the link
-before they are decoded, on the device's own clock."""
+"""A trace of runs, as Chrome and Perfetto read it, on the device's own clock. It has lanes for copies, for steps, and
+for what packed weights take of the link before they are decoded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _THREADS = {"compute": 1, "copy": 2, "link": 3}
 
 
 class Recorded(Protocol):
-    """What a trace asks of its module."""
+    """What a trace needs from its module."""
 
     def _stop_trace(self, recording: Recording) -> list[TraceSpan]: ...
 
     def _span_name(self, span: TraceSpan) -> tuple[str, str]:
-        """A span's method, and what it is called under the plan that it ran with."""
+        """A span's method, and the span's name under the plan that it ran with."""
         ...
 
 
 def writable(path: str | os.PathLike[str]) -> Path:
-    """As the caller means it now, wherever the process is when it is written. What is recorded would be lost where it
-    cannot be."""
+    """Makes the path absolute: the process may be elsewhere when the file is written. Refuses a path that cannot be
+    written now, because the recording would be lost."""
     found = Path(path).absolute()
     if not found.parent.is_dir():
         raise OutputPathError(f"the trace {found} cannot be written: the folder {found.parent} does not exist")
@@ -44,7 +44,7 @@ def writable(path: str | os.PathLike[str]) -> Path:
 class Trace:
     """Records until it is closed, or until something newer records; closing writes its file. Closing twice writes once.
 
-    It does not hold its module, which holds it: a module goes with its last reference, and closes its traces then.
+    The module holds the trace, not the reverse: a module goes with its last reference, and then closes its traces.
     """
 
     def __init__(self, path: Path, module: weakref.ref[Recorded]) -> None:
@@ -55,13 +55,13 @@ class Trace:
         self.is_closed = False
 
     def keep(self, spans: list[TraceSpan], module: Recorded | None = None) -> None:
-        """No more will be recorded: the file is written from these."""
+        """Ends the recording: the file is written from these spans."""
         module = module or self._module()
         assert module is not None
         self._document = trace_document(spans, module._span_name)
 
     def close(self, module: Recorded | None = None) -> None:
-        """`module` is given by itself, when it goes: nobody else can reach it then."""
+        """A module that goes passes itself as `module`: nobody else can reach it then."""
         with HeldInterrupts():
             if self.is_closed:
                 return

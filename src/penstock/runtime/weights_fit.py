@@ -31,7 +31,7 @@ def check_weights(program: Program, index: WeightsIndex) -> dict[str, Entry]:
     ]
     if mismatches:
         raise WeightMismatchError(f"{index.path} does not fit the program: {'; '.join(mismatches)}")
-    # A file that ExecuTorch wrote has no identity: that every weight fits is then all there is to check.
+    # A file that ExecuTorch wrote has no identity. Then there is nothing to check beyond the fit of every weight.
     if index.identity is not None and index.identity != program.identity:
         raise IdentityError(
             f"{index.path} was written for another program: every weight is there and fits, but it has identity "

@@ -1,4 +1,4 @@
-"""A weights file as a module opens it: its index, what state starts with, and what the core is told of it."""
+"""A weights file as a module opens it: its index, the first values of state, and what the core is told about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.weights.packing import raw_content
 
 
 def begin_probe(index: WeightsIndex, device: torch.device, *, cap_bytes: int | None) -> RegistrationProbe | None:
-    """Of registering the file, where that is what will be done with it."""
+    """Begins a probe of registering the file, if it will be registered."""
     if device.type != "cuda" or cap_bytes is not None:
         return None
     return RegistrationProbe(index.path, device.index)
@@ -26,7 +26,7 @@ def begin_probe(index: WeightsIndex, device: torch.device, *, cap_bytes: int | N
 def file_source(
     index: WeightsIndex, weights: Iterable[Entry], *, cap_bytes: int | None, extra_bytes: int
 ) -> FileSource:
-    """`weights`: of the program, in its order, by which plans number them."""
+    """`weights`: those of the program, in its order, which is how plans number them."""
     extents = tuple((entry.offset_bytes, entry.length_bytes) for entry in weights)
     return FileSource(Path(index.path), extents, cap_bytes, extra_bytes)
 
@@ -40,7 +40,7 @@ def read_weights_index(path: Path) -> WeightsIndex:
 
 def stored_bytes(index: WeightsIndex, name: str) -> bytes:
     entry: Entry = index[name]
-    if entry.packing is not None:  # as in a file that does not tell states from weights: ExecuTorch's
+    if entry.packing is not None:  # as in ExecuTorch's files, which do not tell states from weights
         return bytes(raw_content(index, entry))
     with io.BufferedReader(open_regular(index.path, WeightsFileError)) as file:
         file.seek(entry.offset_bytes)

@@ -1,4 +1,4 @@
-"""Where the cache lies, and whether it may be trusted: what is in it is loaded, and so run."""
+"""Where the cache lies, and whether it may be trusted: programs in it are loaded, which runs their code."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def cache_folder(given: Path | None = None) -> Path:
     if named:
         return cache_folder(Path(named))
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative ones ignored.
+    # The XDG specification says to ignore relative paths.
     base = Path(shared) if Path(shared).is_absolute() else _expanded(Path("~/.cache"))
     return base / "penstock"
 
 
 def make_private(folder: Path) -> None:
-    """Makes the folder, for this user alone, where there is none; then checks it."""
+    """Makes the folder, for this user alone, if there is none. Then checks it."""
     with writing(folder):
         try:
             folder.mkdir(mode=0o700, parents=True)
@@ -80,7 +80,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What the system says about the cache's own files, as an error that names the cache."""
+    """Turns a system error on the cache's own files into one that names the cache."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What lies in the cache, looked at from outside: nothing is checked, and nothing changes."""
+"""Lists what lies in the cache. Nothing is checked, and nothing changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.store.manifest import MANIFEST_FILE, STAMP_FILE, read_key
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing in the cache. `key` is None where it cannot be read: such an entry is made again when it is wanted."""
+    """One thing in the cache. `key` is None if it cannot be read: such an entry is made again when it is needed."""
 
     kind: str
     name: str
@@ -33,7 +33,7 @@ class Entry:
 
 
 def read_entry(kind: str, path: Path) -> Entry | None:
-    """None: it went while it was looked at."""
+    """None if the entry was removed meanwhile."""
     try:
         created_s = _first_mtime(path / MANIFEST_FILE, path)
         used_s = _first_mtime(path / STAMP_FILE, path / MANIFEST_FILE, path)
@@ -46,7 +46,7 @@ def files_bytes(folder: Path) -> int:
     nbytes = 0
     for base, _, names in os.walk(folder):
         for name in names:
-            with contextlib.suppress(OSError):  # it went meanwhile
+            with contextlib.suppress(OSError):  # it was removed meanwhile
                 nbytes += (Path(base) / name).lstat().st_size
     return nbytes
 

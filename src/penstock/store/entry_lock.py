@@ -1,7 +1,7 @@
 """One maker for each entry of the cache: a locked file beside it, which the kernel unlocks however its holder ends.
 
-The files are never removed: whoever waits for one that is gone, and whoever locks the new one in its place, would both
-be let in.
+The files are never removed. Otherwise a process that waits for a removed file, and one that locks the new file in its
+place, would both get in.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.store.cache_folder import writing
 
 @contextmanager
 def entry_lock(path: Path, does: str, wait: Callable[[str], None] | None) -> Iterator[bool]:
-    """Whether the lock was had. It is waited for, and `wait` is told for whom; or not at all, where `wait` is None.
+    """Yields whether it got the lock. Waits for it, and tells `wait` for whom; if `wait` is None, does not wait.
 
-    Threads exclude each other as processes do: the lock is of the file as it was opened here.
+    Threads exclude each other as processes do: the lock belongs to the file as it was opened here.
     """
     with writing(path.parent):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -34,7 +34,7 @@ def entry_lock(path: Path, does: str, wait: Callable[[str], None] | None) -> Ite
         try:
             yield True
         finally:
-            # A child that was forked meanwhile has the same lock, and must neither take it from its parent nor keep it.
+            # A child forked meanwhile has the same lock, and must neither take it from its parent nor keep it.
             if os.getpid() == owner:
                 _write(descriptor, "")
                 with contextlib.suppress(OSError):
@@ -49,11 +49,11 @@ def _lock(descriptor: int, wait: Callable[[str], None] | None) -> bool:
     except BlockingIOError:
         if wait is None:
             return False
-        # Empty between the locking and the writing. Only for people: nothing depends on it.
+        # The file is empty between locking and writing. Its text is only for people: nothing depends on it.
         wait(f"waiting for {printable(os.pread(descriptor, 1000, 0).decode(errors='replace')) or 'another process'}")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
-        # A file system without locks. Two may then make the same entry; the second one takes the place of the first.
+        # A file system without locks. Two processes may then make the same entry; the second replaces the first.
         return True
     return True
 

@@ -1,6 +1,6 @@
-"""Entries of the cache that are in use: each has a stamp, which its users lock, with the time of the last use.
+"""Entries of the cache that are in use. Each has a stamp file, which its users lock; its time is that of the last use.
 
-The kernel unlocks it however they end. One lock serves all: shared by users, and for whoever clears the cache alone.
+The kernel unlocks it however they end. Users lock it shared; whoever clears the cache locks it exclusively.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Leases:
         try:
             if not _locked(stamp, fcntl.LOCK_SH):
                 return False  # it is being cleared
-            # It may have been cleared between the opening and the locking.
+            # It may have been cleared between opening and locking.
             if not os.path.samestat(os.fstat(stamp), (place / STAMP_FILE).lstat()):
                 return False
             with contextlib.suppress(OSError):
                 os.utime(stamp)
             with self._lock:
-                # The older one may be of an entry that was damaged, and has been made anew.
+                # The older stamp may be of a damaged entry that has been made anew.
                 older, self._held[place], stamp = self._held.get(place, -1), stamp, -1
             if older >= 0:
                 os.close(older)
@@ -63,7 +63,7 @@ class Leases:
 
 @contextmanager
 def unused(place: Path) -> Iterator[bool]:
-    """Whether nobody uses the entry; nobody begins to while the block runs."""
+    """Yields whether nobody uses the entry. If so, nobody can begin to while the block runs."""
     stamp = _open_stamp(place)
     try:
         yield stamp is None or _locked(stamp, fcntl.LOCK_EX)
@@ -73,13 +73,13 @@ def unused(place: Path) -> Iterator[bool]:
 
 
 def _open_stamp(place: Path) -> int | None:
-    """None where the entry is absent, or is no folder of ours."""
+    """None if the entry is absent, or is not a folder of ours."""
     try:
         folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        # For writing: over NFS, only such a file can be locked for one alone.
+        # Opened for writing: over NFS, only such a file can be locked exclusively.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(STAMP_FILE, flags, 0o600, dir_fd=folder)
     except OSError:

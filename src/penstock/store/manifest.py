@@ -16,7 +16,7 @@ from penstock.printable import printable
 
 KEY_FILE = "key.json"
 MANIFEST_FILE = "manifest.json"
-# Its time is that of the last use.
+# Its mtime is the time of the last use.
 STAMP_FILE = "used"
 OWN_FILES = (KEY_FILE, MANIFEST_FILE, STAMP_FILE)
 
@@ -32,7 +32,7 @@ _LONGEST_TEXT_BYTES = 16 << 20
 class SealedFile:
     name: str
     nbytes: int
-    # One of the two: the time stands in for the hash of a large file.
+    # One of the two is set: for a large file, the time stands in for the hash.
     sha256: str | None
     mtime_ns: int | None
 
@@ -43,12 +43,12 @@ def canonical(key: Mapping[str, Any]) -> str:
 
 
 def entry_name(key_text: str) -> str:
-    """Of the folder of an entry. Should two keys ever share it, the key in the folder tells them apart."""
+    """The name of an entry's folder. If two keys ever share it, the key in the folder tells them apart."""
     return hashlib.sha256(key_text.encode()).hexdigest()[:32]
 
 
 def read_key(folder: Path) -> dict[str, Any] | None:
-    """The key that the entry was made for; None where it cannot be read, or is not the one of this folder."""
+    """The key that the entry was made for; None if it cannot be read, or is not the one of this folder."""
     try:
         text = _read_text(folder / KEY_FILE)
         key = json.loads(text) if entry_name(text) == folder.name else None
@@ -67,7 +67,7 @@ def seal(folder: Path, key_text: str) -> None:
 
 
 def fault(folder: Path, key_text: str) -> str | None:
-    """What is wrong with an entry that is there, in words; None: it is what was made for this key."""
+    """What is wrong with an existing entry, in words; None if it is what was made for this key."""
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return "it is not a folder"
@@ -83,7 +83,7 @@ def fault(folder: Path, key_text: str) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names, too, are on the disk only after this."""
+    """Syncs the names of files, too: they are on the disk only after this."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -96,7 +96,7 @@ def _sealed(path: Path) -> SealedFile:
         raise ValueError(f"{path.name} is a name of the cache's own, needs to be another one")
     descriptor = _open_regular(path)
     try:
-        # Only the small ones are hashed later: of a large one, nobody would notice that its bytes never arrived.
+        # Only small files are hashed later. If the bytes of a large one never reached the disk, nobody would notice.
         os.fsync(descriptor)
         found = os.fstat(descriptor)
         if found.st_size <= _HASHED_BYTES:

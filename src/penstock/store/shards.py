@@ -1,4 +1,4 @@
-"""What a checkpoint's files are known by, without reading their gigabytes."""
+"""Identifies a checkpoint's files without reading their gigabytes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.errors import CheckpointError
 from penstock.printable import printable
 from penstock.regular_file import open_regular
 
-# As the safetensors library has it, and penstock.export.safetensors_file, which needs torch.
+# The limit of the safetensors library, and of penstock.export.safetensors_file, which needs torch.
 _LONGEST_HEADER_BYTES = 100_000_000
 
 
 def weights_key(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """For a key of the cache: differs when a shard was replaced or overwritten, unless its time was set back as well.
+    """Part of a cache key. Changes when a shard is replaced or overwritten, unless its time was set back as well.
 
     Links are followed: a checkpoint of the Hugging Face hub is a folder of links to files with other names.
     """

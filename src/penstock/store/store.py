@@ -33,8 +33,8 @@ _NOUNS = {"programs": "the program", "weights": "the weights"}
 class Store:
     """The cache in `folder`, or in the folder of this user.
 
-    What entry() returned stays where it is for as long as this object lives, or until close(): clear() leaves it alone,
-    in whatever process. Keep the object for as long as the files may be opened.
+    What entry() returned stays in place for as long as this object lives, or until close(): no process's clear()
+    removes it. Keep the object for as long as the files may be opened.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -48,23 +48,23 @@ class Store:
     def entry(
         self, kind: str, key: Mapping[str, Any], make: Callable[[Path], None], say: Callable[[str], None]
     ) -> Path:
-        """The folder with what `make` wrote for this key: now, or earlier.
+        """The folder with what `make` wrote for this key, now or earlier.
 
         `make` writes files, and no folders, into the empty folder that it is given. It is called by one thread of one
         process at a time; the others wait. It must not ask for the same entry. `say` is told what is waited for, and
-        why an entry that was there is made again.
+        why an existing entry is made again.
         """
         key_text = canonical(key)
         place = self._kind_folder(kind) / entry_name(key_text)
         for folder in (self.folder, place.parent, self._lock_path(place).parent):
             make_private(folder)
-        # Most of the time it is there, and nobody needs to wait for anybody.
+        # Most of the time the entry is there, and nobody needs to wait.
         if self._leases.take(place) and fault(place, key_text) is None:
             return place
         self._leases.drop(place)
         what = _described(kind, key)
         with entry_lock(self._lock_path(place), f"makes {what}", say):
-            # Whoever was waited for may have made it.
+            # The previous holder of the lock may have made it.
             there = os.path.lexists(place)
             wrong = fault(place, key_text) if there else None
             if wrong is not None:
@@ -81,11 +81,11 @@ class Store:
         return sorted(there, key=lambda entry: (entry.kind, -entry.used_s, entry.name))
 
     def clear(self, kind: str | None = None, say: Callable[[str], None] | None = None) -> int:
-        """Removes entries, and what killed processes left; returns how many bytes that freed.
+        """Removes entries and what killed processes left; returns how many bytes that freed.
 
-        What is being made stays, and so does what a store that is not closed returned; `say` is told of each. Whoever
-        closed the store too early, or has no locks, still keeps what is mapped: Linux frees a file that has no name
-        when the last mapping goes.
+        Entries that are being made stay, and so do those that an open store returned; `say` is told of each. A process
+        that closed its store too early, or has no locks, still keeps what it has mapped: Linux frees a file without a
+        name when its last mapping goes.
         """
         freed_bytes = 0
         for one in KINDS if kind is None else (kind,):
@@ -100,7 +100,7 @@ class Store:
         return freed_bytes
 
     def require_space(self, needed_bytes: int) -> None:
-        """DiskFullError unless that much is free, once what killed processes left is removed."""
+        """Removes what killed processes left. Then raises DiskFullError unless that much is free."""
         for kind in KINDS:
             sweep(self._kind_folder(kind))
         cache_folder.require_space(self.folder, needed_bytes)
@@ -130,7 +130,7 @@ class Store:
                 scratch = stack.enter_context(TemporaryFolder(place.parent.name, place.parent))
                 made = scratch / "made"
                 made.mkdir(mode=0o700)
-            make(made)  # whose errors are its own
+            make(made)  # its errors are its own
             with writing(self.folder):
                 seal(made, key_text)
                 if os.path.lexists(place):
@@ -139,7 +139,7 @@ class Store:
                 sync_folder(place.parent)
 
     def _remove(self, place: Path) -> int | None:
-        """The bytes that it had; None: it is in use."""
+        """Returns the bytes that it had; None if it is in use."""
         make_private(self._lock_path(place).parent)
         with entry_lock(self._lock_path(place), "clears the cache", None) as held:
             if not held:
@@ -149,7 +149,7 @@ class Store:
                     return None
                 nbytes = files_bytes(place)
                 with writing(self.folder), TemporaryFolder(place.parent.name, place.parent) as scratch:
-                    # Renamed first: nobody finds half of it.
+                    # Renamed first, so that nobody finds half of it.
                     with contextlib.suppress(FileNotFoundError):
                         place.rename(scratch / "cleared")
                 return nbytes

@@ -1,4 +1,4 @@
-"""What C++ sources of ours need of torch: the text cannot stand in this folder, so its names do.
+"""What our C++ sources need from torch. The sources cannot be in this folder, so the names they use are.
 
 The native core finds functions by name when it is loaded (csrc/abi/torch_abi.cpp) and refuses where one is missing. The
 ExecuTorch delegate is built against torch's headers (executorch/csrc/code.cpp). tests/torch_private compares these
@@ -42,7 +42,7 @@ DELEGATE_HEADERS = (
     "torch/csrc/inductor/aoti_package/model_package_loader.h",
     "torch/version.h",
 )
-# What is not of torch's public C++ interface: header -> words that must stand in it.
+# Names outside torch's public C++ interface: header -> words that it must contain.
 DELEGATE_NAMES = {
     "torch/csrc/inductor/aoti_package/model_package_loader.h": (
         "AOTIModelPackageLoader",

@@ -22,9 +22,9 @@ class EmittedNode:
 
     name: str
     kernel: str
-    # Names under which this node makes memory; without those that only alias or mutate other memory.
+    # The memory this node makes, by name; without names that only alias or mutate other memory.
     buffers: tuple[Buffer, ...]
-    # Every name it defines, memory of its own or not.
+    # Every name it defines, with or without memory of its own.
     defines: tuple[str, ...]
     # Names it reads, with what they alias, by the compiler's own rule for lifetimes.
     uses: frozenset[str]

@@ -1,7 +1,7 @@
 """Calls of ops that write into their arguments, as torch.export rewrites them (auto_functionalized_v2).
 
-Such a call takes the tensors that are written as bases, names them by their position among these, and gives back the
-op's own results followed by the bases as they are after the call.
+Such a call takes the written tensors as bases and names them by their position in that list. It returns the op's own
+results, followed by the bases as they are after the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def called_op(node: Node) -> str | None:
 
 
 def called_with(node: Node, argument: str) -> Any:
-    """What the operator of `called_op` gets for one of its arguments; of a written one, the base that it shows."""
+    """What the operator of `called_op` gets for one of its arguments; for a written one, the base that it shows."""
     if _functionalized(node) is None:
         return arguments(node)[argument]
     position = node.kwargs.get(f"_{argument}_base_index")
@@ -42,7 +42,7 @@ def before_call(node: Node) -> Node | None:
     op = _functionalized(call)
     if op is None:
         return None
-    # An op without results gives a None in their place.
+    # An op without results returns a None in their place.
     position = int(node.args[1]) - max(1, len(op._schema.returns))  # type: ignore[arg-type]
     bases: Any = call.kwargs["_all_bases"]
     return bases[position] if position >= 0 else None

@@ -1,5 +1,5 @@
-"""Inductor: the ops get their lowerings, the scheduler's final nodes are turned into plain data and put into the
-derived order right before emission, and the compiled files are made.
+"""Inductor: gives the ops their lowerings, turns the scheduler's final nodes into plain data, puts them into the
+derived order right before emission, and makes the compiled files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
     from torch._inductor.virtualized import V
     from torch.export.pt2_archive._package import package_pt2
 except ImportError:
-    # Something moved. With a torch that was not tested that is the reason to give.
+    # Something moved. If this torch was not tested, give that as the reason.
     check_torch_version(str(torch.__version__))
     raise
 
@@ -80,7 +80,7 @@ has_side_effect(FORBID_REINPLACE)
 
 
 # Ops whose lowerings keep an argument (a group size, say) as a constant tensor of the program. A weightless program
-# holds no constants at all, which is how a folded weight is noticed; so these are called as they are.
+# holds no constants at all: that is how a folded weight is noticed. So these ops are called as they are.
 _CALLED_AS_THEY_ARE = [
     overload
     for name in ("_weight_int4pack_mm_for_cpu",)
@@ -90,7 +90,7 @@ _CALLED_AS_THEY_ARE = [
 
 @contextlib.contextmanager
 def _plain_calls() -> Iterator[None]:
-    """Replaces those lowerings for the time of one compilation: other users of the process keep theirs."""
+    """Replaces those lowerings during one compilation: other users of the process keep theirs."""
     before = {op: lowerings[op] for op in _CALLED_AS_THEY_ARE if op in lowerings}
     lowerings.update((op, fallback_handler(op, add_to_fallback_set=False)) for op in before)
     try:
@@ -101,7 +101,7 @@ def _plain_calls() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cpu_vectors(device: torch.device) -> Iterator[None]:
-    """For a GPU, the host's vector instructions serve nothing. To find out which of them the compiler knows, Inductor
+    """A GPU target does not need the host's vector instructions. To find out which of them the compiler knows, Inductor
     builds and loads ten small libraries, one after the other: more than a third of a first compilation on 16 cores.
     """
     if device.type == "cpu":
@@ -137,9 +137,9 @@ class GuardLentWeights:
     """The last graph pass: outputs that alias a lent weight or a written input become copies, and no later pass may
     write into a weight.
 
-    It runs after no-ops were removed (which also removes a user's own clone of a weight, or of the value that a state
-    takes) and before reinplacing (which would write into anything without a later use that is not an input: hence the
-    late `keep`).
+    It runs after no-ops were removed, which also removes a user's own clone of a weight, or of the value that a state
+    takes. It runs before reinplacing, which would write into anything that is not an input and has no later use: hence
+    the late FORBID_REINPLACE.
     """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -170,7 +170,7 @@ class GuardLentWeights:
         for write in writes:
             target, value = write.args[:2]
             overwritten.add(memory_of(target))
-            # Two states that change places, a state that becomes its own transpose: the clone between was a no-op.
+            # Two states swap places, or a state becomes its own transpose: the clone in between was dropped as a no-op.
             if value is not target and memory_of(value) in overwritten:
                 write.args = (target, copy_of(value, writes[0]), *write.args[2:])
         for node in list(graph.nodes):
@@ -288,7 +288,7 @@ def _emission(scheduler: Scheduler) -> Emission:
 
 
 def _hold_carried(scheduler: Scheduler) -> None:
-    """A loop that makes no trip gives back the very buffers it was given, which the compiler takes for free again."""
+    """A loop that makes no trip returns the very buffers it was given, but the compiler considers them free again."""
     for node in scheduler.nodes:
         for carried in getattr(node.node, "carried_inputs", None) or ():
             V.graph.never_reuse_buffers.add(carried.get_name())
@@ -394,7 +394,7 @@ def _options(device: torch.device, output_folder: str, readers: Sequence[Any]) -
         "shape_padding": False,
         # torch 2.11: ints scattered into zeros of floats become an int64 tensor (the routers of DeepSeek-V3 do so).
         "optimize_scatter_upon_const_tensor": False,
-        # A third of a small program's library, for profilers. torch 2.11 has neither these tables nor the option.
+        # These tables, for profilers, are a third of a small program's library. torch 2.11 lacks them and the option.
         **{name: False for name in ("aot_inductor.enable_line_tables",) if known_option(name)},
     }
 

@@ -1,8 +1,8 @@
 """Compiled packages, loaded and called.
 
-torch never unloads the library of a package, and each load of an archive unpacks it anew: a process that loads one
-program a thousand times would hold a thousand copies, in memory and on a disk whose files are gone but not free. From
-torch 2.13 on, a package may be a folder. Then a process unpacks each program once, and every load shares its library.
+torch never unloads the library of a package, and each load of an archive unpacks it again. A process that loads one
+program a thousand times would hold a thousand copies, in memory and on disk, in deleted files that still take space.
+From torch 2.13 on, a package may be a folder: a process unpacks each program once, and every load shares its library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.temporary import TemporaryFolder
 
 LOADS_FOLDERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
-# By process, since a folder goes with the one that made it, and by content.
+# Keyed by process, since a folder disappears with the process that made it, and by content.
 _unpacked: dict[tuple[int, str], tuple[TemporaryFolder, Path]] = {}
 _one_at_a_time = threading.Lock()
 
@@ -48,7 +48,7 @@ def _unpacked_once(path: Path) -> Path:
     key = (os.getpid(), xxhash.xxh3_128_hexdigest(content))
     with _one_at_a_time:
         known = _unpacked.get(key)
-        # Whoever tidies up temporary files may have removed it.
+        # A cleaner of temporary files may have removed it.
         if known is not None and known[1].is_dir():
             return known[1]
         folder = TemporaryFolder("code")
@@ -69,7 +69,7 @@ def _unpacked_once(path: Path) -> Path:
 class CompiledMethod:
     """One method of a .pt2, with flat inputs and outputs. The native core must be loaded first.
 
-    torch's own load_package compares the machine with the one that compiled, and for that imports the compiler and has
+    torch's own load_package compares the machine with the one that compiled. To do so it imports the compiler and has
     it build test programs: half a minute, for a warning. check_build makes the comparisons that matter.
     """
 
@@ -82,7 +82,7 @@ class CompiledMethod:
                 folder, method, run_single_threaded, runners, device_index
             )
             return
-        # For what torch unpacks to load it, and leaves behind where the disk is full, or where its process is killed.
+        # For the files that torch unpacks to load, and leaves behind if the disk is full or its process is killed.
         self._unpacked = TemporaryFolder("code")
         try:
             with _temporary_files_in(self._unpacked.path):

@@ -1,4 +1,4 @@
-"""The tables in which a module keeps its tensors: what replaces one there keeps its name and its place."""
+"""The tables in which a module keeps its tensors: a replacement put there keeps the tensor's name and place."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from penstock.errors import UntestedTorchError
 TESTED = ("2.11", "2.12", "2.13")
 OVERRIDE = "PENSTOCK_UNTESTED_TORCH"
 
-# A release, of any patch, for any device. Nightlies and other builds before a release have more behind their number.
+# A release, of any patch, for any device. Nightlies and other builds before a release have more after their number.
 _RELEASE = re.compile(r"(\d+\.\d+)(?:\.\d+)?(?:\+[A-Za-z0-9.]+)?")
 
 

@@ -1,4 +1,4 @@
-"""Scratch memory of the GPU's matrix libraries: torch keeps it for each thread and stream until all is cleared."""
+"""Scratch memory of the GPU's matrix libraries: torch keeps one per thread and stream until all are cleared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _addressed = False
 
 
 def keep_workspaces() -> None:
-    """From now on, as long as the process lives: a graph addresses the one of the stream that it was captured on."""
+    """Keep them from now on, until the process ends: a graph addresses the one of the stream it was captured on."""
     global _addressed
     with _lock:
         _addressed = True

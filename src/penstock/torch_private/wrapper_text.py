@@ -1,7 +1,7 @@
-"""The C++ wrapper that Inductor wrote, read as plain data: its calls of ours, and where it names a lent weight.
+"""Reads the C++ wrapper that Inductor wrote as plain data: its calls to us, and where it names a lent weight.
 
-Every statement that names a weight, under its own name or another one that it was given, must be of a kind that is
-known here: a new spelling must not hide a read. What is not known is listed, for the caller to refuse.
+Every statement that names a weight, under its own name or an alias, must be of a kind that is known here: a new
+spelling must not hide a read. Unknown statements are listed for the caller to refuse.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Mention:
-    """A read of one or more lent weights through `name`, after so many of our calls."""
+    """A read of one or more lent weights through `name`, after `calls_before` of our calls."""
 
     name: str
     accesses: frozenset[int]
@@ -83,7 +83,7 @@ _DECLARED = re.compile(rf"{_TYPE}\s*[*&]*\s+[*&]*(\w+)(?:\[\w*\])?")
 _NAMED = re.compile(rf"{_DECLARED.pattern}\s*(?:=(?P<value>.*)|\((?P<argument>.*)\)|\{{(?P<held>.*)\}})", re.DOTALL)
 _ASSIGNED = re.compile(r"(\w+)(?:\[\d+\])?\s*=(?!=)(.*)", re.DOTALL)
 _RELEASED = re.compile(r"\w+\.reset\(\)|(?:AOTI_TORCH_ERROR_CODE_CHECK\()?aoti_torch_delete_tensor_object\(\w+\)+")
-# They ask for the shape and the address of a tensor, not for what it holds.
+# These ask for the shape and the address of a tensor, not for its content.
 _ASKED = re.compile(r"(?:assert_size_stride|assert_numel|assert_alignment)\([^;]*\)")
 
 
@@ -91,19 +91,19 @@ def _words(text: str, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + word for word in text.split())
 
 
-# Other names for the same memory, or for where it lies; as a part of any statement.
+# Give another name to the same memory, or to its address, as a part of any statement.
 _SHOWN_BY = _words(
     "std::move std::array std::vector reinterpret_tensor_wrapper wrap_with_raii_handle_if_needed RAIIAtenTensorHandle "
     "ConstantHandle borrow_arrayref_tensor_as_tensor copy_arrayref_tensor_to_tensor reinterpret_cast static_cast "
     "temporary_reference unwrap_raii_handle_if_needed get_data_ptr_wrapper data_ptr get data cbegin release"
 )
-# Functions of AOTInductor's C ABI whose result, given by its address, shows the memory of what they take.
+# Functions of AOTInductor's C ABI whose result (passed by address) shares the memory of an argument.
 VIEW_SHIMS = _words(
     "_reinterpret_tensor new_tensor_handle assign_tensors_out as_strided get_data_ptr", prefix="aoti_torch_"
 )
 _DESCRIPTOR = re.compile(r"init(?:\dD)?TMADescriptor")
-# Those that read or write, and keep nothing. An op behind the proxy is not named here: whether its results are views
-# the record knows, from the op's schema.
+# Functions that read or write, and keep nothing. Ops behind the proxy are not named here: the record knows from their
+# schemas whether their results are views.
 READER_SHIMS = _words(
     "clone clone_preserve_strides copy_ index_put_out scatter_out scatter_reduce_out _mm_plus_mm_out "
     "proxy_executor_call_function print_tensor_handle save_tensor_handle check_inf_and_nan "
@@ -114,7 +114,7 @@ READER_SHIMS = _words(
 # Host code of Inductor's own kernels; on a GPU each has a function that launches it.
 _KERNEL = re.compile(r"cpp_\w+|call_\w+|kernels\.\w+")
 _OP = re.compile(r"aoti_torch_(?:cpu|cuda|aten)_(\w+)")
-# Shims of ops that this build of torch, or any, registers under no such name. None gives a view.
+# Shims for which this build of torch, or every build, registers no op of the same name. None gives a view.
 OPS_OF_OTHER_NAMES = _words(
     "_mkl_linear _qconv2d_pointwise_binary_tensor _qconv_pointwise_tensor _qlinear_pointwise_binary_tensor "
     "_qlinear_pointwise_tensor _weight_int4pack_mm_cpu_tensor mkldnn__convolution_pointwise_binary_"
@@ -143,9 +143,9 @@ def read_wrapper(source: str) -> WrapperText | None:
 
 
 def input_uses(source: str, position: int) -> list[str] | None:
-    """What the run function does with one of its inputs, but for handing it on to ops as it is, asking for its size,
-    letting go of it, and copying it where it does not begin at a multiple of 16 bytes, as code for a GPU does (our
-    states begin at one). None where the input is not found."""
+    """The statements of the run function that use one of its inputs, except those that hand it to ops as it is, ask for
+    its size, release it, or copy it if it does not begin at a multiple of 16 bytes, as code for a GPU does (our states
+    begin at one). None if the input is not found."""
     match = _BODY.search(source)
     statements = [] if match is None else list(_statements(match.group(1)))
     taken = re.compile(rf"auto (\w+) = std::move\(inputs\[{position}\]\)")
@@ -165,14 +165,14 @@ def input_uses(source: str, position: int) -> list[str] | None:
 
 
 def _without_aligning(statements: list[tuple[str, str, str]], name: str) -> Iterator[tuple[str, str, str]]:
-    """All but the blocks, as Inductor writes them, that copy an input to where it is aligned."""
+    """All statements except the blocks, as Inductor writes them, that copy an input to aligned memory."""
     misaligned = f"if ((reinterpret_cast<std::uintptr_t>({name}.data_ptr()) & (16 -1)) != 0)"
     copied = [
         "AOTI_TORCH_WARN",
         f"AtenTensorHandle {name}_aligned",
         f"aoti_torch_clone_preserve_strides({name}, &{name}_aligned)",
         f"{name} = std::move(RAIIAtenTensorHandle({name}_aligned))",
-        # What a block ends with: nothing before its brace, and the brace.
+        # The end of a block: nothing before its brace, and the brace.
         "",
         "",
     ]
@@ -194,8 +194,8 @@ def read_constants(source: str) -> Constants | None:
 
 
 def _statements(body: str) -> Iterator[tuple[str, str, str]]:
-    """What ends at a semicolon ("statement"), and what stands before a block or at its end ("open", "close"): each as
-    it is to be read, and as it was written."""
+    """What ends at a semicolon ("statement"), what comes before a block ("open"), and the end of a block ("close"):
+    each with the text to read and the text as written."""
     # Blanked, not removed: positions must stay.
     text = _QUOTED.sub(lambda match: " " * len(match.group()), body)
     start = nested = 0
@@ -226,7 +226,7 @@ def _statements(body: str) -> Iterator[tuple[str, str, str]]:
 class _Reader:
     def __init__(self) -> None:
         self.found = WrapperText()
-        # Name -> the accesses whose memory it shows, one table for each block that is open.
+        # Name -> the accesses whose memory it shows; one table per open block.
         self._scopes: list[dict[str, frozenset[int]]] = [{}]
 
     def read(self, kind: str, text: str, line: str) -> None:
@@ -244,7 +244,7 @@ class _Reader:
             self._scopes.pop()
 
     def _read_call(self, text: str) -> bool:
-        """Our own calls. They stand in no block: what is between them in the text is between them in time."""
+        """Reads our own calls. They are in no block, so what is between them in the text also runs between them."""
         if len(self._scopes) > 1:
             return False
         checked = _CHECKED.fullmatch(text)
@@ -274,7 +274,7 @@ class _Reader:
             return _shows(value, names)
         assigned = _ASSIGNED.fullmatch(text)
         if assigned is not None:
-            # It may be in a branch that is not taken, so what the name showed before it may show still.
+            # It may be in a branch that is not taken, so the name may still show what it showed before.
             self._add(assigned[1], accesses)
             return _shows(assigned[2], names)
         checked = _CHECKED.fullmatch(text)
@@ -291,14 +291,14 @@ class _Reader:
         return next((scope[name] for scope in reversed(self._scopes) if name in scope), frozenset())
 
     def _add(self, name: str, accesses: frozenset[int]) -> None:
-        # Where it was declared is not known of a name that showed no weight: it may be outside of every block.
+        # If the name showed no weight so far, nobody knows where it was declared: maybe outside of every block.
         scope = next((scope for scope in reversed(self._scopes) if name in scope), self._scopes[0])
         scope[name] = scope.get(name, frozenset()) | accesses
 
 
 def _shows(expression: str, names: list[str]) -> bool:
-    """Whether all that an expression does with the named tensors is to give another handle or their address. What it
-    does with sizes and numbers does not matter."""
+    """Whether an expression does no more with the named tensors than give another handle or their address. What it does
+    with sizes and numbers does not matter."""
     held: list[int] = []
     for bracket in re.finditer(r"[(){}]", expression):
         if bracket.group() in "({":
@@ -336,7 +336,7 @@ def op_gives_view(shim: str) -> bool | None:
 
 @lru_cache(maxsize=1)
 def _ops() -> dict[str, bool]:
-    """Every op by the names that a shim may have for it -> whether a result is a view."""
+    """Every name that a shim may have for an op -> whether one of the op's results is a view."""
     import torch
 
     import penstock.ops  # noqa: F401  registers ours

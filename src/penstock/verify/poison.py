@@ -1,6 +1,6 @@
 """Runs a compiled method with every weight in a fresh buffer that is poisoned as soon as its last reader has run.
 
-What passes here makes exactly the recorded accesses in the recorded order, reads no weight after its recorded last
+A method that passes makes exactly the recorded accesses in the recorded order, reads no weight after its recorded last
 reader, writes into none, and returns none.
 """
 

@@ -16,7 +16,7 @@ from penstock.weights.tables import Layout, NamedData, Tables
 
 
 def expected_layout(dtype: str, shape: tuple[int, ...], dim_order: tuple[int, ...]) -> Layout | None:
-    """The tensor layout that a file of ours holds for this tensor: none, when the schema has no such dtype."""
+    """The tensor layout that a file of ours holds for this tensor; None if the schema has no such dtype."""
     return Layout(SCALAR_TYPES[dtype], shape, dim_order) if dtype in SCALAR_TYPES else None
 
 
@@ -37,7 +37,7 @@ def check_segments(path: Path, header: Header, tables: Tables) -> None:
                 f"{path}: {labels[index]} is out of range: needs segment data up to byte {end_bytes},"
                 f" the file has {header.segment_data_bytes}"
             )
-    # Without the empty ones, which share no byte wherever they lie, neighbours in this order are all that can touch.
+    # Empty segments share no byte wherever they lie. Of the others, it is enough to compare neighbours in this order.
     filled = sorted((s.offset_bytes, s.size_bytes, i) for i, s in enumerate(tables.segments) if s.size_bytes)
     for (offset_bytes, size_bytes, index), (next_offset_bytes, _, next_index) in itertools.pairwise(filled):
         if offset_bytes + size_bytes > next_offset_bytes:
@@ -100,7 +100,7 @@ def _check_record(
 ) -> None:
     """Takes the record's names out of `items`, and enters it as the owner of its segment."""
     segment_index: int | None = None
-    # Of a packed entry there is none: other readers take it for bytes, not for a tensor.
+    # A packed entry has none: other readers take it for bytes, not for a tensor.
     layout = None if record.packing else expected_layout(record.dtype, record.shape, record.dim_order)
     for name in record.names:
         item = items.pop(name, None)

@@ -1,4 +1,4 @@
-"""Packing and unpacking many blocks: pieces of 1 MiB, as many at a time as there are CPUs, taken in their order.
+"""Packs and unpacks many blocks: pieces of 1 MiB, as many at a time as there are CPUs, results in order.
 
 Memory stays within a few pieces, whatever the size of a weight.
 """
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Slot:
-    """The buffers of one piece. They are used again and again: fresh memory would cost more than packing does."""
+    """The buffers of one piece. They are reused: fresh memory would cost more than packing does."""
 
     def __init__(self) -> None:
         self._raw = ctypes.create_string_buffer(PIECE_RAW_BYTES)
@@ -63,7 +63,7 @@ class Workers:
     slots: tuple[Slot, ...]
 
     def in_order(self, work: Callable[[Slot, Job], Result], jobs: Iterable[Job]) -> Iterator[tuple[Slot, Result]]:
-        """Runs `work` on jobs ahead of who takes the results. A slot is the taker's until the next one is asked for."""
+        """Runs `work` on jobs ahead of the consumer, which owns a slot until it asks for the next one."""
         pending: collections.deque[tuple[Slot, Future[Result]]] = collections.deque()
         try:
             for job, slot in zip(jobs, itertools.cycle(self.slots), strict=False):
@@ -75,7 +75,7 @@ class Workers:
                 oldest, future = pending.popleft()
                 yield oldest, future.result()
         finally:
-            # Who comes next gets the same slots.
+            # The next call gets the same slots.
             for _, future in pending:
                 if not future.cancel():
                     future.exception()
@@ -86,7 +86,7 @@ def workers() -> Iterator[Workers]:
     count = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(count, thread_name_prefix="penstock-pack") as pool:
         try:
-            # One for what is being written, and one more for each, so that nobody waits for a slower neighbour.
+            # One slot for what is being written, and two for each worker, so that none waits for a slower neighbour.
             yield Workers(pool, tuple(Slot() for _ in range(2 * count + 1)))
         finally:
             pool.shutdown(cancel_futures=True)

@@ -22,9 +22,9 @@ _BUFFER_BYTES = 16 << 20
 def verify_checksums(
     path_or_index: str | os.PathLike[str] | WeightsIndex, on_bytes: Callable[[int], None] | None = None
 ) -> None:
-    """Reads every entry once, in the file's order. All bad entries are listed, not the first alone.
+    """Reads every entry once, in the file's order. Lists all bad entries, not only the first.
 
-    Of a packed entry the stored bytes have a checksum, and so has what they unpack to.
+    A packed entry has two checksums: one of the stored bytes, one of what they unpack to.
     """
     index = path_or_index if isinstance(path_or_index, WeightsIndex) else read_index(path_or_index)
     for entry in index.entries:
@@ -68,7 +68,7 @@ def _packed_fault(
     try:
         blocks_of(index, entry, fd)
     except WeightsFileError as error:
-        # Without header and table there is nothing to unpack. The next entry is looked at all the same.
+        # Without header and table there is nothing to unpack. The next entry is checked all the same.
         checksum = _checksum(index, entry, fd, buffer, on_bytes)
         return f"has {checksum:016x} as packed, needs {packing.checksum:016x} ({error})"
     for chunk in chunks_by(held, index, entry, fd, on_stored):

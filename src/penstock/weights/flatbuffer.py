@@ -103,7 +103,7 @@ class Table:
             yield Table(self._buffer, self._buffer.target(start_bytes + 4 * index, where), where)
 
     def text(self, slot: int, name: str, limit_bytes: int) -> str:
-        """A string, which must be present; it is judged by its length before it is copied."""
+        """A string, which must be present. Its length is checked before it is copied."""
         where = f"{self.where}.{name}"
         vector = self._vector(slot, 1, where)
         if vector is None:

@@ -6,8 +6,8 @@
     56       the rest of the flatbuffer
     base     the segments; a segment's offset counts from here
 
-The header is pushed into the flatbuffer right behind its first eight bytes. That is why the flatbuffer "offset" is the
-padded header's length, 48, and not a place in the file: offset + size is where the flatbuffer ends.
+The header is inserted into the flatbuffer right behind its first eight bytes. So the flatbuffer "offset" is the padded
+header's length, 48, and not a place in the file: offset + size is where the flatbuffer ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DIM_LIMIT = 2**31 - 1
 RANK_LIMIT = 256
 
 METADATA_KEY = "penstock.json"
-# Before the name of a program, the key of the plans for its packed weights.
+# This and the name of a program make the key of the plans for its packed weights.
 PLANS_PREFIX = "penstock.plans."
 
 # ExecuTorch's ScalarType by torch's dtype names. float8_e8m0fnu has no number there, and the schema leaves the complex
@@ -66,7 +66,7 @@ SCALAR_TYPES: dict[str, int] = {
     "uint64": 29,
 }
 
-# ExecuTorch's own writers do put complex numbers down under the numbers of torch's enum, so these are read.
+# ExecuTorch's own writers do write complex dtypes, by the numbers of torch's enum. So these are read.
 DTYPES: dict[int, str] = {number: dtype for dtype, number in SCALAR_TYPES.items()} | {
     8: "complex32",
     9: "complex64",
@@ -124,7 +124,7 @@ class Header:
 
 
 def parse_header(path: Path, head: bytes, file_bytes: int) -> Header:
-    """Reads the header out of the first HEAD_BYTES of a file, and holds it against the file's length."""
+    """Reads the header from the first HEAD_BYTES of a file, and checks it against the file's length."""
     if len(head) < HEAD_BYTES:
         raise WeightsFileError(f"{path}: not a .ptd file: has {file_bytes} bytes, needs at least {HEAD_BYTES}")
     if head[4:8] != FILE_MAGIC:

@@ -31,17 +31,17 @@ class Entry:
     # "weight" or "state"; "blob" is an entry without a tensor layout in a file that ExecuTorch wrote.
     kind: str
     offset_bytes: int
-    # As stored: fewer than the tensor's, where the entry is packed.
+    # As stored: fewer than the tensor's if the entry is packed.
     length_bytes: int
     # xxh3_64 of the tensor's bytes; None in a file that ExecuTorch wrote.
     checksum: int | None
-    # The first name of the same bytes, when this is a further one.
+    # The first name of the same bytes, if this is a further one.
     alias_of: str | None = None
     packing: Packing | None = None
 
     @property
     def raw_bytes(self) -> int:
-        """Of the tensor, whatever the file holds in its place."""
+        """Bytes of the tensor, whether the file holds it packed or not."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

@@ -1,7 +1,7 @@
 """What a .ptd of ours carries beyond the FlatTensor tables: identity, dtypes, kinds and checksums, as JSON, sealed.
 
-The seal is over the whole index: the file from its first byte to the end of the flatbuffer, where names meet offsets,
-and the JSON itself. So two entries of one shape cannot change places without being seen.
+The seal covers the whole index: the file from its first byte to the end of the flatbuffer, which maps names to
+offsets, and the JSON itself. So two entries of one shape cannot trade places unnoticed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.weights.packed_format import VERSIONS as PACKED_VERSIONS
 from penstock.weights.packed_format import Packing, kind_of, versions_of
 
 METADATA_FORMAT = 2
-# Of files with a packed entry. All others keep the number above, and are read where packing is unknown.
+# For files with a packed entry. All others keep the number above, so readers that do not know packing can read them.
 PACKED_METADATA_FORMAT = 3
-# Of packed files with plans for a program.
+# For packed files with plans for a program.
 PLANS_METADATA_FORMAT = 4
 KINDS = ("weight", "state", "plans")
 _PACKED_FORMATS = sorted({*PACKED_VERSIONS.values()})
@@ -59,8 +59,8 @@ class Metadata:
 
 
 def encode_metadata(identity: str, records: Sequence[Record], head: bytes) -> bytes:
-    """`head` is the file up to the end of its flatbuffer. The length depends neither on that nor on checksums, so that
-    room can be left before they are known."""
+    """`head` is the file up to the end of its flatbuffer. The length of the result depends neither on it nor on
+    checksums, so room can be left before they are known."""
     entries = [
         {
             "name": record.name,
@@ -89,7 +89,7 @@ def _packed(packing: Packing | None) -> dict[str, Any]:
 
 
 def decode_metadata(path: Path, raw: bytes, head: bytes) -> Metadata:
-    """Checks the seal, types and the format's number. Whether records fit the tables is the index's question."""
+    """Checks the seal, the types and the format's number. The index checks whether records fit the tables."""
     try:
         top = _Object(path, METADATA_KEY, parse_json(raw.decode()))
         version = top.typed("format", int)
@@ -135,7 +135,7 @@ def _record(entry: _Object, version: int) -> Record:
 
 
 def _check_plans(entry: _Object, name: str) -> None:
-    """Bytes for whoever runs the program of that name: no tensor of it."""
+    """Plans are bytes for whoever runs the program of that name, not a tensor of it."""
     if not name.startswith(PLANS_PREFIX):
         entry.fail("name", name, f"{PLANS_PREFIX} and the name of a program, as it holds plans")
     shape = entry.items("shape", int)
@@ -169,7 +169,7 @@ def _checksum(entry: _Object) -> int:
 
 
 class _Object:
-    """A JSON object of which every value is asked for by name and type."""
+    """A JSON object whose values are all read by name and type."""
 
     def __init__(self, path: Path, where: str, value: Any) -> None:
         self.path = path
@@ -185,7 +185,7 @@ class _Object:
 
     def typed(self, name: str, kind: type) -> Any:
         value = self.value.get(name)
-        # Not isinstance: True is no number here.
+        # Not isinstance: True is not a number here.
         if type(value) is not kind:
             self.fail(name, value, kind.__name__)
         return value

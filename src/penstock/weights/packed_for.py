@@ -1,4 +1,4 @@
-"""What a program asks of the file that its weights are packed into: which entries stay as they are; and plans, where it
+"""What a program needs in the file that its weights are packed into: entries that stay as they are, and plans if it
 can be run without Python. No torch."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class PlansEntry:
     """Plans for what was packed, as an entry of the file."""
 
     name: str
-    # By the first names of entries: the blocks of each that was packed, which plans depend on.
+    # Takes the blocks of each packed entry, by the entry's first name: plans depend on them.
     content: Callable[[Mapping[str, Blocks]], bytes]
 
 
 @dataclass(frozen=True)
 class PackedFor:
-    # Of each entry that stays as it is, one name or several.
+    # One name or several of each entry that stays as it is.
     left: frozenset[str] = frozenset()
     plans: PlansEntry | None = None
 
@@ -57,7 +57,7 @@ def _of_pte(path: Path, index: WeightsIndex) -> PackedFor:
     found = lowered_entries(path, lowered, index)
     first_names = {name: entry.alias_of or entry.name for name, entry in found.items()}
     gathered = {first_names[name] for name in lowered.program.gathered_weights}
-    # What no delegate of ours reads, ExecuTorch reads itself: it knows no packed tensors.
+    # ExecuTorch itself reads what no delegate of ours reads, and it knows no packed tensors.
     others = {entry.name for entry in index.unique_entries} - {*first_names.values()}
     return PackedFor(frozenset(gathered | others), _plans(lowered, first_names))
 
@@ -81,8 +81,8 @@ def _plans(lowered: LoweredFile, first_names: Mapping[str, str]) -> PlansEntry:
 
 
 def lowered_entries(path: Path, lowered: LoweredFile, index: WeightsIndex) -> dict[str, Entry]:
-    """Of each weight, by its name in the program. The file may be for more than the delegates: so no identity is asked
-    for, as none is at load; that every weight is there and of its kind is all there is."""
+    """The entry of each weight, by the weight's name in the program. The file may hold more than the delegates read. So
+    no identity is checked, as at load: only that every weight is there, with its dtype and shape."""
     known = {names[0]: names for names in lowered.weight_names if names}
     found: dict[str, Entry] = {}
     for weight in lowered.program.weights:

@@ -1,10 +1,10 @@
-"""The fixed parts of a packed entry: its header, what its blocks may come to, and which dtypes there are.
+"""The fixed parts of a packed entry: its header, the limits of its blocks' sizes, and which dtypes there are.
 
     0    'PSPK', u16 version, u16 kind, u64 raw bytes, u32 raw bytes per block, u32 block count, u64 layout checksum
     32   u32 size of each block, in units of 16 bytes; zeros up to a multiple of 16
     ...  the blocks, one behind the other
 
-"Raw" are the bytes of the tensor, as an entry that is not packed holds them. The blocks: csrc/packed/packed_block.cpp.
+"Raw" bytes are those of the tensor, as an unpacked entry holds them. For the blocks: csrc/packed/packed_block.cpp.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock.weight import ITEM_BYTES
 from penstock.weights.format import SCALAR_TYPES, aligned_bytes
 
 MAGIC = b"PSPK"
-# By dtype, the number that stands in the header of what is packed now: how many bits are exponent and mantissa, and
-# which code the exponents have. No other dtype is packed.
+# By dtype, the kind in the header of newly packed entries: how many bits exponent and mantissa have, and which code
+# the exponents have. No other dtype is packed.
 KINDS: dict[str, int] = {
     "bfloat16": 6,
     "float32": 2,
@@ -30,10 +30,10 @@ KINDS: dict[str, int] = {
     "float8_e5m2": 5,
     "float8_e5m2fnuz": 5,
 }
-# The same of what was packed before, and is still read.
+# The same for entries that were packed earlier and are still read.
 EARLIER_KINDS: dict[str, int] = {"bfloat16": 1}
-# By kind, the version of header and record. Readers of version 1 know the first two kinds alone, those of 2 all but the
-# last.
+# By kind, the version of header and record. Readers of version 1 know only the first two kinds, those of version 2 all
+# but the last.
 VERSIONS: dict[int, int] = {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 3}
 BLOCK_RAW_BYTES = 64 << 10
 UNIT_BYTES = 16
@@ -46,7 +46,7 @@ _SIGN_BITS = 1
 _CODE_BITS = 3
 _TILE_VALUES = 1024
 _BLOCK_HEADER_BYTES = 16
-# Whose exponents have codes of three levels: two bits for every value, three more for some of them, a byte for a few.
+# The kind whose exponents have codes of three levels: two bits for every value, three more for some, a byte for a few.
 _LEVELS_KIND = 6
 _FIRST_BITS, _SECOND_BITS = 2, 3
 
@@ -61,7 +61,7 @@ class Packing:
 
 
 def layout_checksum(dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> int:
-    """In the header, so that who reads no index sees an entry of another tensor; 0 in entries that were packed before.
+    """Goes into the header, so that a reader without the index notices an entry of another tensor; 0 in older entries.
     Dimensions of size 1 may stand anywhere. csrc/packed_entry.cpp of the ExecuTorch delegate computes the same."""
     order = [dim for dim in dim_order if shape[dim] != 1]
     numbers = (SCALAR_TYPES[dtype], len(shape), *shape, *order)
@@ -78,18 +78,18 @@ def table_end_bytes(count: int) -> int:
 
 
 def kind_of(dtype: str, version: int) -> int | None:
-    """The kind that entries of a dtype have in a version; None where no such entry is read."""
+    """The kind that entries of a dtype have in a version; None if no such entry is read."""
     found = (kinds[dtype] for kinds in (KINDS, EARLIER_KINDS) if dtype in kinds)
     return next((kind for kind in found if VERSIONS[kind] == version), None)
 
 
 def versions_of(dtype: str) -> list[int]:
-    """Those in which entries of a dtype are read."""
+    """The versions in which entries of a dtype are read."""
     return sorted(VERSIONS[kinds[dtype]] for kinds in (KINDS, EARLIER_KINDS) if dtype in kinds)
 
 
 def block_limits_bytes(kind: int, raw_bytes: int) -> tuple[int, int]:
-    """The least and the most bytes of one block: with no escape, and with nothing else."""
+    """The least and the most bytes of one block: with no escapes, and with escapes only."""
     tiles = -(-raw_bytes // (_ITEM_BYTES[kind] * _TILE_VALUES))
     has_levels = kind == _LEVELS_KIND
     starts_bytes = 4 * (tiles + 1) if has_levels else 2 * tiles

@@ -39,13 +39,13 @@ class Blocks:
 
 
 def read_blocks(index: WeightsIndex, entry: Entry) -> Blocks:
-    """Reads the header and the table of a packed entry, and holds them against the index."""
+    """Reads the header and the table of a packed entry, and checks them against the index."""
     with open_regular(index.path, WeightsFileError) as file:
         return blocks_of(index, entry, file.fileno())
 
 
 def blocks_of(index: WeightsIndex, entry: Entry, fd: int) -> Blocks:
-    """read_blocks(), of a file that is open."""
+    """read_blocks() on an open file."""
     if entry.packing is None:
         _fail(index, entry, "is not packed")
     count = block_count(entry.raw_bytes)
@@ -78,7 +78,7 @@ def blocks_of(index: WeightsIndex, entry: Entry, fd: int) -> Blocks:
 
 
 def require_raw(index: WeightsIndex, doing: str) -> None:
-    """For who reads the bytes of entries as they lie in the file. `doing` says what for: "running a .pte"."""
+    """For readers that take the bytes of entries as they lie in the file. `doing` says what for: "running a .pte"."""
     for entry in index.entries:
         if entry.packing is not None:
             _fail(
@@ -96,7 +96,7 @@ def _begins(index: WeightsIndex, entry: Entry, kind: int, table: bytes) -> array
     last_raw_bytes = entry.raw_bytes - (len(sizes) - 1) * BLOCK_RAW_BYTES
     for some, first, raw_bytes in ((sizes[:-1], 0, BLOCK_RAW_BYTES), (sizes[-1:], len(sizes) - 1, last_raw_bytes)):
         least_bytes, most_bytes = block_limits_bytes(kind, raw_bytes)
-        # Looked at one by one only where one of them is wrong: there may be a hundred thousand.
+        # Looks at them one by one only if one is wrong: there may be a hundred thousand.
         if some and (min(some) * UNIT_BYTES < least_bytes or max(some) * UNIT_BYTES > most_bytes):
             for number, size in enumerate(some, first):
                 if not least_bytes <= size * UNIT_BYTES <= most_bytes:

@@ -1,4 +1,4 @@
-"""Packing the weights of a .ptd file into another one, and the way back to the first, byte for byte."""
+"""Packs the weights of a .ptd file into another one, and unpacks that to the first, byte for byte."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from penstock.weights.raw_chunks import chunks_by
 from penstock.weights.tables import Segment
 from penstock.weights.writer import FilePlan, encode_index, plan_file, write_ptd
 
-# What stays above this is not worth unpacking: in hundredths of the raw size.
+# In percent of the raw size. What stays above this is not worth unpacking.
 _MOST_PERCENT = 95
 
-# Read at a time for a checksum: little enough to be in the CPU's nearer cache still.
+# Read at a time for a checksum: little enough to still be in the CPU's nearer cache.
 _CHECKSUM_BYTES = 256 << 10
 
 OnBytes = Callable[[int], None]
@@ -60,10 +60,10 @@ def pack(
 ) -> WeightsIndex:
     """Writes a .ptd with the weights of another one packed: the same values to the bit, in fewer bytes.
 
-    program    the .pt2 or .pte of the weights: what it gathers rows from stays as it is, to be read in place; of a .pte
-               so does what no delegate of ours reads, and plans for what is packed are written with it, for processes
-               without Python
-    on_bytes   is told how many bytes of the source are done, again and again
+    program    the .pt2 or .pte of the weights. What it gathers rows from stays as it is, to be read in place. For a
+               .pte, so does what no delegate of ours reads, and plans for what is packed are written too, for
+               processes without Python
+    on_bytes   is told again and again how many more bytes of the source are done
     overwrite  replace an existing file
 
     Floating-point weights of 8, 16 and 32 bits and at least 64 KiB are packed where that saves a twentieth. All else
@@ -81,8 +81,8 @@ def pack_entries(source: WeightsIndex, target: Path, asked: PackedFor, on_bytes:
             raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
     with open_regular(source.path, WeightsFileError) as file, workers() as held:
         plan = _source_plan(source, file.fileno())
-        # It needs less than the source. To ask for all of that would refuse disks that have the room, and take time
-        # where files are memory.
+        # The target needs less than the source. Reserving the source's size would refuse disks that have enough room,
+        # and take time where files are memory.
         with partial_file(target, source.file_bytes, reserved=False) as partial:
             _Packer(source, file.fileno(), partial, plan, held, on_bytes or _nobody, asked).write()
             written = read_index(partial.partial)
@@ -98,7 +98,7 @@ def unpack(
 ) -> WeightsIndex:
     """Writes the .ptd that a packed one was made from, byte for byte.
 
-    on_bytes   is told how many bytes were written, again and again
+    on_bytes   is told again and again how many more bytes were written
     overwrite  replace an existing file
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
@@ -145,7 +145,7 @@ class _Packer:
             else:
                 blocks[entry.name] = packed
                 size_bytes = packed.data_offset_bytes + packed.begins_bytes[-1]
-                # The table, which comes first, was known last: so the bytes are read again, while others are packed.
+                # The table comes first but was known last. So the bytes are read again, while others are packed.
                 checksum = self.held.pool.submit(_checksum, self.target.fd, offset_bytes, size_bytes)
             records.append(replace(record, checksum=entry.checksum or 0))
             checksums.append(checksum)
@@ -165,17 +165,17 @@ class _Packer:
 
     @cached_property
     def base_bytes(self) -> int:
-        """Where it is without packing. The entry with plans may need more room for the index."""
+        """The same as without packing. The entry with plans may need more room for the index."""
         if self.asked.plans is None:
             return self.plan.base_bytes
-        # As long as it could be: of whatever is packed the index loses the layout. Numbers that are not zero take the
-        # same room, whatever they are.
+        # The longest that the index can be: it loses the layout of whatever is packed. All nonzero numbers take the
+        # same room.
         records = [*self.plan.records, _plans_record(self.asked.plans, b"")]
         room = encode_index(records, [*self.plan.segments[:-1], Segment(1, 1), Segment(1, 1)], 0)
         return max(self.plan.base_bytes, aligned_bytes(len(room)))
 
     def _finish(self, records: list[Record], segments: list[Segment], end_bytes: int) -> None:
-        """The metadata behind everything, the tables before it, where there is room for them."""
+        """Writes the metadata behind everything, and the tables in the room that was left before it."""
         identity = self.source.identity or ""
         metadata_bytes = len(encode_metadata(identity, records, b""))
         head = encode_index(records, [*segments, Segment(end_bytes, metadata_bytes)], self.base_bytes)
@@ -190,7 +190,7 @@ class _Packer:
         return record.kind == "weight" and record.dtype in KINDS and large and not self.asked.left & {*record.names}
 
     def _pack(self, entry: Entry, offset_bytes: int) -> Blocks | None:
-        """Writes the entry packed; None where that would save too little. Places of blocks are those in the entry."""
+        """Writes the entry packed; None if that would save too little. Places of blocks are relative to the entry."""
         kind, what = KINDS[entry.dtype], f"{self.source.path}: entry {printable(entry.name)!r}"
         most_bytes = entry.raw_bytes * _MOST_PERCENT // 100
         count = block_count(entry.raw_bytes)
@@ -234,7 +234,7 @@ class _Packer:
             end_bytes += len(chunk)
             self.on_bytes(len(chunk))
         _check(self.source, entry, digest.intdigest())
-        # What packing has left behind it, where it was given up.
+        # Overwrites what packing left behind the entry before it was given up.
         zeros_bytes = aligned_bytes(end_bytes) - end_bytes
         self.target.write(end_bytes, bytes(zeros_bytes))
 
@@ -262,7 +262,7 @@ def _check(index: WeightsIndex, entry: Entry, checksum: int) -> None:
 
 
 def _sources(index: WeightsIndex) -> list[Weight | State]:
-    """What a writer of the file without packing is given."""
+    """The weights and states that a writer of the file without packing gets."""
     aliases: dict[str, list[str]] = {}
     for entry in index.entries:
         if entry.alias_of is not None:

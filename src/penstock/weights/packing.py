@@ -1,4 +1,4 @@
-"""Packed weights, for everybody outside of this room: what is packed, where its blocks lie, and packing itself."""
+"""Packed weights, for all code outside this room: what is packed, where its blocks lie, and packing itself."""
 
 from __future__ import annotations
 

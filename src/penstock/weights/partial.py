@@ -73,14 +73,14 @@ class PartialFile:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            # Give back what was taken, or the number below would say what is left beside our own half.
+            # Give back what was taken. Otherwise the number below would not count the room that our own half takes.
             os.ftruncate(self.fd, 0)
             raise _disk_full(error, self.path, self.total_bytes) from error
 
 
 @contextmanager
 def partial_file(path: Path, total_bytes: int, *, reserved: bool = True) -> Iterator[PartialFile]:
-    """`reserved`: ask for all of `total_bytes` first. Without it, they are the most that it can come to."""
+    """`reserved`: ask for all of `total_bytes` first. Without it, they are the most that the file can need."""
     partial = path.with_name(path.name + ".partial")
     try:
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -92,7 +92,7 @@ def partial_file(path: Path, total_bytes: int, *, reserved: bool = True) -> Iter
         if not _lock(fd, partial):
             raise WeightsFileError(f"{path}: {partial.name} has another writer, needs to be written by one at a time")
         try:
-            # What a killed writer left behind has no lock on it any more, and is written over.
+            # A file that a killed writer left behind is no longer locked, and is overwritten.
             os.ftruncate(fd, 0)
             file = PartialFile(fd, path, partial, total_bytes)
             if reserved:

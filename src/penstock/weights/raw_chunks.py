@@ -33,7 +33,7 @@ def raw_content(index: WeightsIndex, entry: Entry) -> bytearray:
 def chunks_by(
     held: Workers, index: WeightsIndex, entry: Entry, fd: int, on_stored: OnStored | None = None
 ) -> Iterator[memoryview]:
-    """raw_chunks(), of a file that is open. `on_stored` is shown every byte of the entry as it lies there, in order."""
+    """raw_chunks() on an open file. `on_stored` is shown every stored byte of the entry, in order."""
     what = f"{index.path}: entry {printable(entry.name)!r}"
     if entry.packing is None:
         for begin_bytes in range(0, entry.length_bytes, PIECE_RAW_BYTES):

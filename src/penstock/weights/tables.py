@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """Table TensorLayout: what makes a tensor of a segment."""
+    """Table TensorLayout: what makes a segment a tensor."""
 
     scalar_type: int
     sizes: tuple[int, ...]
@@ -88,10 +88,10 @@ def _decode_layout(named_data: Table) -> Layout | None:
 
 def encode_tables(tables: Tables) -> bytes:
     """The flatbuffer alone, without the header in it."""
-    import flatbuffers  # which takes numpy along, and reading does without
+    import flatbuffers  # imports numpy, which reading does not need
 
     builder = flatbuffers.Builder(1024)
-    # A flatbuffer is built back to front: what is pointed to comes before what points.
+    # A flatbuffer is built back to front: what is pointed to comes before what points to it.
     segments = _vector(builder, [_segment(builder, segment) for segment in tables.segments])
     named_data = _vector(builder, [_named_data(builder, item) for item in tables.named_data])
     builder.StartObject(3)
@@ -103,7 +103,7 @@ def encode_tables(tables: Tables) -> bytes:
 
 
 def with_header(flatbuffer: bytes, header: Header) -> bytes:
-    """Pushes the header in behind the root offset and the identifier; only the root offset sees the difference."""
+    """Inserts the header behind the root offset and the identifier; only the root offset has to change."""
     (root_bytes,) = struct.unpack_from("<I", flatbuffer)
     prefix = struct.pack("<I", root_bytes + PADDED_HEADER_BYTES) + FILE_MAGIC
     return prefix + header.pack() + flatbuffer[PREFIX_BYTES:]

@@ -73,7 +73,7 @@ class FilePlan:
 
 
 def plan_file(path: Path, sources: Sequence[Weight | State], identity: str) -> FilePlan:
-    """Where everything comes to lie in a file without packed entries."""
+    """Where everything lies in a file without packed entries."""
     records = tuple(_record(source) for source in sources)
     _check(path, records, identity)
     sizes_bytes = [*(source.nbytes for source in sources), len(encode_metadata(identity, records, b""))]
@@ -89,7 +89,7 @@ def plan_file(path: Path, sources: Sequence[Weight | State], identity: str) -> F
 
 
 def encode_index(records: Sequence[Record], segments: Sequence[Segment], base_bytes: int) -> bytes:
-    """Header and tables, where the segments are known already: one per record, and one for the metadata."""
+    """Header and tables for segments that are known already: one per record, and one for the metadata."""
     return _with_header(encode_tables(Tables(tuple(segments), tuple(_named_data(records)))), base_bytes, segments)
 
 
@@ -179,7 +179,7 @@ def _write_chunks(
             written_bytes += count_bytes
             if on_bytes is not None:
                 on_bytes(count_bytes)
-        # Let go before the next chunk is made: otherwise two of them would exist at once.
+        # Released before the next chunk is made: otherwise two of them would exist at once.
         del chunk, view
     if written_bytes != source.nbytes:
         raise WeightsFileError(

@@ -20,7 +20,7 @@ std::string library_of(void* symbol) {
 }  // namespace
 
 void check_blas() {
-  // Python's torch is bound to its own when it is imported, whatever is loaded later.
+  // In Python, torch is bound to its own BLAS at import, whatever is loaded later.
   if (dlsym(RTLD_DEFAULT, "Py_IsInitialized")) return;
   void* torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
   if (!torch) return;

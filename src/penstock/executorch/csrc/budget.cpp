@@ -40,11 +40,11 @@ PenstockBudget choose_budget(const BudgetRequest& request, const BudgetTerms& te
                       "it needs beside the weights has no bound; give a budget, or export with a highest value for every "
                       "dynamic size");
     int64_t total_bytes = 0;
-    // What torch cannot give back is not free. Hence this comes before the driver is asked.
+    // What torch cannot give back is not free, so let it give back the rest before asking the driver.
     if (terms.on_gpu) give_back_cached_memory();
     if (core().driver_memory(terms.driver, &budget.free_bytes, &total_bytes)) throw_core_failure();
     budget.held_bytes = held_bytes;
-    budget.activation_bytes = *terms.activation_bytes * (terms.cuda_graph ? 2 : 1);  // state is there, and no longer free
+    budget.activation_bytes = *terms.activation_bytes * (terms.cuda_graph ? 2 : 1);  // state is no longer free memory
     budget.reserve_bytes = core().reserve_bytes(total_bytes, terms.on_gpu);
   }
   if (!core().choose_budget(&budget)) return budget;

@@ -1,4 +1,4 @@
-// Which budget holds: the value given at load, then the one baked in at export, then an automatic one.
+// Which budget applies: the value given at load, then the one baked in at export, then an automatic one.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ constexpr const char* kBudgetOption = "weight_offload_budget";
 // `what` is the option's name, for the message.
 int64_t parse_decimal(const std::string& text, const std::string& what = kBudgetOption);
 
-// As options gave it: a number of bytes, "automatic" whatever was baked in, or nothing.
+// As options gave it: a number of bytes, automatic (whatever was baked in), or nothing.
 struct BudgetRequest {
   std::optional<int64_t> bytes;
   bool automatic = false;
@@ -25,21 +25,21 @@ struct BudgetRequest {
   bool is_given() const { return bytes || automatic; }
 };
 
-// What of a loaded program decides about budgets.
+// What decides about the budgets of a loaded program.
 struct BudgetTerms {
   int64_t floor_bytes;
   int64_t full_bytes;
-  // None: there is no bound. Graphs keep what they compute in, and runs that are no replays need as much again.
+  // None: there is no bound. Graphs keep the memory they compute in, and runs that are no replays need as much again.
   std::optional<int64_t> activation_bytes;
-  // Tells how much is free.
+  // Asked how much device memory is free.
   void* driver;
   bool on_gpu;
   bool cuda_graph;
 };
 
-// By the core, as for every kind of program. `origin` is where a number that is given comes from; `baked_bytes` may be
-// PENSTOCK_NONE; `held_bytes`: what weights of the program hold already. Throws LoadError(budget) or LoadError(below_floor),
-// which names the exact minimum.
+// The core chooses, as for every kind of program. `origin` says where a given number comes from; `baked_bytes` may be
+// PENSTOCK_NONE; `held_bytes`: what weights of the program hold already. Throws LoadError(budget) or
+// LoadError(below_floor), which names the exact minimum.
 PenstockBudget choose_budget(const BudgetRequest& request, const BudgetTerms& terms, int32_t origin, int64_t baked_bytes,
                              int64_t held_bytes);
 

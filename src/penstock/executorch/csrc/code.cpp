@@ -43,7 +43,7 @@ at::Tensor pinned(const TensorView& like, const std::vector<int64_t>& strides, T
   return wrapped(view);
 }
 
-// A file for as long as it takes to load it.
+// The package as a file, for as long as it takes to load it.
 class PackageFile {
  public:
   PackageFile(const char* data, size_t bytes, const std::string& content_name) {
@@ -109,7 +109,7 @@ struct CompiledCode::Parts {
   at::Device device{at::kCPU};
   // In pinned memory.
   std::vector<at::Tensor> given;
-  // States, so many, come first.
+  // The first `states` of them are states.
   std::vector<at::Tensor> inputs;
   size_t states = 0;
   std::vector<at::Tensor> outputs;
@@ -135,7 +135,7 @@ struct CompiledCode::Parts {
   int64_t ooms() const {
     return device.is_cpu() ? 0 : c10::getDeviceAllocator(at::kCUDA)->getDeviceStats(device.index()).num_ooms;
   }
-  // Compiled code reduces it to a generic failure, too, when torch finds no memory for what it computes.
+  // When torch finds no memory for what it computes, compiled code also reports only a generic failure.
   template <typename Work>
   auto telling_ooms(Work&& work) const {
     const int64_t before = ooms();
@@ -148,7 +148,7 @@ struct CompiledCode::Parts {
     }
   }
 
-  // A GPU with its number is to be the current one while it is used; the CPU has no such thing.
+  // The device to make current while it is used: a GPU with its number. The CPU needs none.
   std::optional<at::Device> guarded() const { return device.is_cpu() ? std::nullopt : std::optional(device); }
 };
 
@@ -253,8 +253,8 @@ void CompiledCode::copy_outputs(const std::vector<TensorView>& to, TransferMemor
 }
 
 void CompiledCode::forget() {
-  // The next run writes into the same memory. Twice: drivers also report the failure of earlier work here, without having
-  // waited. What a device that is lost says to this is not news: the run has failed.
+  // Wait, because the next run writes into the same memory. Wait twice, because drivers also report the failure of
+  // earlier work here without having waited. An error of a lost device is no news: the run has failed.
   try {
     parts_->await_moves();
   } catch (const std::exception&) {

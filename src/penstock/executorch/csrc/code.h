@@ -1,5 +1,5 @@
-// Compiled code, loaded and called by torch's own C++ loader, as the .pt2 path does it. This header knows neither torch
-// nor ExecuTorch: the headers of the two define the same names.
+// Compiled code, loaded and called by torch's own C++ loader, as on the .pt2 path. This header includes neither torch
+// nor ExecuTorch, because their headers define the same names.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace penstock_executorch {
 
-// Memory of somebody else, on the CPU.
+// CPU memory that somebody else owns.
 struct TensorView {
   void* data;
   int64_t scalar_type;
@@ -17,7 +17,7 @@ struct TensorView {
   std::vector<int64_t> strides;
 };
 
-// "2.13": what compiled code must have been compiled for.
+// "2.13": the version that compiled code must have been compiled for.
 std::string torch_minor();
 // What torch calls this CPU.
 std::string cpu_capability();
@@ -26,7 +26,7 @@ int32_t current_device_index();
 // The stream that torch launches on now; null on the CPU.
 void* current_stream(const std::string& device, int32_t device_index);
 
-// What torch's allocator holds on a GPU and does not use goes back to the driver, which pages for weights come from.
+// Returns GPU memory that torch's allocator holds unused to the driver, where pages for weights come from.
 void give_back_cached_memory();
 
 struct StateTensors;
@@ -34,26 +34,26 @@ class TransferMemory;
 
 class CompiledCode {
  public:
-  // `package` is a .pt2 in memory; it is a file of its own while it is loaded, under a name that is never used again.
+  // `package` is a .pt2 in memory. While it is loaded it lies in a file, under a name that is never used again.
   CompiledCode(const char* package, size_t package_bytes, const std::string& content_name, const std::string& method,
                const std::string& device, int32_t device_index);
   ~CompiledCode();
 
-  // The states that the code reads and writes, by number, and before the inputs.
+  // Takes the states that the code reads and writes, by number. They come before the inputs.
   void take_states(const StateTensors& tensors, const std::vector<int64_t>& numbers);
-  // Inputs, laid out with `strides` in `transfers`.
+  // Takes inputs, laid out with `strides` in `transfers`.
   void take_inputs(const std::vector<TensorView>& views, const std::vector<std::vector<int64_t>>& strides,
                    TransferMemory& transfers);
-  // What was taken, to the device, where run() takes it. Call before the session begins.
+  // Moves what was taken to the device, where run() takes it. Call it before the session begins.
   void move_inputs();
-  // Throws whatever compiled code does.
+  // Throws whatever compiled code throws.
   void run(void* stream);
 
-  // What a CUDA graph is captured with, by a number of the caller's: memory for inputs like those that were moved, which
-  // the graph reads, and the outputs, which it writes.
+  // What a CUDA graph is captured with, under a number of the caller's: memory for inputs like those that were moved,
+  // which the graph reads, and the outputs, which it writes.
   void make_pass(int64_t number);
   void run_pass(int64_t number, void* stream);
-  // Before a launch: the inputs that were taken go into its memory. After it: its outputs are those of this run.
+  // Before a launch, fill_pass() copies the taken inputs in. After it, show_pass() makes its outputs those of the run.
   void fill_pass(int64_t number);
   void show_pass(int64_t number);
   void drop_pass(int64_t number);
@@ -61,9 +61,9 @@ class CompiledCode {
   size_t output_count() const;
   std::vector<int64_t> output_sizes(size_t index) const;
   int64_t output_scalar_type(size_t index) const;
-  // All of them, through `transfers`; they are there when this returns.
+  // Copies all outputs through `transfers`; they have arrived when this returns.
   void copy_outputs(const std::vector<TensorView>& to, TransferMemory& transfers);
-  // Also after a failed run.
+  // Call it after a failed run, too.
   void forget();
 
  private:

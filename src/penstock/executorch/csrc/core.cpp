@@ -12,7 +12,7 @@
 namespace penstock_executorch {
 namespace {
 
-// Where the environment says; else beside the package's folder of this library; else where it was when this was built.
+// Where the environment says; else above this library's folder; else where the core was when this was built.
 std::string library_path() {
   if (const char* named = std::getenv("PENSTOCK_CORE_LIBRARY")) return named;
   Dl_info self;

@@ -1,5 +1,5 @@
-// The native core, libpenstock.so, by its C interface: the same session that the .pt2 path runs on. It is found at run
-// time, so that a process which has loaded a core already uses that one.
+// The native core, libpenstock.so, through its C interface: the same session that the .pt2 path runs on. It is found at
+// run time, so a process that has already loaded a core uses that one.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace penstock_executorch {
 
-// What of penstock_core.h is asked of it, without the "penstock_".
+// The functions of penstock_core.h that are used here, without the "penstock_".
 #define PENSTOCK_CORE_FUNCTIONS(each)                                                                                   \
   each(failure) each(failure_text) each(checksum) each(load_torch) each(soft_create) each(soft_error) each(cuda_create) \
   each(driver_destroy) each(driver_granularity) each(driver_memory) each(check_build) each(budget_origin)               \
@@ -34,11 +34,11 @@ const Core& core();
 // "1.5 GiB" where that is exact, "2.07 GiB (2218786816 bytes)" where it is not.
 inline std::string format_bytes(int64_t bytes) { return core().format_bytes(bytes); }
 
-// Of a run that has begun and failed with `error`: gives it up, and throws what the core itself has against it, which
-// generated code reduces to a generic failure; else LoadError(code).
+// Gives up a run that has begun and failed with `error`. Throws the core's own failure, which generated code reduces to
+// a generic one; if the core has none, LoadError(code).
 [[noreturn]] void give_run_up(void* session, const std::string& method, const std::exception& error);
 
-// What the core's last failed call on this thread said, as a LoadError(core); throws it.
+// Throws what the core's last failed call on this thread said, as a LoadError(core).
 [[noreturn]] void throw_core_failure();
 
 }  // namespace penstock_executorch

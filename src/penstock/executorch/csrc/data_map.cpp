@@ -21,7 +21,7 @@ using executorch::runtime::NamedDataMap;
 
 void check_layout(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
   std::string found = std::to_string(bytes) + " bytes";
-  // A packed entry has no layout, which ExecuTorch's reader does not expect: it would crash.
+  // A packed entry has no layout. ExecuTorch's reader does not expect that, and would crash if asked for it.
   if ((int64_t)bytes == weight.bytes) {
     auto layout = data.get_tensor_layout(name);
     if (!layout.ok()) {
@@ -57,8 +57,8 @@ void place_packed(WeightsPlace& place, const Payload& payload, const std::vector
   }
 }
 
-// A file that was packed for this program has plans for its packed weights. Another one has none: then those of the program
-// will do.
+// A file that was packed for this program has plans for its packed weights. Any other has none, and the program's own
+// plans will do.
 void place_plans(WeightsPlace& place, const Payload& payload, const NamedDataMap& data) {
   if (place.packed.weights.empty()) return;
   auto found = data.get_data(packed_plans_key(payload));
@@ -87,7 +87,7 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
       else check_layout(data, name, weight, found->size());
       held.push_back(std::move(*found));
       is_there = true;
-      // Before the others are read: in ExecuTorch's default mode that is a copy of the whole file in main memory.
+      // Before the others are read: in ExecuTorch's default mode, reading copies the whole file into main memory.
       if (weight.bytes && !is_mapped) {
         Mappings().place(held.back().data(), "weight '" + weight.name + "'");
         is_mapped = true;

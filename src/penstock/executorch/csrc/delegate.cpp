@@ -40,7 +40,7 @@ using executorch::runtime::NamedDataMap;
 using executorch::runtime::Result;
 using executorch::runtime::Span;
 
-// The whole text: ET_LOG cuts at 256 characters.
+// Logs the whole text: ET_LOG cuts at 256 characters.
 void log_line(et_pal_log_level_t level, const std::string& text) {
   std::string line = "penstock: " + text;
   executorch::runtime::pal_emit_log_message(executorch::runtime::pal_current_ticks(), level, "delegate.cpp", "penstock",
@@ -98,14 +98,14 @@ struct Delegate {
   Sessions::PlaceRef session;
   std::unique_ptr<TransferMemory> transfers;
   std::unique_ptr<CompiledCode> code;
-  // Null where runs are no CUDA graphs.
+  // Null if runs are not CUDA graphs.
   std::shared_ptr<GraphMemory> graph_memory;
   std::unique_ptr<Replays> replays;
 };
 
 // ------------------------------------------------------------------------------------------------------------ loading
 
-// With the GPU that it is to run on, where that is known.
+// `gpu`: the GPU that it is to run on, if that is known.
 void check_build(const Payload& payload, const Gpu* gpu, int32_t index) {
   struct utsname machine;
   uname(&machine);
@@ -125,7 +125,7 @@ void check_program(const Payload& payload) {
   if (payload.device == "cpu") check_blas();
 }
 
-// As runtime/options.py refuses them, in the same words.
+// Refuses what runtime/options.py refuses, with the same messages.
 void check_graphs(const Payload& payload, const SessionRequest& request) {
   const std::string option = "weight_offload_cuda_graph does not go with ";
   if (!request.cuda_graph) return;
@@ -134,7 +134,7 @@ void check_graphs(const Payload& payload, const SessionRequest& request) {
   if (request.host_cap_bytes)
     throw LoadError(Failure::capture, option + "a cap on host memory: the host fills buffers while it runs, and a graph "
                                                "runs without it");
-  // Refuses where this library was built without, before anything is made.
+  // Throws if this library was built without graphs, before anything is made.
   GraphMemory(0);
 }
 
@@ -145,7 +145,7 @@ void check_delegate(const Payload& payload, const std::string& name) {
                                   joined(payload.methods, [](const MethodFacts& method) { return method.name; }));
 }
 
-// The GPU to run on, after a look whether it can.
+// The GPU to run on, after checking that the program can run there.
 int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
   if (payload.device != "cuda") {
     if (request.device_index)
@@ -159,7 +159,7 @@ int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
   return index;
 }
 
-// What a state starts with, where the data files have it: they have the last word.
+// The initial value of a state, if the data files have one: they take precedence.
 std::vector<char> first_value(const NamedDataMap& data, const StateFacts& state) {
   auto found = data.get_data(state.name);
   if (!found.ok()) {
@@ -206,7 +206,7 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   } else {
     int32_t index = device_index_of(payload, request);
     WeightsPlace weights = locate_weights(*data, payload);
-    // Before the budget is chosen: what is then free is free of state.
+    // State comes before the budget is chosen, so that memory counted as free no longer includes it.
     if (has_state)
       delegate->state = states().take(
           {payload.program, weights.device, weights.inode, request.group, index}, delegate_ref.number, 0, [&] {
@@ -277,7 +277,7 @@ void compute(Delegate& delegate, void* stream) {
   if (core().session_end(session)) throw_core_failure();
 }
 
-// What the run has computed, into the memory behind its inputs.
+// Copies the run's outputs into the arguments that follow its inputs.
 void return_outputs(Delegate& delegate, Span<EValue*> args) {
   const size_t inputs = delegate.method.inputs.size();
   const size_t outputs = (size_t)delegate.method.outputs;
@@ -337,7 +337,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   delegate.code->take_inputs(views, strides, *delegate.transfers);
   try {
     void* stream = current_stream(delegate.device, session.device_index());
-    // What is traced is told apart into steps, and a graph is one piece.
+    // A trace tells steps apart, and a graph is one piece.
     Replays* replays = session.is_tracing() ? nullptr : delegate.replays.get();
     Shapes shapes;
     for (const TensorView& view : views) shapes.push_back(view.sizes);
@@ -345,7 +345,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
       compute(delegate, stream);
       if (replays) replays->capture(shapes);
     }
-    // What this waits for may fail as well, and then nobody knows how far the run came.
+    // The work that this waits for may fail as well, and then nobody knows how far the run came.
     return_outputs(delegate, args);
   } catch (const std::exception& error) {
     if (state) state->mark_invalid(delegate.method.name, error.what());
@@ -389,5 +389,5 @@ const Error registered = executorch::runtime::register_backend({kBackendName, &b
 }  // namespace
 }  // namespace penstock_executorch
 
-// Whether ExecuTorch's runtime took the backend: 0 if so.
+// 0 if ExecuTorch's runtime took the backend.
 extern "C" int32_t penstock_executorch_registered() { return (int32_t)penstock_executorch::registered; }

@@ -12,7 +12,7 @@ namespace {
 
 using penstock::RecordReader;
 
-// What no machine has: sums of so few never overflow.
+// More bytes than any machine has, and so few that sums of such amounts never overflow.
 constexpr int64_t kMostBytes = (int64_t{1} << 56) + 1;
 constexpr int64_t kMostPageBytes = (int64_t{1} << 30) + 1;
 
@@ -39,7 +39,7 @@ WeightFacts read_weight(RecordReader& in) {
   return weight;
 }
 
-// Compiled code takes its layout for granted.
+// Checks the layout, which compiled code takes for granted.
 StateFacts read_state(RecordReader& in) {
   StateFacts state{in.text(), in.next(0, INT8_MAX), sizes(in), sizes(in), amount(in), in.next(0, 2) != 0};
   std::vector<int64_t> dims = state.dim_order;

@@ -56,14 +56,14 @@ struct CaptureStream {
   explicit CaptureStream(c10::Stream stream) : stream(stream), launched(c10::kCUDA) {}
   c10::Stream stream;
   std::mutex alone;
-  // From the wait for `launched` to its record: another thread's launch between the two would wait for nobody.
+  // Held from the wait for `launched` to its record: a launch of another thread in between would wait for nobody.
   std::mutex launching;
-  // After the last launch.
+  // Recorded after the last launch.
   c10::Event launched;
 };
 
-// One for each device, for good: torch keeps a workspace for each stream that products ran on, 32 MiB on a large GPU, as
-// long as the process lives.
+// One for each device, forever: torch keeps a workspace for each stream that products ran on, 32 MiB on a large GPU,
+// until the process ends.
 CaptureStream& capture_stream(int32_t device_index) {
   static std::mutex lock;
   static auto* made = new std::map<int32_t, CaptureStream>;

@@ -16,7 +16,7 @@ int64_t read(const char* at) {
   return (int64_t)number;
 }
 
-// ExecuTorch's numbers of scalar types, by number; the record has been checked to name one of these.
+// Integer types, by ExecuTorch's number of the scalar type; the record was checked to name one of these.
 struct WholeNumbers {
   int64_t bytes;
   int64_t (*read)(const char*);
@@ -24,7 +24,7 @@ struct WholeNumbers {
 constexpr WholeNumbers kWholeNumbers[kWholeNumberTypes] = {
     {1, read<uint8_t>}, {1, read<int8_t>}, {2, read<int16_t>}, {4, read<int32_t>}, {8, read<int64_t>}};
 
-// As Python's slices find their ends.
+// Ends of slices as Python computes them.
 int64_t end_of_slice(int64_t end, int64_t size) { return std::clamp<int64_t>(end < 0 ? end + size : end, 0, size); }
 
 std::string message(const InputFacts& facts, const IndexFacts& index, const std::vector<int64_t>& place, int64_t number) {
@@ -56,7 +56,7 @@ void check(const InputFacts& facts, const IndexFacts& index, const TensorView& v
     if (number < index.low || number >= index.high) throw LoadError(Kind::input, message(facts, index, place, number));
     size_t d = dims;
     while (d-- > 0) {
-      // A step may be as large as a number can be.
+      // Without a sum, which could overflow: a step may be as large as a number can be.
       if (step[d] < end[d] - place[d]) {
         place[d] += step[d];
         break;

@@ -1,4 +1,4 @@
-// Numbers with which a program indexes its tables and caches, checked before anything of it runs.
+// Checks the values with which a program indexes its tables and caches, before anything of it runs.
 #pragma once
 
 #include "code.h"
@@ -6,7 +6,7 @@
 
 namespace penstock_executorch {
 
-// The memory of the view is the host's. Throws LoadError(input), in the words of runtime/index_check.py.
+// The view must be of host memory. Throws LoadError(input), with the messages of runtime/index_check.py.
 void check_indices(const InputFacts& facts, const TensorView& view);
 
 }  // namespace penstock_executorch

@@ -1,5 +1,5 @@
-// Why something is refused. Every failure inside the delegate is one of these until it reaches ExecuTorch, which knows
-// numbers only; the text is then in its log, and is kept for the thread.
+// Why something is refused. Every failure inside the delegate is a LoadError until it reaches ExecuTorch, which knows
+// only numbers. The text then goes to ExecuTorch's log, and is kept for the thread.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace penstock_executorch {
 
-// src/penstock/executorch/failures.py gives each the exception class that the .pt2 path raises.
+// src/penstock/executorch/failures.py maps each to the exception class that the .pt2 path raises.
 enum class Kind : int32_t {
   none = 0,
   package = 1,         // the .pte is damaged, or of another format
@@ -25,9 +25,9 @@ enum class Kind : int32_t {
   input = 9,
   core = 10,           // of the native session: its own number says more
   code = 11,           // inside the compiled code
-  host = 12,           // a file could not be written, or a library not be found
+  host = 12,           // a file could not be written, or a library not found
   device = 13,         // there is no such device
-  state = 14,          // half written by a run that failed, or not to be found
+  state = 14,          // half written by a failed run, or not found
   busy = 15,           // a run is under way
   activations = 16,    // a method found no device memory for what it computes
 };
@@ -37,7 +37,7 @@ using penstock::Failure;
 struct LoadError : std::runtime_error {
   LoadError(Kind kind, const std::string& text, int64_t detail = 0)
       : std::runtime_error(text), kind(kind), detail(detail) {}
-  // As the core counts its own.
+  // With the core's own number.
   LoadError(Failure failure, const std::string& text) : LoadError(Kind::core, text, (int64_t)failure) {}
   bool is(Failure failure) const { return kind == Kind::core && detail == (int64_t)failure; }
   Kind kind;
@@ -51,7 +51,7 @@ struct LastRefusal {
   std::string text;
 };
 LastRefusal& last_refusal();
-// The exception that is being handled becomes the last refusal: none may pass through ExecuTorch or C.
+// Makes the exception that is being handled the last refusal: none may pass through ExecuTorch or C.
 const LastRefusal& keep_refusal();
 
 // first, second

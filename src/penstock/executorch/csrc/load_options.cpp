@@ -1,4 +1,4 @@
-// Reads the options of a load, and refuses what there is not.
+// Reads the options of a load, and refuses unknown ones.
 #include "load_options.h"
 
 #include <cstring>
@@ -20,7 +20,7 @@ const std::string* as_text(const BackendOption& option, std::string& storage) {
   auto* found = std::get_if<std::array<char, executorch::runtime::kMaxOptionValueLength>>(&option.value);
   if (!found) return nullptr;
   storage = std::string(found->data(), strnlen(found->data(), found->size()));
-  // Longer ones were cut without a word on their way here.
+  // Longer values were silently cut on their way here.
   if (storage.size() + 1 >= found->size())
     throw LoadError(Kind::option, std::string("option ") + option.key + " has a value of 255 characters or more");
   return &storage;

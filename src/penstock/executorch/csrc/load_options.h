@@ -1,4 +1,4 @@
-// What a caller of ExecuTorch's Module says at load.
+// The options that a caller of ExecuTorch's Module gives at load.
 #pragma once
 
 #include <executorch/runtime/backend/interface.h>
@@ -11,13 +11,13 @@ constexpr const char* kBackendName = "PenstockBackend";
 
 constexpr const char* kBudgetMbOption = "weight_offload_budget_mb";
 
-// Null where the value is no string.
+// Null if the value is no string.
 const std::string* as_text(const executorch::runtime::BackendOption& option, std::string& storage);
 
-// Of an option that is a budget, in MiB or in bytes; throws LoadError(budget).
+// Reads an option that is a budget, in MiB or in bytes; throws LoadError(budget).
 BudgetRequest read_budget(const executorch::runtime::BackendOption& option, const std::string& key);
 
-// Throws LoadError(option) or LoadError(budget), also for an option that there is not.
+// Throws LoadError(option) or LoadError(budget), also for an unknown option.
 SessionRequest read_options(const executorch::runtime::BackendInitContext& context);
 
 }  // namespace penstock_executorch

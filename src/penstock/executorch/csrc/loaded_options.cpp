@@ -50,7 +50,7 @@ std::map<std::string, int64_t> figures(ProgramSession& session) {
       {"weight_offload_runs", counted.totals.runs},
       {"weight_offload_replays", counted.totals.replays},
   };
-  // Those that mean something for a plan.
+  // The counters that mean something for a plan.
   using Counters = PenstockCounters;
   const std::map<std::string, int64_t Counters::*> counters{
       {"bytes_streamed", &Counters::bytes_streamed}, {"bytes_hit", &Counters::bytes_hit},

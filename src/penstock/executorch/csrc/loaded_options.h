@@ -1,4 +1,4 @@
-// What a caller of ExecuTorch's set_option and get_option says of a program that is loaded.
+// What a caller sets and gets with ExecuTorch's set_option and get_option on a loaded program.
 #pragma once
 
 #include <executorch/runtime/backend/interface.h>
@@ -8,8 +8,8 @@
 
 namespace penstock_executorch {
 
-// A budget, of the sessions of one group. Throws LoadError(option), LoadError(budget), LoadError(below_floor) or
-// LoadError(busy); nothing has changed then. Returns what there is to say of it, a line each.
+// Sets a budget for the sessions of one group. Throws LoadError(option), LoadError(budget), LoadError(below_floor) or
+// LoadError(busy), and then has changed nothing. Returns what to say about it, one line each.
 std::vector<std::string> set_loaded_options(const executorch::runtime::Span<executorch::runtime::BackendOption>& options);
 
 // Fills in what was counted, as decimal numbers. Throws LoadError(option).

@@ -17,7 +17,7 @@ bool is_there(const std::string& path, uint64_t inode) {
   return stat(path.c_str(), &status) == 0 && (uint64_t)status.st_ino == inode;
 }
 
-// The kernel writes a newline in a path as \012. A backslash it leaves alone, so the same text may stand for itself.
+// The kernel writes a newline in a path as \012. It leaves backslashes alone, so the same text may also be literal.
 std::string plain(const std::string& path) {
   std::string out;
   for (size_t at = 0; at < path.size(); ++at) {

@@ -1,4 +1,4 @@
-// From an address inside a mapped file back to the file. ExecuTorch hands out addresses; copies need the file itself.
+// Leads from an address in a mapped file back to the file. ExecuTorch hands out addresses; copies need the file itself.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class Mappings {
   Mappings();
   // Throws LoadError(weights_file) where no file lies behind the address; `what` is for the message.
   FilePlace place(const void* address, const std::string& what) const;
-  // Of the file behind the address, without its folders; `otherwise` where there is none.
+  // Name of the file behind the address, without its folders; `otherwise` if there is none.
   std::string file_name(const void* address, const std::string& otherwise) const;
 
  private:

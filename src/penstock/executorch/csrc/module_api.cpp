@@ -1,5 +1,5 @@
-// ExecuTorch's C++ Module over a C interface, for Python: unlike its own Python bindings, it takes options at load.
-// Functions give ExecuTorch's error number; penstock_executorch_kind, _detail and _text then tell what we have to say.
+// ExecuTorch's C++ Module over a C interface, for Python: unlike ExecuTorch's own Python bindings, it takes options at
+// load. Functions return ExecuTorch's error number; penstock_executorch_kind, _detail and _text then say more.
 #include <executorch/extension/module/module.h>
 #include <executorch/extension/tensor/tensor.h>
 
@@ -42,7 +42,7 @@ struct Value {
   double number;
 };
 
-// Methods that are loaded, for the state inside them.
+// Gives access to loaded methods, for the state inside them.
 class OpenModule : public Module {
  public:
   using Module::Module;
@@ -99,7 +99,7 @@ EValue value_of(const Value& value, std::vector<TensorPtr>& tensors) {
   }
 }
 
-// The core's records are so many numbers each.
+// Each of the core's records is a fixed count of numbers.
 template <typename Record>
 void show_records(const std::vector<int64_t>& numbers, void (*visit)(const Record*, void*), void* context) {
   constexpr size_t kNumbers = sizeof(Record) / sizeof(int64_t);
@@ -149,8 +149,8 @@ int32_t penstock_executorch_kind() { return (int32_t)last_refusal().kind; }
 int64_t penstock_executorch_detail() { return last_refusal().detail; }
 const char* penstock_executorch_text() { return last_refusal().text.c_str(); }
 
-// `budget` is a decimal number, "auto", or null. Methods are loaded one by one: until then nothing is refused but the
-// file itself.
+// `budget` is a decimal number, "auto", or null. Methods are loaded one by one later: until then only the file itself
+// can be refused.
 int32_t penstock_executorch_open(const char* program, const char* const* data_files, int64_t data_count,
                                  const char* budget, const char* group, void** out) {
   return to_status([&] {
@@ -161,7 +161,7 @@ int32_t penstock_executorch_open(const char* program, const char* const* data_fi
                                                   Module::LoadMode::Mmap, nullptr, nullptr, nullptr, true);
     std::vector<BackendOption> options{text_option("weight_offload_group", group)};
     if (budget) options.push_back(text_option("weight_offload_budget", budget));
-    // Python says it in its own words, or is asked not to.
+    // Python logs it in its own words, or is asked not to.
     BackendOption quiet;
     std::strncpy(quiet.key, "weight_offload_quiet", sizeof quiet.key - 1);
     quiet.value = true;
@@ -190,7 +190,7 @@ int32_t penstock_executorch_load_method(void* handle, const char* method) {
   return to_status([&] { return module_of(handle).load_method(method); });
 }
 
-// Outputs are shown one by one; they are ExecuTorch's until the next call.
+// Shows outputs one by one; they belong to ExecuTorch, until the next call.
 int32_t penstock_executorch_execute(void* handle, const char* method, const Value* inputs, int64_t input_count,
                                     void (*visit)(const Value*)) {
   return to_status([&] {
@@ -204,7 +204,7 @@ int32_t penstock_executorch_execute(void* handle, const char* method, const Valu
   });
 }
 
-// The mutable buffers of a method by name, where the program has their names.
+// Shows the names of a method's mutable buffers, if the program has them.
 int32_t penstock_executorch_states(void* handle, const char* method, void (*visit)(const char*)) {
   return to_status([&] {
     auto meta = module_of(handle).method_meta(method);
@@ -218,7 +218,7 @@ int32_t penstock_executorch_states(void* handle, const char* method, void (*visi
   });
 }
 
-// The memory itself, for as long as the method is loaded.
+// Shows the memory itself, valid as long as the method is loaded.
 int32_t penstock_executorch_state(void* handle, const char* method, const char* name, void (*visit)(const Value*)) {
   return to_status([&] {
     auto tensor = module_of(handle).loaded(method).get_attribute(name);
@@ -228,7 +228,7 @@ int32_t penstock_executorch_state(void* handle, const char* method, const char* 
   });
 }
 
-// Each program of ours in the file: its description, and its code, a .pt2. No method need be loaded.
+// Shows each program of ours in the file: its description, and its code, a .pt2. No method needs to be loaded.
 int32_t penstock_executorch_payloads(void* handle, void (*visit)(const char*, int64_t, const char*, int64_t)) {
   return to_status([&] {
     auto data = module_of(handle).program()->get_named_data_map();
@@ -249,7 +249,7 @@ int32_t penstock_executorch_payloads(void* handle, void (*visit)(const char*, in
   });
 }
 
-// Delegates of the group, by number, are to use this session of the core, which counts them from 0 and outlives them.
+// Makes delegates of the group, by number, use this session of the core. It counts them from 0 and outlives them.
 int32_t penstock_executorch_lend(const char* group, void* session, int32_t device_index, const int64_t* delegates,
                                  int64_t count) {
   return to_status([&] {
@@ -258,7 +258,7 @@ int32_t penstock_executorch_lend(const char* group, void* session, int32_t devic
     return Error::Ok;
   });
 }
-// The states of the program, in its order, in memory of the caller's, for all delegates of the group.
+// Lends the program's states, in its order and in the caller's memory, to all delegates of the group.
 int32_t penstock_executorch_lend_states(const char* group, const char* device, int32_t device_index,
                                         const Value* states, int64_t count) {
   return to_status([&] {
@@ -321,7 +321,7 @@ int32_t penstock_executorch_stop_trace(const char* group, const char* delegate,
   });
 }
 
-// The core's session of a group that borrows none, and eight numbers about it; null where there is none.
+// The core's session of a group that borrows none, and eight numbers about it; null if there is none.
 void* penstock_executorch_session(const char* group, int64_t* facts) {
   auto found = penstock_executorch::sessions().find(group);
   if (found.empty()) return nullptr;

@@ -1,4 +1,4 @@
-// Reads headers and tables of packed weights, and refuses what does not hold together.
+// Reads headers and tables of packed weights, and refuses inconsistent ones.
 #include "packed_entry.h"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct PackedDtype {
   uint16_t kind;
   uint16_t version;
 };
-// A dtype is in it as often as there are kinds of it.
+// A dtype is listed once for each of its kinds.
 constexpr PackedDtype kDtypes[] = {{15, 6, 3}, {15, 1, 1}, {6, 2, 1},  {5, 3, 2},
                                    {24, 4, 2}, {26, 4, 2}, {23, 5, 2}, {25, 5, 2}};
 

@@ -1,4 +1,4 @@
-// Weights that are packed in the data file, as docs/format.md has them: their headers and tables, checked.
+// Reads and checks the headers and tables of weights that are packed in the data file, as in docs/format.md.
 #pragma once
 
 #include <cstddef>
@@ -10,20 +10,20 @@
 
 namespace penstock_executorch {
 
-// The blocks of one packed weight. Whether each can have its size, the core checks.
+// The blocks of one packed weight. The core checks whether each can have its size.
 struct PackedEntry {
   int64_t kind;
   // From the beginning of the entry to the first block.
   int64_t data_offset_bytes;
-  // Of the blocks, from there on; and the end of the last.
+  // Where each block begins, counted from there, and where the last ends.
   std::vector<int64_t> begins_bytes;
 };
 
-// By its bytes, as an entry has no other mark that ExecuTorch tells: it begins with a header, and is not as long as the
-// weight is, which ours never are.
+// Told by its bytes, because ExecuTorch shows no other mark of an entry: it begins with a header, and its length
+// differs from the weight's, as ours always do.
 bool is_packed_entry(const WeightFacts& weight, const void* data, size_t bytes);
 
-// Throws LoadError(weight_mismatch) where it is one of another tensor, and LoadError(weights_file) where it is damaged.
+// Throws LoadError(weight_mismatch) if it is for another tensor, and LoadError(weights_file) if it is damaged.
 PackedEntry read_packed_entry(const std::string& name, const WeightFacts& weight, const void* data, size_t bytes);
 
 }  // namespace penstock_executorch

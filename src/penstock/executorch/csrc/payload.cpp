@@ -1,4 +1,4 @@
-// Reads tickets and payloads, and checks their sums.
+// Reads delegate refs and payloads, and verifies their checksums.
 #include "payload.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ Header opened(const void* data, size_t bytes, const char* magic, const char* wha
   return header;
 }
 
-// The plans of all tables follow one another. Each is the one that was proved and written here.
+// The plans of all tables follow one another. Checks that each is the one that was proved and written here.
 void find_plans(std::vector<PlanTable>& tables, const char* at, size_t bytes, const char* whose = "the program") {
   const char* end = at + bytes;
   for (PlanTable& table : tables)
@@ -72,7 +72,7 @@ constexpr int64_t kMostSlotsBytes = 24 << 20;
 constexpr int64_t kSlotsPartOfPlan = 32;
 constexpr int64_t kSlotAlignmentBytes = 256;
 
-// At least two that hold a block each: one is filled while the other is decoded.
+// At least two slots that hold a block each: one is filled while the other is decoded.
 Slots slots_of(int64_t wanted_bytes, int64_t page_bytes, int64_t block_bytes) {
   auto whole = [](int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; };
   const int64_t least_bytes = whole(2 * whole(block_bytes, kSlotAlignmentBytes), page_bytes);
@@ -81,14 +81,14 @@ Slots slots_of(int64_t wanted_bytes, int64_t page_bytes, int64_t block_bytes) {
   return {count, total_bytes / count / kSlotAlignmentBytes * kSlotAlignmentBytes, total_bytes};
 }
 
-// The same plans for packed weights: whatever is copied passes through slots. Nothing where one is read in place.
+// The same plans for packed weights: every copy passes through slots. Nothing if a packed weight is read in place.
 std::optional<PlanTable> with_slots(PlanTable table, const Payload& payload, const PackedWeights& packed) {
   for (int64_t weight : table.in_place)
     if (packed.weights.count(weight)) return std::nullopt;
   const Slots least = slots_of(0, payload.page_bytes, packed.largest_block_bytes);
   for (size_t i = 0; i < table.plans.size(); ++i) {
     StoredPlan& plan = table.plans[i];
-    // With everything resident it is decoded once, on the host.
+    // With everything resident, packed weights are decoded once, on the host.
     if (!plan.is_copying) continue;
     // The first is for the floor.
     plan.slots = i == 0 ? least : slots_of(plan.device_bytes / kSlotsPartOfPlan, payload.page_bytes,

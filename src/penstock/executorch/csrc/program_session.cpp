@@ -1,4 +1,4 @@
-// Makes a session of the core, for all delegates of a loading or for one alone.
+// Makes a session of the core, for all delegates of a load or for one alone.
 #include "program_session.h"
 
 #include <cstdlib>
@@ -45,7 +45,7 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
   opened.extents = reinterpret_cast<const int64_t*>(weights.spans.data());
   opened.extent_count = (int64_t)weights.spans.size();
   opened.host_cap_bytes = is_staged ? request.host_cap_bytes : -1;
-  // The soft driver's device memory is host memory, too; and runs are given and return what passes through some.
+  // Device memory of the soft driver is host memory, too. Inputs and outputs of runs pass through some more.
   opened.extra_host_bytes = on_gpu ? 0 : budget.budget_bytes;
   for (int64_t method : table.methods) opened.extra_host_bytes += payload.methods[(size_t)method].transfer_bytes;
   opened.packed = weights.packed.numbers.data();
@@ -65,7 +65,7 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
   news_ = lines_about(facts_);
 }
 
-// Never destroyed: delegates may go after static objects do.
+// Never destroyed: delegates may outlive static objects.
 Sessions& sessions() {
   static Sessions* made = new Sessions;
   return *made;

@@ -30,24 +30,24 @@ struct WeightsPlace {
     int64_t begin_bytes;
     int64_t bytes;
   };
-  // In the order of Description::weights, by which plans number them: what of the file each has.
+  // What each weight has of the file, in the order of Description::weights, by which plans number them.
   std::vector<Span> spans;
   PackedWeights packed;
 };
 
 struct SessionRequest {
   BudgetRequest budget;
-  // By delegate: one that is named here gets a session of its own.
+  // By delegate: each one named here gets a session of its own.
   std::map<std::string, BudgetRequest> own_budgets;
-  // Programs that are loaded twice are told apart by this, where the caller says it.
+  // Tells programs that are loaded twice apart, if the caller sets it.
   std::string group;
-  // Of a GPU; torch's current one if nothing is said.
+  // Of a GPU; torch's current one by default.
   std::optional<int32_t> device_index;
   // The most host memory to stage weights through; 0: the file is held in memory, registered with the device.
   int64_t host_cap_bytes = 0;
   // Runs are captured, and replayed as CUDA graphs.
   bool cuda_graph = false;
-  // No line in the log about what was loaded.
+  // Logs nothing about what was loaded.
   bool quiet = false;
 };
 
@@ -68,7 +68,7 @@ struct SessionCounters {
   PenstockCounters totals;
   int64_t device_bytes;
   int64_t peak_device_bytes;
-  // Of copies as the plan makes them, timed when it was installed; 0 where it makes none.
+  // Of copies as the plan makes them, timed when it was installed; 0 if it makes none.
   int64_t link_bytes_per_s;
 };
 
@@ -82,10 +82,10 @@ using PlanMemory = std::map<const void*, std::function<void()>>;
 
 class ProgramSession {
  public:
-  // Makes the core's session for the delegates of a plan table; alone, for the only one.
+  // Makes the core's session for the delegates of a plan table. `alone`: for one delegate with a budget of its own.
   ProgramSession(const Payload& payload, const PlanTable& table, const BudgetRequest& budget,
                  const WeightsPlace& weights, const SessionRequest& request, int32_t device_index, bool alone);
-  // Uses one that somebody else made, and keeps.
+  // Uses a session that somebody else made and owns.
   ProgramSession(void* session, int32_t device_index) : device_index_(device_index), session_(session, keep) {}
   ProgramSession(const ProgramSession&) = delete;
   ProgramSession& operator=(const ProgramSession&) = delete;
@@ -93,25 +93,25 @@ class ProgramSession {
   void* handle() const { return session_.get(); }
   int32_t device_index() const { return device_index_; }
   SessionFacts facts() const;
-  // What it was set up to do, a line each, the first of them in Python's words: once after it was made and after each
-  // change of its budget. Nothing where nobody wants to know.
+  // What it was set up to do, a line each, the first in Python's words: once after it was made, and once after each
+  // change of its budget. Nothing if it is quiet.
   std::vector<std::string> take_news();
-  // The largest plan that the budget allows takes the place of the present one. Throws LoadError(busy) during a run, or
-  // LoadError(below_floor), or what the core says; then the budget stays what it was.
+  // Installs the largest plan that the budget allows in place of the present one. Throws LoadError(busy) during a run,
+  // or LoadError(below_floor), or what the core says; the budget then stays what it was.
   void set_budget(const BudgetRequest& asked);
-  // Waits for a run.
+  // Waits for a run to end.
   SessionCounters counters();
-  // Copies as they were timed when the plan was installed, three numbers each: how many one after the other, their bytes
-  // together, nanoseconds. First as the plan makes them, then some of each size.
+  // Copies timed when the plan was installed, three numbers each: how many one after the other, their total bytes,
+  // nanoseconds. First as the plan makes them, then some of each size.
   std::vector<int64_t> link();
-  // From here on until it is stopped, runs are recorded: seven numbers a span, as SpanRecord of the core has them. Between
-  // runs; throw LoadError(busy) during one, and where nothing was started.
+  // Records runs until it is stopped: seven numbers a span, as SpanRecord of the core has them. Call both between runs:
+  // they throw LoadError(busy) during one. Stopping throws if nothing was started.
   void start_trace();
   std::vector<int64_t> stop_trace();
   bool is_tracing() const { return is_tracing_; }
-  // Held by a run, one at a time because delegates of one program share the ring; and by whatever else uses the session.
+  // Held by a run, one at a time because delegates of one program share the ring, and by any other use of the session.
   std::mutex& running() { return running_; }
-  // A run, as long as it lives.
+  // Marks a run for as long as it lives.
   class Run {
    public:
     explicit Run(ProgramSession& session) : alone_(session.running_), is_running_(session.is_running_) { is_running_ = true; }
@@ -121,9 +121,9 @@ class ProgramSession {
     std::lock_guard<std::mutex> alone_;
     std::atomic<bool>& is_running_;
   };
-  // Given up before another plan is installed, and with nothing at work. Under running().
+  // Given up before another plan is installed, while nothing is at work. Use it under running().
   PlanMemory& plan_memory() { return plan_memory_; }
-  // The delegate whose session this is alone; empty where delegates share it.
+  // The only delegate that uses this session; empty if delegates share it.
   const std::string& own_delegate() const { return own_delegate_; }
 
  private:
@@ -134,16 +134,16 @@ class ProgramSession {
   Owned session_{nullptr, keep};
   std::string own_delegate_;
   std::vector<ReadyPlan> plans_;
-  // False where the core refused it.
+  // False if the core refused it.
   bool installs(size_t plan);
-  // After an install.
+  // Call it after an install.
   std::vector<std::string> lines_about(const SessionFacts& facts);
   std::unique_lock<std::mutex> between_runs(const std::string& what);
   std::atomic<bool> is_tracing_{false};
   std::atomic<bool> is_running_{false};
   PlanMemory plan_memory_;
   BudgetTerms budget_terms_{};
-  // False where neither a new plan nor the one before it could be had.
+  // False if neither a new plan nor the one before it could be installed.
   bool has_plan_ = true;
   mutable std::mutex facts_lock_;
   SessionFacts facts_{};
@@ -162,12 +162,12 @@ class ProgramSession {
 using Sessions = Sharing<SessionKey, ProgramSession>;
 Sessions& sessions();
 
-// The session that delegate `method` of the program is to use: one of the same program, file, device, group and budget.
+// The session for delegate `method` of the program: one of the same program, file, device, group and budget.
 Sessions::PlaceRef take_session(const Payload& payload, int64_t method, const WeightsPlace& weights,
                                 const SessionRequest& request, int32_t device_index);
 
-// The only one that the delegates share, or that a delegate has alone; throws LoadError(option) where there is none, or
-// more than one.
+// The only session that the delegates share, or that a delegate has alone. Throws LoadError(option) if there is none,
+// or more than one.
 std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate);
 
 }  // namespace penstock_executorch

@@ -1,4 +1,4 @@
-// Captures a delegate's runs, replays them, and gives up what was used least.
+// Captures a delegate's runs, replays them, and gives up the least recently used.
 #include "replays.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ Replays::~Replays() {
   // Another delegate may be running, or capturing, in another thread.
   std::lock_guard<std::mutex> alone(running_);
   plan_memory_.erase(this);
-  // What a graph computes in may be in use.
+  // The memory that a graph computes in may be in use.
   if (!passes_.empty()) core().session_drain(session_);
   for (const Pass& pass : passes_) core().session_drop_capture(session_, pass.graph);
   forget();
@@ -59,7 +59,7 @@ bool Replays::replay(const Shapes& shapes, void* stream) {
 
 void Replays::capture(const Shapes& shapes) {
   if (passes_.size() == kRememberedPasses) {
-    // The memory that the one given up computes in may be in use.
+    // The memory that the graph to drop computes in may be in use.
     if (core().session_drain(session_)) throw_core_failure();
     const Pass given_up = std::move(passes_.front());
     passes_.pop_front();
@@ -82,7 +82,7 @@ void Replays::capture(const Shapes& shapes) {
     });
   } catch (const std::exception& error) {
     code_.drop_pass(pass.tensors);
-    // No memory, or a lost device: that is what there is to know.
+    // No memory, or a lost device: report that itself.
     const auto* known = dynamic_cast<const LoadError*>(&error);
     if (known && (known->is(Failure::device_memory) || known->is(Failure::sticky) || known->kind == Kind::activations)) throw;
     throw LoadError(Failure::capture,

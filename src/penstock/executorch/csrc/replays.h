@@ -1,5 +1,5 @@
-// One delegate's runs as CUDA graphs: captured after the first run at each shape of the inputs, replayed from then on. A
-// graph's inputs and outputs have memory of its own, so whatever memory ExecuTorch gives is read and written beside it.
+// One delegate's runs as CUDA graphs: captured after the first run at each shape of the inputs, then replayed. A graph
+// has its own memory for inputs and outputs, so ExecuTorch's memory is read and written outside it, wherever it lies.
 #pragma once
 
 #include <cstdint>
@@ -18,27 +18,27 @@ using Shapes = std::vector<std::vector<int64_t>>;
 
 class Replays {
  public:
-  // All of them outlive it. `session` is the core's, whose users hold `running`; `number`: of the delegate, as it counts.
+  // All of these outlive it. `session` is the core's, whose users hold `running`; `number`: the delegate's in it.
   Replays(void* session, std::mutex& running, PlanMemory& plan_memory, int64_t number, CompiledCode& code,
           GraphMemory& memory, const std::string& method);
   ~Replays();
   Replays(const Replays&) = delete;
   Replays& operator=(const Replays&) = delete;
 
-  // Both under `running`. Replays a run on the inputs that the code has taken, which then has the outputs. False where there
-  // is no graph for these shapes under the present plan. Throws what a run does, and has then given it up.
+  // Call both under `running`. Replays a run on the inputs that the code has taken, which then has the outputs. False
+  // if there is no graph for these shapes under the present plan. Throws what a run throws, after giving it up.
   bool replay(const Shapes& shapes, void* stream);
-  // After a run on the same inputs. Throws LoadError(core) where it cannot be captured.
+  // Call it after a run on the same inputs. Throws LoadError(core) if the run cannot be captured.
   void capture(const Shapes& shapes);
 
  private:
   struct Pass {
     Shapes shapes;
-    // The core's number of the graph, and the code's of its inputs and outputs.
+    // The core's number of the graph, and the code's number of its inputs and outputs.
     int64_t graph;
     int64_t tensors;
   };
-  // Graphs go with the plan whose addresses they hold: the core gives its own up.
+  // Graphs end with the plan whose addresses they hold: the core gives its own up.
   void forget();
 
   void* session_;
@@ -48,7 +48,7 @@ class Replays {
   CompiledCode& code_;
   GraphMemory& memory_;
   std::string method_;
-  // The last that was used first.
+  // Least recently used first.
   std::list<Pass> passes_;
   int64_t next_tensors_ = 0;
 };

@@ -1,4 +1,4 @@
-// What a session that is loaded may be asked and told between runs.
+// What a loaded session can be asked and told between runs.
 #include "code.h"
 #include "core.h"
 #include "load_error.h"
@@ -12,7 +12,7 @@ SessionFacts ProgramSession::facts() const {
 }
 
 bool ProgramSession::installs(size_t plan) {
-  // What is kept for the present plan may be in use.
+  // Memory kept for the present plan may be in use.
   if (!plan_memory_.empty() && core().session_drain(handle())) return false;
   for (const auto& [owner, give_up] : plan_memory_) give_up();
   // Pages for weights come from the driver.
@@ -28,7 +28,7 @@ void ProgramSession::set_budget(const BudgetRequest& asked) {
   const std::unique_lock<std::mutex> idle = between_runs(stays() + "; set another one");
   if (is_tracing_) throw LoadError(Kind::busy, "runs are being traced by the plan that is there: " + stays() +
                                                  "; stop the trace before you set another one");
-  // Only now: another thread may have set a budget while this one waited.
+  // Read only now: another thread may have set a budget while this one waited.
   SessionFacts made = facts();
   int64_t held_bytes = 0, peak_bytes = 0;
   if (core().session_memory(handle(), &held_bytes, &peak_bytes)) throw_core_failure();
@@ -41,7 +41,7 @@ void ProgramSession::set_budget(const BudgetRequest& asked) {
   made.plan = (int64_t)choose_plan(plans_, made.floor_bytes, made.budget_bytes);
   made.plan_bytes = plans_[(size_t)made.plan].device_bytes;
   const bool is_there = has_plan_ && (size_t)made.plan == before;
-  // Until one is known to be there: what gives memory up may throw.
+  // False until a plan is known to be there, because what gives memory up may throw.
   has_plan_ = is_there;
   if (!is_there && !installs((size_t)made.plan)) {
     const auto failure = (Failure)core().failure();
@@ -57,7 +57,7 @@ void ProgramSession::set_budget(const BudgetRequest& asked) {
     std::lock_guard<std::mutex> hold(facts_lock_);
     facts_ = made;
   }
-  // What holds is known, also where it cannot be put into words.
+  // The new facts are set by now, even if the lines about them cannot be made.
   std::vector<std::string> news = lines_about(made);
   std::lock_guard<std::mutex> hold(facts_lock_);
   news_ = std::move(news);
@@ -93,7 +93,7 @@ std::vector<std::string> ProgramSession::take_news() {
 
 std::unique_lock<std::mutex> ProgramSession::between_runs(const std::string& what) {
   if (is_running_) throw LoadError(Kind::busy, "a run is under way: " + what + " between runs");
-  // Whoever else holds this asks, or sets a budget, and waits for no run.
+  // Any other holder only asks, or sets a budget, and waits for no run.
   return std::unique_lock<std::mutex>(running_);
 }
 

@@ -1,5 +1,5 @@
-// What delegates share that are loaded one after the other: a session, or state. Each has a place at it, and it goes with the
-// last of them.
+// What delegates that are loaded one after the other share: a session, or state. Each has a place at it, and it is
+// destroyed with the last place.
 #pragma once
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 
 namespace penstock_executorch {
 
-// By what delegates must have in common: a tuple, the fourth part of which is the group that was named at load.
+// Key: what delegates must have in common. A tuple whose fourth part is the group that was named at load.
 template <typename Key, typename Thing>
 class Sharing {
   struct Shared {
     std::shared_ptr<Thing> thing;
-    // The places that there are, by the delegate's number; none: for every delegate. Of what was lent.
+    // Of what was lent: the delegates that have a place, by number; empty: every delegate.
     std::vector<int64_t> places{};
-    // Delegates that are here.
+    // Delegates that have a place now.
     std::set<int64_t> taken{};
   };
 
@@ -39,7 +39,7 @@ class Sharing {
 
     Thing& operator*() const { return *shared_->thing; }
     Thing* operator->() const { return shared_->thing.get(); }
-    // Of the delegate, as the thing counts.
+    // The delegate's number, as the thing counts.
     int64_t number() const { return number_; }
 
    private:
@@ -52,7 +52,7 @@ class Sharing {
   };
   using PlaceRef = std::unique_ptr<Place>;
 
-  // Joins what other delegates of the same loading made, where the place of delegate `method` is still free; or has it made.
+  // Joins what other delegates of the same load made, if delegate `method` has no place there yet; else has it made.
   template <typename Make>
   PlaceRef take(const Key& key, int64_t method, int64_t number, Make&& make) {
     std::unique_lock<std::mutex> hold(lock_);
@@ -68,7 +68,7 @@ class Sharing {
     return std::make_unique<Place>(*this, std::move(shared), method, number, key);
   }
 
-  // Something that was made outside: delegate `places[i]` of the group is to use it, which counts it as i.
+  // Lends something that was made outside: delegate `places[i]` of the group uses it, and is number i there.
   void lend(const std::string& group, std::shared_ptr<Thing> thing, std::vector<int64_t> places) {
     std::lock_guard<std::mutex> hold(lock_);
     lent_.emplace(group, std::make_shared<Shared>(Shared{std::move(thing), std::move(places)}));
@@ -77,7 +77,7 @@ class Sharing {
     std::lock_guard<std::mutex> hold(lock_);
     lent_.erase(group);
   }
-  // Null where nothing was lent to this delegate of the group.
+  // Null if nothing was lent to this delegate of the group.
   PlaceRef take_lent(const std::string& group, int64_t method) {
     std::lock_guard<std::mutex> hold(lock_);
     auto [begin, end] = lent_.equal_range(group);
@@ -94,11 +94,11 @@ class Sharing {
     return lent_.count(group) != 0;
   }
 
-  // What was made for a group. Whoever gives one of it up waits until it is let go here.
+  // What was made for a group. Whoever gives one up waits until the caller of this lets it go.
   std::vector<std::shared_ptr<Thing>> find(const std::string& group) {
     std::vector<std::shared_ptr<Thing>> found;
     std::lock_guard<std::mutex> hold(lock_);
-    found.reserve(made_.size());  // what was found is not let go under the lock
+    found.reserve(made_.size());  // so that nothing found is let go under the lock
     for (auto& [key, shared] : made_)
       if (std::get<3>(key) == group) found.push_back(asked(shared->thing));
     return found;
@@ -130,7 +130,7 @@ class Sharing {
     busy_with(*place.key_, hold, [&] { give_up(place.shared_->thing); });
   }
 
-  // Nobody finds it any more; whoever has found it still uses what the next one of the same would have.
+  // Nobody finds it any more, but whoever found it before still uses what the next one with this key would have.
   void give_up(std::shared_ptr<Thing>& thing) {
     {
       std::unique_lock<std::mutex> hold(lock_);
@@ -139,8 +139,8 @@ class Sharing {
     thing.reset();
   }
 
-  // What takes as long as reading weights does is done without the lock, and whoever wants one of the same key waits until it
-  // has ended. So no budget is taken twice, and no other program is held up.
+  // Does slow work, such as reading weights, without the lock. Whoever wants one of the same key waits until it has
+  // ended. So no budget is taken twice, and no other program is held up.
   template <typename Work>
   void busy_with(const Key& key, std::unique_lock<std::mutex>& hold, Work&& work) {
     busy_.insert(key);
@@ -161,7 +161,7 @@ class Sharing {
   std::mutex lock_;
   std::multimap<Key, std::shared_ptr<Shared>> made_;
   std::multimap<std::string, std::shared_ptr<Shared>> lent_;
-  // Of what is being made or given up.
+  // Keys of what is being made or given up.
   std::set<Key> busy_;
   std::condition_variable changed_;
 };

@@ -28,7 +28,7 @@ void wait_for(at::Device device) {
   if (!device.is_cpu()) at::detail::getCUDAHooks().deviceSynchronize(device.index());
 }
 
-// As bytes: not every dtype can be filled or copied, but every one can be seen as these.
+// A tensor as bytes: not every dtype can be filled or copied, but every one can be viewed as bytes.
 at::Tensor bytes_of(const at::Tensor& tensor, const std::vector<int64_t>& dim_order) {
   return tensor.permute(dim_order).reshape({-1}).view(at::kByte);
 }
@@ -88,11 +88,11 @@ void StateTable::require_valid() const {
 
 void StateTable::mark_invalid(const std::string& method, const char* failure) noexcept {
   if (is_lent_) return;
-  invalid_ = "a run failed";  // so short that it needs no memory
+  invalid_ = "a run failed";  // short enough to need no allocation
   try {
     invalid_ = "method '" + method + "' failed: " + failure;
   } catch (const std::bad_alloc&) {
-    // Then that has to do.
+    // Then the short text has to do.
   }
 }
 
@@ -144,7 +144,7 @@ void StateTable::reset() {
   invalid_.clear();
 }
 
-// Never destroyed: delegates may go after static objects do.
+// Never destroyed: delegates may outlive static objects.
 States& states() {
   static States* made = new States;
   return *made;

@@ -1,5 +1,5 @@
 // The state of a loaded program: its mutated buffers, by name, one of each for all methods and delegates, on their
-// device. ExecuTorch never sees them. This header knows neither torch nor ExecuTorch, as code.h.
+// device. ExecuTorch never sees them. Like code.h, this header includes neither torch nor ExecuTorch.
 #pragma once
 
 #include <cstdint>
@@ -20,20 +20,20 @@ struct StateTensors;
 
 class StateTable {
  public:
-  // The bytes that a state starts with, in the order of its memory; none: it starts as zeros.
+  // The initial bytes of a state, in memory order; empty: it starts as zeros.
   using FirstValue = std::function<std::vector<char>(const StateFacts&)>;
 
   StateTable(const std::vector<StateFacts>& states, const FirstValue& first, const std::string& device,
              int32_t device_index);
-  // Memory of somebody else, on the device, who also knows whether what is in it is whole.
+  // Device memory of somebody else, who also tracks whether its content is whole.
   StateTable(const std::vector<TensorView>& lent, const std::string& device, int32_t device_index);
   ~StateTable();
   StateTable(const StateTable&) = delete;
   StateTable& operator=(const StateTable&) = delete;
 
-  // Of the program's states, by number.
+  // The program's states, by number.
   const StateTensors& tensors() const { return *tensors_; }
-  // Held by whoever runs a method with state: delegates with sessions of their own share it all the same.
+  // Held by whoever runs a method with state, because delegates with sessions of their own share it, too.
   std::mutex& running() { return running_; }
 
   // Throws LoadError(state) after a failed run, until reset().

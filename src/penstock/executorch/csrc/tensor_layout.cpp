@@ -1,4 +1,4 @@
-// Puts layouts into torch's words: ExecuTorch names dtypes otherwise, and here they are numbers.
+// Puts layouts into torch's words: ExecuTorch has other names for dtypes, and here they are numbers.
 #include "tensor_layout.h"
 
 #include <iterator>

@@ -1,4 +1,4 @@
-// How a tensor lies in memory: what of it the bytes depend on, and in words.
+// How a tensor lies in memory: what its bytes depend on, and a description in words.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace penstock_executorch {
 // The part of a dim order that the bytes depend on: a dimension of size 1 may stand anywhere.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& shape, const std::vector<int64_t>& order);
 
-// "bfloat16[3, 4]", and its dim order where that is not the usual one; as runtime/compatibility.py has it.
+// "bfloat16[3, 4]", and its dim order if that is not the usual one; as runtime/compatibility.py has it.
 std::string layout_text(int64_t scalar_type, const std::vector<int64_t>& shape, const std::vector<int64_t>& order);
 
 }  // namespace penstock_executorch

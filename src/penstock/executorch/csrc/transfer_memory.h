@@ -1,5 +1,5 @@
-// Pinned host memory that the inputs and outputs of one method pass through, on their way between ExecuTorch's memory and
-// the device. One block, made once, of the size that the most they can be takes.
+// Pinned host memory that the inputs and outputs of one method pass through, on their way between ExecuTorch's memory
+// and the device. One block, allocated once, for the largest inputs and outputs.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,15 @@ namespace penstock_executorch {
 
 class TransferMemory {
  public:
-  // Of the device of a session of the core, which outlives it. Throws LoadError(core) where it cannot be had.
+  // For the device of a session of the core, which outlives it. Throws LoadError(core) if it cannot be had.
   TransferMemory(void* session, int64_t bytes, const std::string& method);
   ~TransferMemory();
   TransferMemory(const TransferMemory&) = delete;
   TransferMemory& operator=(const TransferMemory&) = delete;
 
-  // A run begins: all of it is free again.
+  // Call it when a run begins: all of it is free again.
   void rewind() { taken_bytes_ = 0; }
-  // The next so many bytes; throws LoadError(package) where there are not as many, and the file has said too little.
+  // The next `bytes` bytes. Throws LoadError(package) if fewer are left, because the file then said too little.
   void* take(int64_t bytes);
 
  private:
