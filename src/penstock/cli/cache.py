@@ -133,7 +133,9 @@ def _confirmed(question: str) -> bool:
     answer = "" if sys.stdin is None else sys.stdin.readline()
     if not answer:
         print(file=sys.stderr)
-        raise click.UsageError("nobody answers: the input has ended. Pass --yes to remove without a question")
+        raise click.UsageError(
+            "the input ended without an answer, and nothing was removed. Pass --yes to remove without being asked"
+        )
     return answer.strip().lower() in ("y", "yes")
 
 

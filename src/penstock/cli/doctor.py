@@ -28,7 +28,7 @@ class DoctorReport:
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path(),
-    help="Where weights files will lie: its disk, and its file system's pages, are looked at. Default: here.",
+    help="The folder that weights files will be in: its disk and file system are checked. Default: the current one.",
 )
 @json_option
 def doctor(folder: Path, as_json: bool) -> int:

@@ -84,10 +84,14 @@ class EstimateReport:
 
 @click.command(short_help="What a checkpoint will take, and how fast it can be.")
 @click.argument("folder", type=click.Path(path_type=Path))
-@bytes_option("--gpu-memory", help="Of the GPU that is asked about, which need not be here: 12GiB.")
+@bytes_option("--gpu-memory", help="Memory of the GPU to estimate for, which need not be in this machine: 12GiB.")
 @click.option("--cache-length", type=click.IntRange(min=1), help="Tokens in the KV cache. Default: 4096 at most.")
 @click.option("--link-gb-per-s", type=_GB_PER_S, help="Default: measured, if there is a GPU.")
-@click.option("--memory-gb-per-s", type=_GB_PER_S, help="Of the GPU's memory: it limits what fits, too.")
+@click.option(
+    "--memory-gb-per-s",
+    type=_GB_PER_S,
+    help="Memory bandwidth of that GPU. Without it, only the link limits the speed.",
+)
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that the checkpoint brings.")
 @json_option
@@ -120,7 +124,11 @@ def estimate(
         config = read_config(transformers, folder, trust_remote_code)
         found = getattr(torch, dtype) if dtype else config_dtype(config)
         kind: torch.dtype = found or getattr(torch, _ASSUMED_DTYPE)
-        notes = [] if found else [f"config.json names no dtype: {_ASSUMED_DTYPE} is assumed; --dtype says another"]
+        notes = (
+            []
+            if found
+            else [f"config.json names no dtype, so {_ASSUMED_DTYPE} is assumed; give another one with --dtype"]
+        )
         if getattr(config, "quantization_config", None):
             notes.append(f"the checkpoint is quantized: weights are counted as {str(kind).removeprefix('torch.')}")
         notes += _refusals(config, transformers.__version__)
@@ -169,9 +177,9 @@ def estimate_report(
     notes = [*notes, "the floor is an estimate: it depends on what the compiler makes of the model"]
     if experts is not None:
         notes.append(
-            f"a token is sent to {experts.per_token} of {experts.experts} experts in each layer. Tokens/s is the lower "
-            "figure, for a program that reads all experts; the figure for routed ones alone takes every expert to be "
-            "as likely as any other"
+            f"each token uses {experts.per_token} of {experts.experts} experts in each layer. Tokens/s is the lower "
+            "figure, for a program that reads all experts. The figure for routed ones alone takes the hit rates that "
+            "plans begin with"
         )
     return EstimateReport(
         folder=folder,

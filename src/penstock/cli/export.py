@@ -55,7 +55,7 @@ class ExportReport:
 @click.option(
     "--split-linear",
     is_flag=True,
-    help="Products of bf16 and fp16 weights by penstock's own code, for weights that lie partly in host memory.",
+    help="Multiply bf16 and fp16 weights with Penstock's own kernel, which can read part of a weight in host memory.",
 )
 @click.option("--pack", is_flag=True, help="Write the weights packed, without loss: see penstock pack.")
 @json_option

@@ -42,7 +42,7 @@ class PackReport:
 @click.option(
     "--program",
     type=click.Path(path_type=Path),
-    help="Its .pt2 or .pte: what it gathers from stays; for a .pte plans are written with it.",
+    help="The .pt2 or .pte of these weights: what it gathers from stays unpacked; for a .pte, plans are written, too.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option

@@ -50,8 +50,9 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
     type=click.Choice(["auto", "stream", "split"]),
     default="auto",
     show_default=True,
-    help="As penstock.Module has it: auto reads in place, in host memory, what only rows are read of; split reads "
-    "there, too, what the budget does not hold of weights that a program exported with --split-linear multiplies by.",
+    help="As penstock.Module's placement. auto reads weights in place, in host memory, if only some of their rows are "
+    "read. split also reads there what the budget does not hold of linear weights, if the program was exported with "
+    "--split-linear.",
 )
 @renamed_option("--mode")
 @click.option("--method", help="This method alone. Default: one run of each.")
@@ -247,11 +248,11 @@ def _notes(
         notes.append(_LINK_SHARE_ONLY)
     elif source == "estimated":
         notes.append(
-            "step times are estimated: what reading each step's weights from device memory takes. That is about right "
-            "for one token at a time, and too little where a run computes more"
+            "step times are estimated: as long as reading each step's weights from device memory takes. That is about "
+            "right for one token at a time, and too little where a run computes more"
         )
     elif untimed:
-        notes.append(f"the step times have none of {', '.join(untimed)}: there, times are the link's share only")
+        notes.append(f"no step times of {', '.join(untimed)}: there, times are the link's share only")
     if gpu is not None:
         notes.append("the GPU is taken to be empty: what the CUDA context and others hold there is not counted")
         if any(method.activation_bound_bytes is None for method in program.methods):

@@ -25,8 +25,12 @@ def model_options(command: Decorated) -> Decorated:
     for option in reversed(
         (
             click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: auto."),
-            bytes_option("--device-memory", help="In its place: one total for weights, KV cache and activations."),
-            click.option("--host-cache", is_flag=True, help="With it: keep the rest of the KV cache in host memory."),
+            bytes_option(
+                "--device-memory", help="Instead of --budget: one total for weights, KV cache and activations."
+            ),
+            click.option(
+                "--host-cache", is_flag=True, help="With --device-memory: keep the rest of the KV cache in host memory."
+            ),
             click.option("--cache-length", type=click.IntRange(min=1), help="Tokens that the KV cache has room for."),
             click.option("--device", help="cuda, cuda:1 or cpu. Default: a GPU if there is one."),
             click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's."),
@@ -45,11 +49,21 @@ def sampling_options(command: Decorated) -> Decorated:
     for option in reversed(
         (
             click.option("--temperature", type=FiniteRange(min=0), help="0 is the same as --greedy."),
-            click.option("--top-k", type=click.IntRange(min=1), help="Draw among so many likeliest tokens."),
-            click.option("--top-p", type=FiniteRange(min=0, max=1, min_open=True), help="Draw among this share."),
-            click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="The same draws each time."),
+            click.option("--top-k", type=click.IntRange(min=1), help="Sample from this many of the likeliest tokens."),
+            click.option(
+                "--top-p",
+                type=FiniteRange(min=0, max=1, min_open=True),
+                help="Sample from the likeliest tokens that add up to this probability.",
+            ),
+            click.option(
+                "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the random numbers: the same text each time."
+            ),
             click.option("--greedy", is_flag=True, help="Always the likeliest token."),
-            click.option("--prompt-lookup", type=click.IntRange(min=1), help="Guess so many tokens from the prompt."),
+            click.option(
+                "--prompt-lookup",
+                type=click.IntRange(min=1),
+                help="Guess up to this many tokens at a time from the prompt.",
+            ),
         )
     ):
         command = option(command)
@@ -76,9 +90,9 @@ class Sampling:
         drawn = {"--temperature": self.temperature, "--top-k": self.top_k, "--top-p": self.top_p}
         given = [name for name, value in drawn.items() if value is not None]
         if self.greedy and given:
-            raise click.UsageError(f"--greedy draws nothing, so {given[0]} says nothing; give one of them")
+            raise click.UsageError(f"--greedy does not sample, so {given[0]} has no effect; give one of them")
         if self.temperature == 0 and len(given) > 1:
-            raise click.UsageError(f"--temperature 0 draws nothing, so {given[1]} says nothing; give one of them")
+            raise click.UsageError(f"--temperature 0 does not sample, so {given[1]} has no effect; give one of them")
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of generate(). Beams cannot be streamed, so there is one."""

@@ -61,7 +61,7 @@ class RunReport:
 @click.command(short_help="Run a program inside a budget.")
 @click.argument("program", type=click.Path(path_type=Path))
 @click.option("--budget", help="Device memory for weights: 8GiB, or auto. Default: the baked one, else auto.")
-@bytes_option("--device-memory", help="In its place: one total for weights, state and activations.")
+@bytes_option("--device-memory", help="Instead of --budget: one total for weights, state and activations.")
 @click.option("--inputs", type=click.Path(path_type=Path), required=True, help=".pt, .npz or .safetensors.")
 @click.option("--method", help="Default: forward, or the only one.")
 @click.option(
@@ -69,14 +69,14 @@ class RunReport:
     type=click.Choice(PLACEMENTS),
     default="auto",
     show_default=True,
-    help="How weights that do not fit are reached, as penstock.Module has it.",
+    help="How the program gets weights that do not fit: as penstock.Module's placement.",
 )
 @click.option(
     "--host-memory",
     default="registered",
     show_default=True,
     callback=registered_or_bytes,
-    help="registered: all weights stay in main memory; or a cap like 1GiB on the buffers that they pass through.",
+    help="registered: keep all weights in main memory; or a size like 1GiB: read them through buffers of at most that.",
 )
 @renamed_option("--mode")
 @renamed_option("--linear")

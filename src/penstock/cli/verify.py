@@ -32,9 +32,13 @@ class VerifyReport:
 @click.argument("program", type=click.Path(path_type=Path))
 @click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM.")
 @click.option("--inputs", type=click.Path(path_type=Path), help=".pt, .npz or .safetensors, for --method.")
-@click.option("--method", help="Of --inputs: the only method that is run then.")
+@click.option("--method", help="The method that --inputs are for: only this one is run.")
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of inputs that are made up."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the random inputs that are used without --inputs.",
 )
 @click.option("--no-run", is_flag=True, help="Leave out what loads and runs the program.")
 @json_option
@@ -63,7 +67,7 @@ def verify(
     if program.suffix != ".pt2":
         raise click.BadParameter(f"{program} must end in .pt2", param_hint="PROGRAM")
     if method is not None and inputs is None:
-        raise click.UsageError("--method says what --inputs are for, which is not given")
+        raise click.UsageError("--method names the method that --inputs are for, and there are no --inputs")
     weights_path = program.with_suffix(".ptd") if weights is None else weights
     with only_json_on_stdout(as_json), console(stderr=True).status("verifying"):
         verifier = Verifier(program, weights_path, inputs, method, seed)

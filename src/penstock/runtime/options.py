@@ -123,9 +123,9 @@ class Refusal:
         return _HOLDS[self.option](options) and _HOLDS[self.beside](options)
 
 
-_ONE_BUDGET = "each of them says what weights may take; pass one"
-_NOT_IN_MEMORY = "kernels read weights where they lie in host memory, and under a cap no weight stays there"
-_AS_THEY_ARE = "it needs weights as they are; `penstock unpack` writes a file that has them so"
+_ONE_BUDGET = "both limit device memory; pass one"
+_NOT_IN_MEMORY = "kernels read weights in place in host memory, and under a cap no weight stays there"
+_AS_THEY_ARE = "it needs unpacked weights; `penstock unpack` writes a file of them"
 _IN_PLACE = "it times reads in place to choose by them, and "
 _LINEARS = "compile it with split_linear=True; bfloat16 and float16 weights that only linears read then have them"
 
@@ -160,20 +160,20 @@ REFUSALS = (
     Refusal(
         'placement="lru"',
         "a cap on host memory",
-        "a capped host memory is filled in the order of a plan, and there is none",
+        'capped host memory is filled in the order of a plan, and "lru" has none',
         HostMemoryError,
     ),
     Refusal(
         'placement="lru"',
         "a program compiled with split_linear=True",
-        "its kernel is prepared for the addresses of a plan, and there is none",
+        'the program\'s kernel is prepared for the addresses of a plan, and "lru" has none',
     ),
-    Refusal('placement="lru"', "calibration=", "a calibration is for a plan, and there is none"),
+    Refusal('placement="lru"', "calibration=", 'a calibration is for a plan, and "lru" has none'),
     Refusal("cuda_graph=True", "a CPU", "only a CUDA device has graphs; leave it out", CaptureError),
     Refusal(
         "cuda_graph=True",
         'placement="lru"',
-        "it is decided while running which weight goes where, and a graph would not decide again",
+        "it decides during each run which weight goes where, and a graph would not decide again",
         CaptureError,
     ),
     Refusal(
