@@ -23,7 +23,16 @@ from penstock.plan.calibration import Calibration
 from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
-from tests.runtime.interruption import Interrupter, LineCounter, Place, interrupted_at, is_pure, places, traced
+from tests.runtime.interruption import (
+    LATEST_S,
+    Interrupter,
+    LineCounter,
+    Place,
+    interrupted_at,
+    is_pure,
+    places,
+    traced,
+)
 from tests.runtime.modules import SCRIPTS, KeptDrivers, check_memory, hooks, play, same
 from tests.runtime.rig import INLINE, PAGE, Rig, chain, write_model
 from tests.threads import thread_count
@@ -249,6 +258,26 @@ def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
     assert sent >= SIGNALS
     gc.collect()
     assert (descriptors(), thread_count()) == before
+
+
+def test_an_interrupt_in_a_finalizer_is_not_waited_for() -> None:
+    """Python drops it, and no second one comes."""
+
+    class Ends:
+        def __del__(self) -> None:
+            while True:
+                pass
+
+    ends = 0
+
+    def operation() -> None:
+        nonlocal ends
+        ends += 1
+        Ends()
+
+    with Interrupter(seed=14) as interrupter:
+        interrupter.interrupt(operation, LATEST_S)
+    assert ends == 1
 
 
 def test_a_run_that_ends_late_is_complete(subject: Subject) -> None:
