@@ -18,7 +18,7 @@ from penstock.weights.packing import pack
 from tests.weights.packed_cases import packable
 from tests.weights.ptd_cases import EVERY_KIND, STATES, TIED, Crafted, write
 
-FUZZED = settings(max_examples=120, deadline=2000, database=None)
+FUZZED = settings(max_examples=120)
 
 # Numbers at which a signed or unsigned offset, length or product tips over.
 CORNERS = (0, 1, 4, 0x7F, 0xFF, 0x100, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFC, 0xFFFFFFFF)
