@@ -24,9 +24,7 @@ def path(tmp_path: Path) -> Path:
 def started(shell: str, path: Path, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
     """In a shell of its own, which closes what the test wants closed. $P is the command, $F the file."""
     environment = {**os.environ, "P": f"{sys.executable} -m penstock", "F": str(path)}
-    done = subprocess.run(
-        ["bash", "-c", shell], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment, timeout=120
-    )
+    done = subprocess.run(["bash", "-c", shell], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     return done.returncode, done.stdout or "", done.stderr
 
 
@@ -86,7 +84,6 @@ def test_no_file_takes_the_number_of_a_closed_stream(path: Path, tmp_path: Path)
     done = subprocess.run(
         ["bash", "-c", f'{sys.executable} -c "$CODE" $F <&- >&- 2>&-'],
         env={**os.environ, "CODE": code, "F": str(path)},
-        timeout=120,
     )
     assert done.returncode == 0 and path.read_bytes() == before
 

@@ -106,7 +106,7 @@ class CppPlayer:
 
     def close(self) -> None:
         self._ask("close")
-        self._process.communicate(timeout=60)
+        self._process.communicate()
         assert self._process.returncode == 0
 
     def _ask(self, command: str, *words: object) -> str:
@@ -114,7 +114,7 @@ class CppPlayer:
         self._process.stdin.write(" ".join(map(str, (command, *words))) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().rstrip("\n")
-        assert answer, f"the process ended with {self._process.wait(60)}"
+        assert answer, f"the process ended with {self._process.wait()}"
         if answer.startswith("ok"):
             return answer[3:]
         _, status, kind, detail, text = answer.split(" ", 4)

@@ -148,9 +148,7 @@ def test_every_fault_is_missed(
             **driver,
         }
         core = core_path()
-        played = play(
-            core, "tests.executorch.delegate_plays", str(program), *names, environment=environment, timeout_s=3600
-        )
+        played = play(core, "tests.executorch.delegate_plays", str(program), *names, environment=environment)
         assert played.returncode == 0, played.stderr
         return {int(number): name for number, name in map(str.split, played.stdout.splitlines())}
 

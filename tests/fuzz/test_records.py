@@ -47,7 +47,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_mutant_is_refused_or_a_plan(program: Path) -> None:
     command = [str(program), str(CORPUS), str(CASES), str(SEED), *map(str, STREAMED_SIZES.values())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {name: list(map(int, counts)) for name, *counts in map(str.split, done.stdout.splitlines())}
     assert found.keys() == records().keys()

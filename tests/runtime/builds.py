@@ -65,7 +65,6 @@ def play(
     *arguments: str,
     environment: dict[str, str] | None = None,
     prefix: Sequence[str] = (),
-    timeout_s: float = 60,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a module of the tests with that library, in a process of its own."""
     return subprocess.run(
@@ -79,5 +78,4 @@ def play(
         },
         capture_output=True,
         text=True,
-        timeout=timeout_s,
     )
