@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_a_file_that_cannot_be_mapped_is_refused_by_name(tmp_path: Path) -> None
         (pipe, "not a regular file"),
         (empty, "0 bytes"),
     ):
+        gc.collect()  # what earlier tests have left goes now, and not while this one counts
         before = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(CoreFailure, match=words) as caught:
             with host_file(path):
@@ -58,6 +60,7 @@ def test_a_file_that_cannot_be_mapped_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_closing_gives_back_the_mapping_and_the_descriptor(path: Path) -> None:
+    gc.collect()  # what earlier tests have left goes now, and not while this one counts
     before = len(list(Path("/proc/self/fd").iterdir()))
     with host_file(path):
         assert str(path) in Path("/proc/self/maps").read_text()

@@ -207,6 +207,7 @@ def _interrupt_at_every_line(subject: Subject, kept: KeptDrivers, name: str, wan
     operation()
     subject.check()
     one_is_open(kept)
+    gc.collect()  # what earlier tests have left goes now, and not while this one counts
     before = descriptors(), thread_count()
     interrupted = 0
     for place, at in places(operation):
@@ -242,6 +243,7 @@ def test_signals_at_random_moments(subject: Subject, kept: KeptDrivers) -> None:
     operations = {name: each for name, each in subject.operations().items() if name != "close"}  # loads close, too
     subject.check()
     one_is_open(kept)
+    gc.collect()  # what earlier tests have left goes now, and not while this one counts
     before = descriptors(), thread_count()
     sent = 0
     with Interrupter(seed=14) as interrupter:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
 import tempfile
@@ -49,6 +50,7 @@ def as_before(temporary: Path, kept: KeptDrivers) -> Callable[[Callable[[], Any]
         kept.check()
         kept.destroy()
         kept.made.clear()
+        gc.collect()  # what earlier tests have left goes now, and not while this one counts
         before = footprint(temporary)
         for _ in range(times):
             body()
