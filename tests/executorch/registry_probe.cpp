@@ -184,14 +184,13 @@ class Worker {
   ~Worker() { thread_.join(); }
   bool done() const { return done_; }
   void await_blocked() {
-    // Asleep in a lock, or through: what it could do it has done.
-    for (;;) {
-      if (done_) return;
+    // Asleep in a lock, or through: what it could do it has done. Several times over, for it may sleep on its way.
+    for (int asleep = 0; asleep < 16 && !done_;) {
+      std::this_thread::yield();
       if (!id_) continue;
       std::ifstream file("/proc/self/task/" + std::to_string(id_) + "/syscall");
       std::string call;
-      if (file >> call && call == std::to_string(SYS_futex)) return;
-      std::this_thread::yield();
+      asleep = file >> call && call == std::to_string(SYS_futex) ? asleep + 1 : 0;
     }
   }
 

@@ -195,12 +195,14 @@ void waits_for(std::mutex& running, Action&& action, const std::function<bool()>
     id = (int)syscall(SYS_gettid);
     action();
   });
-  // Asleep in the lock: what it could do it has done. Or it has ended.
-  for (std::string call; call != std::to_string(SYS_futex);) {
+  // Asleep in the lock: what it could do it has done. Several times over, for it may sleep on its way. Or it has ended.
+  for (int asleep = 0; asleep < 16;) {
     std::this_thread::yield();
     if (!id) continue;
     std::ifstream file("/proc/self/task/" + std::to_string(id) + "/syscall");
+    std::string call;
     if (!(file >> call)) break;
+    asleep = call == std::to_string(SYS_futex) ? asleep + 1 : 0;
   }
   expect(calls.empty() && !is_done(), "something was done during a run");
   run.unlock();
