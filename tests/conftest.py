@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 # Nothing is asserted about time: a busy machine is no failure. Nor is anything left to luck: the examples are the same
 # each time and everywhere. `make test-random` draws others.
@@ -12,7 +14,13 @@ RANDOM_VARIABLE = "PENSTOCK_RANDOM_EXAMPLES"
 _UNTIMED = dict(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", derandomize=True, **_UNTIMED)
 settings.register_profile("random", derandomize=False, print_blob=True, **_UNTIMED)
-settings.load_profile("random" if os.environ.get(RANDOM_VARIABLE) else "same")
+if os.environ.get(RANDOM_VARIABLE):
+    settings.load_profile("random")
+else:
+    settings.load_profile("same")
+    # Hypothesis also takes constants of the modules imported by then. Which these are depends on the tests that this
+    # worker has had before, and so on how fast each of them is.
+    providers._get_local_constants = Constants
 
 # What takes minutes: behind `make test-all`. Whole files, by their path below this folder.
 SLOW_FILES = (
