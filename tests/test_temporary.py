@@ -48,11 +48,12 @@ penstock.compile(offloaded(torch.nn.Linear(8, 8), (torch.ones(2, 8),)), sys.argv
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
+    """Where temporary folders are made. Code that torch keeps between compiles lies elsewhere."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     return folder
 
 
