@@ -111,6 +111,7 @@ void multiply_groups(TensorHandle rows, TensorHandle matrices, TensorHandle ends
 TensorHandle laid_out(TensorHandle tensor, TensorDevice device, Address alignment, OwnedTensor& copy) {
   TensorLayout layout(tensor);
   if (layout.is_contiguous() && data_address(tensor) % alignment == 0) return tensor;
+  if (copy.get()) return copy.get();
   make_tensor({layout.sizes, layout.sizes + layout.rank}, layout.dtype, device, copy);
   check_torch(torch_abi().copy(copy.get(), tensor, 0));
   return copy.get();

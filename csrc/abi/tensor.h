@@ -60,7 +60,8 @@ void view_tensor(TensorHandle tensor, const std::vector<int64_t>& sizes, const s
                  int64_t offset, OwnedTensor& out);
 // torch's grouped product: each group of rows times its own matrix. Rows after the last group hold arbitrary values.
 void multiply_groups(TensorHandle rows, TensorHandle matrices, TensorHandle ends, OwnedTensor& out);
-// The tensor, or a copy of it if it is not contiguous or does not start at a multiple of `alignment`.
+// The tensor, or a copy of it if it is not contiguous or does not start at a multiple of `alignment`. The copy is made
+// the first time: a product asks for its rows once for every expert.
 TensorHandle laid_out(TensorHandle tensor, TensorDevice device, Address alignment, OwnedTensor& copy);
 
 }  // namespace penstock

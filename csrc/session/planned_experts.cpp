@@ -134,13 +134,15 @@ void PlannedSession::multiply_groups(const GroupedRequest& request, TensorHandle
   call.by_ends = 1;
   if (access.chooses) choose(access, ends, experts, true);
   const int64_t at_once = std::clamp<int64_t>(kRoomBytes / row_bytes, 1, experts);
-  // With no rows there is nothing to multiply, but choose() still had to reset the counts of the run before.
-  for (int64_t first = 0; operands.rows() && first < experts; first += at_once) {
+  // With no rows there is nothing to multiply, but choose() still had to reset the counts of the run before. And what
+  // it entered must come into slots (S11): ends that are wrong name experts all the same.
+  for (int64_t first = 0; (operands.rows() || access.bank >= 0) && first < experts; first += at_once) {
     const int64_t end = std::min(first + at_once, experts);
     call.first = (int)first;
     call.end = (int)end;
     call.out = operands.room(first, end);
     driver_.move_experts(call, compute_);
+    if (!operands.rows()) continue;
     operands.multiply(first, end, [&](Address to, Address from, Address ends_out, int64_t shifted_bytes) {
       ShiftCall shift{};
       shift.to = to;
