@@ -591,6 +591,22 @@ def state_belongs_to_a_loading(program: Program) -> None:
     assert (made().drivers, made().sessions) == (0, 0)
 
 
+@play
+def state_is_there_before_a_budget_is_chosen(program: Program) -> None:
+    """Also where the delegate that is loaded first has none: an automatic budget must leave room for it."""
+    calls = torch.zeros(4)
+    with loaded(program, at_floor(program, "first"), "wide") as (wide,):
+        assert wide.read_state("calls", calls).tolist() == [FIRST_CALLS] * 4
+        with loaded(program, at_floor(program, "first"), "narrow") as (narrow,):
+            check_run(narrow, 1)
+            library().probe_refuse(b"session_begin")
+            refused(lambda: check_run(narrow, 2), CORE)
+            check_run(wide, 1)  # which does not read it
+    (place,) = [place for place in program.places if place.name == "calls"]
+    without = (program.data_path, [other for other in program.places if other is not place])
+    refused(lambda: Delegate(program, "wide", at_floor(program, "first"), file=without), MISSING_WEIGHT, said="'calls'")
+
+
 def with_zeros(program: Program) -> dict[str, Any]:
     (calls,) = program.description.states
     return {"states": (replace(calls, stored=0),)}
@@ -741,7 +757,9 @@ def for_avx2(program: Program) -> dict[str, Any]:
 
 def for_gpu(program: Program) -> dict[str, Any]:
     built = {**program.description.built_with, "capability": "8.6", "gpu": "Sample GPU"}
-    return {"device": "cuda", "built_with": built}
+    # Without state, which torch would put on the GPU.
+    methods = tuple(replace(method, states=()) for method in program.description.methods)
+    return {"device": "cuda", "built_with": built, "states": (), "methods": methods}
 
 
 def with_outputs(program: Program, count: int) -> dict[str, Any]:

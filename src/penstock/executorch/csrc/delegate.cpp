@@ -93,7 +93,7 @@ Error to_status(Action&& action) noexcept {
 struct Delegate {
   MethodFacts method;
   std::string device;
-  // Null where the method has no state.
+  // Null where the program has no state.
   States::PlaceRef state;
   Sessions::PlaceRef session;
   std::unique_ptr<TransferMemory> transfers;
@@ -206,8 +206,9 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   } else {
     int32_t index = device_index_of(payload, request);
     WeightsPlace weights = locate_weights(*data, payload);
-    // State comes before the budget is chosen, so that memory counted as free no longer includes it.
-    if (has_state)
+    // State comes before the budget is chosen, so that memory counted as free no longer includes it. Also for a
+    // delegate that has none: those with state may be loaded later, into the same session.
+    if (!payload.states.empty())
       delegate->state = states().take(
           {payload.program, weights.device, weights.inode, request.group, index}, delegate_ref.number, 0, [&] {
             return std::make_shared<StateTable>(
@@ -322,7 +323,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   }
   ProgramSession& session = **delegate.session;
   const ProgramSession::Run alone(session);
-  StateTable* state = delegate.state ? &**delegate.state : nullptr;
+  StateTable* state = delegate.method.states.empty() ? nullptr : &**delegate.state;
   std::unique_lock<std::mutex> alone_with_state;
   if (state) {
     alone_with_state = std::unique_lock<std::mutex>(state->running());
