@@ -538,18 +538,19 @@ def must_be_reset(narrow: Delegate, failure: str) -> None:
     said = f"the state may be half written: method 'narrow' failed: {failure}; reset it first"
     refused(lambda: narrow.execute((row,), room("narrow")), STATE, INVALID_STATE, said)
     for use in (lambda: narrow.read_state("calls", calls), lambda: narrow.write_state("calls", calls)):
-        state_refused(use, STATE, said)
+        state_refused(use, STATE, said, INVALID_STATE)
     narrow.reset_state()
     assert narrow.read_state("calls", calls).tolist() == [FIRST_CALLS] * 4
 
 
-def state_refused(use: Callable[[], object], kind: int, said: str) -> None:
+def state_refused(use: Callable[[], object], kind: int, said: str, status: int | None = None) -> None:
     found = None
     try:
         use()
     except Refused as error:
         found = error
     assert found is not None and found.kind == kind and said in found.text, found
+    assert status is None or found.status == status, found
 
 
 @play
@@ -573,7 +574,8 @@ def state_belongs_to_a_loading(program: Program) -> None:
             state_refused(lambda: third.read_state("calls", calls), STATE, "2 loaded programs with state")
         check_run(wide, 1)
         assert first.read_state("calls", calls).tolist() == [FIRST_CALLS + 2] * 4
-        state_refused(lambda: first.read_state("nothing", calls), INPUT, "no state 'nothing'; the program has calls")
+        said = "no state 'nothing'; the program has calls"
+        state_refused(lambda: first.read_state("nothing", calls), INPUT, said, INVALID_ARGUMENT)
         state_refused(lambda: first.write_state("calls", calls[:3]), INPUT, "was given 12 bytes, it has 16")
         first.write_state("calls", torch.arange(4.0))
         assert first.read_state("calls", calls).tolist() == [0, 1, 2, 3]

@@ -11,6 +11,7 @@
 #include "code.h"
 #include "core.h"
 #include "data_map.h"
+#include "error_code.h"
 #include "gpu.h"
 #include "index_check.h"
 #include "load_options.h"
@@ -45,36 +46,6 @@ void log_line(et_pal_log_level_t level, const std::string& text) {
   std::string line = "penstock: " + text;
   executorch::runtime::pal_emit_log_message(executorch::runtime::pal_current_ticks(), level, "delegate.cpp", "penstock",
                                             __LINE__, line.c_str(), line.size());
-}
-
-Error code_of(const LastRefusal& refusal) {
-  const Failure failure = refusal.kind == Kind::core ? (Failure)refusal.detail : Failure::none;
-  if (failure == Failure::device_memory || failure == Failure::host_memory) return Error::MemoryAllocationFailed;
-  switch (refusal.kind) {
-    case Kind::activations:
-      return Error::MemoryAllocationFailed;
-    case Kind::package:
-      return Error::InvalidProgram;
-    case Kind::budget:
-    case Kind::below_floor:
-    case Kind::option:
-    case Kind::input:
-    case Kind::device:
-      return Error::InvalidArgument;
-    case Kind::missing_weight:
-    case Kind::weight_mismatch:
-    case Kind::weights_file:
-      return Error::InvalidExternalData;
-    case Kind::build:
-      return Error::DelegateInvalidCompatibility;
-    case Kind::host:
-      return Error::AccessFailed;
-    case Kind::state:
-    case Kind::busy:
-      return Error::InvalidState;
-    default:
-      return Error::Internal;
-  }
 }
 
 // Nothing may be thrown through ExecuTorch, which knows no exceptions.
