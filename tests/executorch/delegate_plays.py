@@ -785,14 +785,26 @@ def records_that_do_not_fit_the_code(program: Program) -> None:
         given = [*outputs, torch.zeros(1)][:count]
         with loaded(program, at_floor(program, "record"), "wide", changes=with_outputs(program, count)) as (wide,):
             refused(lambda: wide.execute(inputs, given), PACKAGE, said="returned 2 tensors")  # noqa: B023
+    for order in ((0, 2), (1, 1), (1 << 40, 0)):
+        wrong = with_order(program, *order)
+        refused(
+            lambda: Delegate(program, "wide", at_floor(program, "record"), changes=wrong, with_code=False),  # noqa: B023
+            PACKAGE,
+            INVALID_PROGRAM,
+            f"has dim order {list(order)}",
+        )
     with loaded(program, at_floor(program, "record"), "wide", changes=with_flat_order(program)) as (wide,):
         refused(lambda: wide.execute(inputs, outputs), INPUT, said="input 0 of wide")
 
 
 def with_flat_order(program: Program) -> dict[str, Any]:
+    return with_order(program, 0)
+
+
+def with_order(program: Program, *dim_order: int) -> dict[str, Any]:
     wide, narrow = program.description.methods
     first, second = wide.inputs
-    return {"methods": (replace(wide, inputs=(replace(first, dim_order=(0,)), second)), narrow)}
+    return {"methods": (replace(wide, inputs=(replace(first, dim_order=dim_order), second)), narrow)}
 
 
 @play
