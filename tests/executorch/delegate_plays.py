@@ -644,6 +644,13 @@ def options(program: Program) -> None:
         for seed in range(2):
             for delegate in both:
                 check_run(delegate, seed)
+    every: dict[str, Option] = {f"{BUDGET_OPTION}:{name}": own[BUDGET_OPTION] for name in ("wide", "narrow")}
+    every |= {"weight_offload_group": "every", "weight_offload_quiet": True}
+    with loaded(program, every, "wide", "narrow"):
+        pass
+    # In Module's words.
+    said = "a budget for the program was given, but every delegate has one of its own"
+    refused(lambda: Delegate(program, "wide", {**every, BUDGET_OPTION: "auto"}), BUDGET, INVALID_ARGUMENT, said)
     unknown = at_floor(program, "own", **{f"{BUDGET_OPTION}:middle": "1"})
     refused(lambda: Delegate(program, "wide", unknown), OPTION, said="names no delegate; the program has wide, narrow")
     numbered = at_floor(program, "own", **{DEVICE_OPTION: 0})

@@ -163,6 +163,9 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   check_program(payload);
   check_graphs(payload, request);
   for (const auto& [name, budget] : request.own_budgets) check_delegate(payload, name);
+  // Each of them names another delegate.
+  if (request.budget.is_given() && request.own_budgets.size() == payload.methods.size())
+    throw LoadError(Kind::budget, "a budget for the program was given, but every delegate has one of its own");
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)delegate_ref.number];
   delegate->device = payload.device;
