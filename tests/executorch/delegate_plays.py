@@ -647,7 +647,8 @@ def options(program: Program) -> None:
     every: dict[str, Option] = {f"{BUDGET_OPTION}:{name}": own[BUDGET_OPTION] for name in ("wide", "narrow")}
     every |= {"weight_offload_group": "every", "weight_offload_quiet": True}
     with loaded(program, every, "wide", "narrow"):
-        pass
+        said = "every delegate that is loaded in group 'every' has a budget of its own: name one, of wide, narrow"
+        not_logged(lambda: start_trace("every"), OPTION, said)
     # In Module's words.
     said = "a budget for the program was given, but every delegate has one of its own"
     refused(lambda: Delegate(program, "wide", {**every, BUDGET_OPTION: "auto"}), BUDGET, INVALID_ARGUMENT, said)
