@@ -400,6 +400,11 @@ def runs_are_traced_and_the_link_is_told(program: Program) -> None:
         assert len({one[3] for one in copied}) == len(copied) // 3 and all(one[4] > 0 for one in copied)
         assert all(one[5] <= one[6] for one in spans) and spans == sorted(spans, key=lambda one: one[5])
         not_logged(lambda: records("stop_trace", 7, "traced"), CORE, "no trace was started")
+        # By the program's number, also where a session has this one alone.
+        start_trace("traced", "narrow")
+        check_run(narrow, 1)
+        assert {one[2] for one in spans} == {0}
+        assert {one[2] for one in records("stop_trace", 7, "traced", "narrow")} == {1}
         for group, delegate, said in (
             ("nobody", "", "no program is loaded in group 'nobody'"),
             ("traced", "wide", "no delegate 'wide' that has a budget of its own is loaded in group 'traced'"),

@@ -107,10 +107,12 @@ std::vector<int64_t> ProgramSession::stop_trace() {
   const auto idle = between_runs("stop a trace");
   is_tracing_ = false;
   if (core().session_stop_trace(handle())) throw_core_failure();
-  constexpr int64_t kNumbers = 7;
+  constexpr int64_t kNumbers = 7, kMethod = 2;
   const int64_t count = core().session_spans(handle(), nullptr, 0);
   std::vector<int64_t> spans((size_t)(count * kNumbers));
   core().session_spans(handle(), spans.data(), count);
+  // The core counts the delegates of this session.
+  for (size_t at = kMethod; at < spans.size(); at += kNumbers) spans[at] = methods_[(size_t)spans[at]];
   return spans;
 }
 
