@@ -593,6 +593,12 @@ def state_belongs_to_a_loading(program: Program) -> None:
     refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="lack 'calls'")
     short = (program.data_path, [*others, replace(stored, nbytes=12)])
     refused(lambda: Delegate(program, "narrow", options, file=short), MISMATCH, said="'calls' has 12 bytes")
+    raw, path = program.data_path.read_bytes(), Path(os.environ["TMPDIR"]) / "packed-state"
+    path.write_bytes(raw + b"PSPK" + bytes(60))
+    packed_state = (path, [*others, replace(stored, offset_bytes=len(raw), nbytes=64)])
+    said = "'calls' is packed in the data file, and a process without Python unpacks weights only; pack the weights"
+    refused(lambda: Delegate(program, "narrow", options, file=packed_state), MISMATCH, said=said)
+    path.unlink()
     with loaded(program, options, "narrow", changes=with_zeros(program), file=without) as (narrow,):
         run(narrow, 0)
     assert (made().drivers, made().sessions) == (0, 0)

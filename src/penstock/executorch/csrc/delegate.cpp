@@ -16,6 +16,7 @@
 #include "index_check.h"
 #include "load_options.h"
 #include "loaded_options.h"
+#include "packed_entry.h"
 #include "program_session.h"
 #include "replays.h"
 #include "load_error.h"
@@ -140,6 +141,12 @@ std::vector<char> first_value(const NamedDataMap& data, const StateFacts& state)
   }
   std::vector<char> value(static_cast<const char*>(found->data()), static_cast<const char*>(found->data()) + found->size());
   found->Free();
+  WeightFacts as_weight{};
+  as_weight.bytes = state.bytes;
+  if (is_packed_entry(as_weight, value.data(), value.size()))
+    throw LoadError(Kind::weight_mismatch, "state '" + state.name + "' is packed in the data file, and a process "
+                                             "without Python unpacks weights only; pack the weights again: penstock "
+                                             "unpack, and then penstock pack --program with the .pte");
   if ((int64_t)value.size() != state.bytes)
     throw LoadError(Kind::weight_mismatch, "state '" + state.name + "' has " + std::to_string(value.size()) +
                                              " bytes in the data file, the program needs " +
