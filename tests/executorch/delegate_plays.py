@@ -400,6 +400,11 @@ def runs_are_traced_and_the_link_is_told(program: Program) -> None:
         assert len({one[3] for one in copied}) == len(copied) // 3 and all(one[4] > 0 for one in copied)
         assert all(one[5] <= one[6] for one in spans) and spans == sorted(spans, key=lambda one: one[5])
         not_logged(lambda: records("stop_trace", 7, "traced"), CORE, "no trace was started")
+        # By the program's number, also where a session has this one alone.
+        start_trace("traced", "narrow")
+        check_run(narrow, 1)
+        assert {one[2] for one in spans} == {0}
+        assert {one[2] for one in records("stop_trace", 7, "traced", "narrow")} == {1}
         for group, delegate, said in (
             ("nobody", "", "no program is loaded in group 'nobody'"),
             ("traced", "wide", "no delegate 'wide' that has a budget of its own is loaded in group 'traced'"),
@@ -538,18 +543,19 @@ def must_be_reset(narrow: Delegate, failure: str) -> None:
     said = f"the state may be half written: method 'narrow' failed: {failure}; reset it first"
     refused(lambda: narrow.execute((row,), room("narrow")), STATE, INVALID_STATE, said)
     for use in (lambda: narrow.read_state("calls", calls), lambda: narrow.write_state("calls", calls)):
-        state_refused(use, STATE, said)
+        state_refused(use, STATE, said, INVALID_STATE)
     narrow.reset_state()
     assert narrow.read_state("calls", calls).tolist() == [FIRST_CALLS] * 4
 
 
-def state_refused(use: Callable[[], object], kind: int, said: str) -> None:
+def state_refused(use: Callable[[], object], kind: int, said: str, status: int | None = None) -> None:
     found = None
     try:
         use()
     except Refused as error:
         found = error
     assert found is not None and found.kind == kind and said in found.text, found
+    assert status is None or found.status == status, found
 
 
 @play
@@ -573,7 +579,8 @@ def state_belongs_to_a_loading(program: Program) -> None:
             state_refused(lambda: third.read_state("calls", calls), STATE, "2 loaded programs with state")
         check_run(wide, 1)
         assert first.read_state("calls", calls).tolist() == [FIRST_CALLS + 2] * 4
-        state_refused(lambda: first.read_state("nothing", calls), INPUT, "no state 'nothing'; the program has calls")
+        said = "no state 'nothing'; the program has calls"
+        state_refused(lambda: first.read_state("nothing", calls), INPUT, said, INVALID_ARGUMENT)
         state_refused(lambda: first.write_state("calls", calls[:3]), INPUT, "was given 12 bytes, it has 16")
         first.write_state("calls", torch.arange(4.0))
         assert first.read_state("calls", calls).tolist() == [0, 1, 2, 3]
@@ -586,9 +593,31 @@ def state_belongs_to_a_loading(program: Program) -> None:
     refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="lack 'calls'")
     short = (program.data_path, [*others, replace(stored, nbytes=12)])
     refused(lambda: Delegate(program, "narrow", options, file=short), MISMATCH, said="'calls' has 12 bytes")
+    raw, path = program.data_path.read_bytes(), Path(os.environ["TMPDIR"]) / "packed-state"
+    path.write_bytes(raw + b"PSPK" + bytes(60))
+    packed_state = (path, [*others, replace(stored, offset_bytes=len(raw), nbytes=64)])
+    said = "'calls' is packed in the data file, and a process without Python unpacks weights only; pack the weights"
+    refused(lambda: Delegate(program, "narrow", options, file=packed_state), MISMATCH, said=said)
+    path.unlink()
     with loaded(program, options, "narrow", changes=with_zeros(program), file=without) as (narrow,):
         run(narrow, 0)
     assert (made().drivers, made().sessions) == (0, 0)
+
+
+@play
+def state_is_there_before_a_budget_is_chosen(program: Program) -> None:
+    """Also where the delegate that is loaded first has none: an automatic budget must leave room for it."""
+    calls = torch.zeros(4)
+    with loaded(program, at_floor(program, "first"), "wide") as (wide,):
+        assert wide.read_state("calls", calls).tolist() == [FIRST_CALLS] * 4
+        with loaded(program, at_floor(program, "first"), "narrow") as (narrow,):
+            check_run(narrow, 1)
+            library().probe_refuse(b"session_begin")
+            refused(lambda: check_run(narrow, 2), CORE)
+            check_run(wide, 1)  # which does not read it
+    (place,) = [place for place in program.places if place.name == "calls"]
+    without = (program.data_path, [other for other in program.places if other is not place])
+    refused(lambda: Delegate(program, "wide", at_floor(program, "first"), file=without), MISSING_WEIGHT, said="'calls'")
 
 
 def with_zeros(program: Program) -> dict[str, Any]:
@@ -626,6 +655,14 @@ def options(program: Program) -> None:
         for seed in range(2):
             for delegate in both:
                 check_run(delegate, seed)
+    every: dict[str, Option] = {f"{BUDGET_OPTION}:{name}": own[BUDGET_OPTION] for name in ("wide", "narrow")}
+    every |= {"weight_offload_group": "every", "weight_offload_quiet": True}
+    with loaded(program, every, "wide", "narrow"):
+        said = "every delegate that is loaded in group 'every' has a budget of its own: name one, of wide, narrow"
+        not_logged(lambda: start_trace("every"), OPTION, said)
+    # In Module's words.
+    said = "a budget for the program was given, but every delegate has one of its own"
+    refused(lambda: Delegate(program, "wide", {**every, BUDGET_OPTION: "auto"}), BUDGET, INVALID_ARGUMENT, said)
     unknown = at_floor(program, "own", **{f"{BUDGET_OPTION}:middle": "1"})
     refused(lambda: Delegate(program, "wide", unknown), OPTION, said="names no delegate; the program has wide, narrow")
     numbered = at_floor(program, "own", **{DEVICE_OPTION: 0})
@@ -741,7 +778,9 @@ def for_avx2(program: Program) -> dict[str, Any]:
 
 def for_gpu(program: Program) -> dict[str, Any]:
     built = {**program.description.built_with, "capability": "8.6", "gpu": "Sample GPU"}
-    return {"device": "cuda", "built_with": built}
+    # Without state, which torch would put on the GPU.
+    methods = tuple(replace(method, states=()) for method in program.description.methods)
+    return {"device": "cuda", "built_with": built, "states": (), "methods": methods}
 
 
 def with_outputs(program: Program, count: int) -> dict[str, Any]:
@@ -765,14 +804,26 @@ def records_that_do_not_fit_the_code(program: Program) -> None:
         given = [*outputs, torch.zeros(1)][:count]
         with loaded(program, at_floor(program, "record"), "wide", changes=with_outputs(program, count)) as (wide,):
             refused(lambda: wide.execute(inputs, given), PACKAGE, said="returned 2 tensors")  # noqa: B023
+    for order in ((0, 2), (1, 1), (1 << 40, 0)):
+        wrong = with_order(program, *order)
+        refused(
+            lambda: Delegate(program, "wide", at_floor(program, "record"), changes=wrong, with_code=False),  # noqa: B023
+            PACKAGE,
+            INVALID_PROGRAM,
+            f"has dim order {list(order)}",
+        )
     with loaded(program, at_floor(program, "record"), "wide", changes=with_flat_order(program)) as (wide,):
         refused(lambda: wide.execute(inputs, outputs), INPUT, said="input 0 of wide")
 
 
 def with_flat_order(program: Program) -> dict[str, Any]:
+    return with_order(program, 0)
+
+
+def with_order(program: Program, *dim_order: int) -> dict[str, Any]:
     wide, narrow = program.description.methods
     first, second = wide.inputs
-    return {"methods": (replace(wide, inputs=(replace(first, dim_order=(0,)), second)), narrow)}
+    return {"methods": (replace(wide, inputs=(replace(first, dim_order=dim_order), second)), narrow)}
 
 
 @play

@@ -27,7 +27,7 @@ from tests.runtime.mutants import Mutant, Mutated, Rules
 __all__ = ["driver"]
 
 SOURCES = building.sources_folder()
-FILES = ["delegate.cpp", "program_session.cpp", "code.cpp", "state_table.cpp", "transfer_memory.cpp"]
+FILES = ["delegate.cpp", "error_code.cpp", "program_session.cpp", "code.cpp", "state_table.cpp", "transfer_memory.cpp"]
 OF_A_GPU = {"current_device_index", "current_stream", "give_back_cached_memory"}
 # The first: test_registry.py.
 SKIPPED = {"take_session", *OF_A_GPU, "wait_for"}

@@ -61,6 +61,10 @@ def taking(scalar_type: int, shape: tuple[int, ...], *indexes: InputIndex) -> De
     return replace(METHOD, inputs=(DelegateInput("x", scalar_type, shape, tuple(range(len(shape))), indexes),))
 
 
+def turned(*dim_order: int) -> DelegateInput:
+    return DelegateInput("x", 6, (3, 3), dim_order, ())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -82,6 +86,7 @@ def taking(scalar_type: int, shape: tuple[int, ...], *indexes: InputIndex) -> De
         ({"states": (replace(STATE, dim_order=(1, 1)),)}, "state 's' has dim order"),
         ({"states": (replace(STATE, shape=(2, -3)),)}, "shape"),
         ({"methods": (taking(6, (-2,)),)}, "a size below -1"),
+        ({"methods": (replace(METHOD, inputs=(turned(1, 2),)),)}, r"input 'x' has dim order \[1, 2\]"),
         ({"methods": (taking(6, (3,), INDEX),)}, "of scalar type 6"),
         ({"methods": (taking(4, (3, 3), INDEX),)}, "other dimensions"),
         ({"methods": (taking(4, (3,), replace(INDEX, region=(IndexSlice(0, 1, 0),))),)}, "a slice with step 0"),

@@ -166,6 +166,8 @@ def _faults(found: Description) -> Iterator[str]:
         if any(size < -1 for given in method.inputs for size in given.shape):
             yield f"an input of method {method.name!r} has a size below -1"
         for given in method.inputs:
+            if sorted(given.dim_order) != list(range(len(given.dim_order))):
+                yield f"input {given.name!r} has dim order {list(given.dim_order)}"
             for index in given.indexes:
                 if given.scalar_type >= WHOLE_NUMBER_TYPES or len(index.region) not in (0, len(given.shape)):
                     yield (

@@ -191,7 +191,8 @@ void CompiledCode::move_inputs() {
     parts_->inputs.push_back(from);
     if (parts_->device.is_cpu()) continue;
     at::Tensor& to = parts_->inputs.back();
-    to = at::empty_strided(from.sizes(), from.strides(), from.options().device(parts_->device));
+    to = parts_->telling_ooms(
+        [&] { return at::empty_strided(from.sizes(), from.strides(), from.options().device(parts_->device)); });
     parts_->move(from, to);
   }
 }

@@ -11,10 +11,12 @@
 #include "code.h"
 #include "core.h"
 #include "data_map.h"
+#include "error_code.h"
 #include "gpu.h"
 #include "index_check.h"
 #include "load_options.h"
 #include "loaded_options.h"
+#include "packed_entry.h"
 #include "program_session.h"
 #include "replays.h"
 #include "load_error.h"
@@ -47,36 +49,6 @@ void log_line(et_pal_log_level_t level, const std::string& text) {
                                             __LINE__, line.c_str(), line.size());
 }
 
-Error code_of(const LastRefusal& refusal) {
-  const Failure failure = refusal.kind == Kind::core ? (Failure)refusal.detail : Failure::none;
-  if (failure == Failure::device_memory || failure == Failure::host_memory) return Error::MemoryAllocationFailed;
-  switch (refusal.kind) {
-    case Kind::activations:
-      return Error::MemoryAllocationFailed;
-    case Kind::package:
-      return Error::InvalidProgram;
-    case Kind::budget:
-    case Kind::below_floor:
-    case Kind::option:
-    case Kind::input:
-    case Kind::device:
-      return Error::InvalidArgument;
-    case Kind::missing_weight:
-    case Kind::weight_mismatch:
-    case Kind::weights_file:
-      return Error::InvalidExternalData;
-    case Kind::build:
-      return Error::DelegateInvalidCompatibility;
-    case Kind::host:
-      return Error::AccessFailed;
-    case Kind::state:
-    case Kind::busy:
-      return Error::InvalidState;
-    default:
-      return Error::Internal;
-  }
-}
-
 // Nothing may be thrown through ExecuTorch, which knows no exceptions.
 template <typename Action>
 Error to_status(Action&& action) noexcept {
@@ -93,7 +65,7 @@ Error to_status(Action&& action) noexcept {
 struct Delegate {
   MethodFacts method;
   std::string device;
-  // Null where the method has no state.
+  // Null where the program has no state.
   States::PlaceRef state;
   Sessions::PlaceRef session;
   std::unique_ptr<TransferMemory> transfers;
@@ -169,6 +141,12 @@ std::vector<char> first_value(const NamedDataMap& data, const StateFacts& state)
   }
   std::vector<char> value(static_cast<const char*>(found->data()), static_cast<const char*>(found->data()) + found->size());
   found->Free();
+  WeightFacts as_weight{};
+  as_weight.bytes = state.bytes;
+  if (is_packed_entry(as_weight, value.data(), value.size()))
+    throw LoadError(Kind::weight_mismatch, "state '" + state.name + "' is packed in the data file, and a process "
+                                             "without Python unpacks weights only; pack the weights again: penstock "
+                                             "unpack, and then penstock pack --program with the .pte");
   if ((int64_t)value.size() != state.bytes)
     throw LoadError(Kind::weight_mismatch, "state '" + state.name + "' has " + std::to_string(value.size()) +
                                              " bytes in the data file, the program needs " +
@@ -192,6 +170,9 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   check_program(payload);
   check_graphs(payload, request);
   for (const auto& [name, budget] : request.own_budgets) check_delegate(payload, name);
+  // Each of them names another delegate.
+  if (request.budget.is_given() && request.own_budgets.size() == payload.methods.size())
+    throw LoadError(Kind::budget, "a budget for the program was given, but every delegate has one of its own");
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)delegate_ref.number];
   delegate->device = payload.device;
@@ -206,8 +187,9 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   } else {
     int32_t index = device_index_of(payload, request);
     WeightsPlace weights = locate_weights(*data, payload);
-    // State comes before the budget is chosen, so that memory counted as free no longer includes it.
-    if (has_state)
+    // State comes before the budget is chosen, so that memory counted as free no longer includes it. Also for a
+    // delegate that has none: those with state may be loaded later, into the same session.
+    if (!payload.states.empty())
       delegate->state = states().take(
           {payload.program, weights.device, weights.inode, request.group, index}, delegate_ref.number, 0, [&] {
             return std::make_shared<StateTable>(
@@ -322,7 +304,7 @@ void execute_delegate(Delegate& delegate, Span<EValue*> args) {
   }
   ProgramSession& session = **delegate.session;
   const ProgramSession::Run alone(session);
-  StateTable* state = delegate.state ? &**delegate.state : nullptr;
+  StateTable* state = delegate.method.states.empty() ? nullptr : &**delegate.state;
   std::unique_lock<std::mutex> alone_with_state;
   if (state) {
     alone_with_state = std::unique_lock<std::mutex>(state->running());

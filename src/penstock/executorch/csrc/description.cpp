@@ -39,14 +39,19 @@ WeightFacts read_weight(RecordReader& in) {
   return weight;
 }
 
+// Each dimension once: strides are written where the order says.
+void check_order(const std::vector<int64_t>& dim_order, const std::string& whose) {
+  std::vector<int64_t> dims = dim_order;
+  std::sort(dims.begin(), dims.end());
+  for (size_t i = 0; i < dims.size(); ++i)
+    if (dims[i] != (int64_t)i) refuse(whose + " has dim order " + listed(dim_order));
+}
+
 // Checks the layout, which compiled code takes for granted.
 StateFacts read_state(RecordReader& in) {
   StateFacts state{in.text(), in.next(0, INT8_MAX), sizes(in), sizes(in), amount(in), in.next(0, 2) != 0};
-  std::vector<int64_t> dims = state.dim_order;
-  std::sort(dims.begin(), dims.end());
-  for (size_t i = 0; i < dims.size(); ++i)
-    if (dims[i] != (int64_t)i) refuse("state '" + state.name + "' has dim order " + listed(state.dim_order));
-  if (dims.size() != state.shape.size())
+  check_order(state.dim_order, "state '" + state.name + "'");
+  if (state.dim_order.size() != state.shape.size())
     refuse("state '" + state.name + "' has a shape of other dimensions than its order");
   return state;
 }
@@ -59,6 +64,7 @@ IndexFacts read_index(RecordReader& in) {
 
 InputFacts read_input(RecordReader& in) {
   InputFacts input{in.text(), in.next(0, INT8_MAX), in.integers(-1, INT64_MAX), sizes(in), {}};
+  check_order(input.dim_order, "input '" + input.name + "'");
   for (size_t indexes = in.length(6); indexes > 0; --indexes) {
     input.indexes.push_back(read_index(in));
     const size_t dims = input.indexes.back().region.size();

@@ -1,6 +1,7 @@
 // Owns a pool of torch's allocator for graphs, and each device's stream to capture on.
 #include "graph_memory.h"
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
@@ -108,6 +109,11 @@ void GraphMemory::launch(const std::function<void()>& action) {
     throw;
   }
   on.launched.record(stream);
+}
+
+void wait_for_device(int32_t device_index) {
+  std::lock_guard<std::mutex> alone(capture_stream(device_index).alone);
+  at::detail::getCUDAHooks().deviceSynchronize((c10::DeviceIndex)device_index);
 }
 
 std::shared_ptr<GraphMemory> graph_memory_of(void* session, int32_t device_index) {

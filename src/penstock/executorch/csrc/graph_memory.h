@@ -34,6 +34,10 @@ class GraphMemory {
   int64_t uses_ = 0;
 };
 
+// Waits for all work of a device. CUDA refuses that while any stream of the device is captured, and the capture is then
+// lost. So this first waits for captures to end, of whatever program.
+void wait_for_device(int32_t device_index);
+
 // The memory for a session of the core: one for all delegates that run in it.
 std::shared_ptr<GraphMemory> graph_memory_of(void* session, int32_t device_index);
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <exception>
 
+#include "error_code.h"
 #include "payload.h"
 #include "program_session.h"
 #include "load_error.h"
@@ -61,8 +62,7 @@ int32_t to_status(Action&& action) noexcept {
   try {
     return (int32_t)action();
   } catch (...) {
-    penstock_executorch::keep_refusal();
-    return (int32_t)Error::Internal;
+    return (int32_t)penstock_executorch::code_of(penstock_executorch::keep_refusal());
   }
 }
 

@@ -60,6 +60,7 @@ ProgramSession::ProgramSession(const Payload& payload, const PlanTable& table, c
   place_ = on_gpu ? "cuda:" + std::to_string(device_index) : payload.device;
   weights_text_ = "weights from " + weights.path + (is_staged ? ", staged" : ", held in memory");
   copying_bytes_ = table.copying_bytes;
+  methods_ = table.methods;
   for (int64_t method : table.methods) method_names_.push_back(payload.methods[(size_t)method].name);
   if (alone) own_delegate_ = method_names_.front();
   news_ = lines_about(facts_);

@@ -133,6 +133,8 @@ class ProgramSession {
   Owned driver_{nullptr, keep};
   Owned session_{nullptr, keep};
   std::string own_delegate_;
+  // The program's numbers of the delegates, in the order in which the core counts them.
+  std::vector<int64_t> methods_;
   std::vector<ReadyPlan> plans_;
   // False if the core refused it.
   bool installs(size_t plan);

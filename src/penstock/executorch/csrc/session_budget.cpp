@@ -107,10 +107,12 @@ std::vector<int64_t> ProgramSession::stop_trace() {
   const auto idle = between_runs("stop a trace");
   is_tracing_ = false;
   if (core().session_stop_trace(handle())) throw_core_failure();
-  constexpr int64_t kNumbers = 7;
+  constexpr int64_t kNumbers = 7, kMethod = 2;
   const int64_t count = core().session_spans(handle(), nullptr, 0);
   std::vector<int64_t> spans((size_t)(count * kNumbers));
   core().session_spans(handle(), spans.data(), count);
+  // The core counts the delegates of this session.
+  for (size_t at = kMethod; at < spans.size(); at += kNumbers) spans[at] = methods_[(size_t)spans[at]];
   return spans;
 }
 
@@ -137,8 +139,11 @@ SessionCounters ProgramSession::counters() {
 
 std::shared_ptr<ProgramSession> only_session(const std::string& group, const std::string& delegate) {
   std::vector<std::shared_ptr<ProgramSession>> found;
-  for (auto& session : sessions().find(group))
+  std::vector<std::string> alone;
+  for (auto& session : sessions().find(group)) {
     if (session->own_delegate() == delegate) found.push_back(session);
+    else if (delegate.empty()) alone.push_back(session->own_delegate());
+  }
   if (found.size() == 1) return found.front();
   const std::string where = group.empty() ? "without a group" : "in group '" + group + "'";
   if (!found.empty())
@@ -146,6 +151,9 @@ std::shared_ptr<ProgramSession> only_session(const std::string& group, const std
                                     ": load each with a weight_offload_group of its own, and name it here");
   if (!delegate.empty())
     throw LoadError(Kind::option, "no delegate '" + delegate + "' that has a budget of its own is loaded " + where);
+  if (!alone.empty())
+    throw LoadError(Kind::option, "every delegate that is loaded " + where + " has a budget of its own: name one, of " +
+                                    joined(alone, [](const std::string& name) { return name; }));
   throw LoadError(Kind::option, "no program is loaded " + where);
 }
 

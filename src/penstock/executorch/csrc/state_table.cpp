@@ -2,7 +2,6 @@
 #include "state_table.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,6 +9,7 @@
 #include <optional>
 
 #include "core.h"
+#include "graph_memory.h"
 #include "load_error.h"
 #include "state_tensors.h"
 
@@ -25,7 +25,7 @@ std::optional<at::Device> guarded(at::Device device) {
 }
 
 void wait_for(at::Device device) {
-  if (!device.is_cpu()) at::detail::getCUDAHooks().deviceSynchronize(device.index());
+  if (!device.is_cpu()) wait_for_device(device.index());
 }
 
 // A tensor as bytes: not every dtype can be filled or copied, but every one can be viewed as bytes.
