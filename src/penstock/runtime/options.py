@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -240,6 +240,12 @@ def judged(options: Options) -> Options:
             reason = refusal.reason.format(obstacle=options.linear.obstacle)
             raise refusal.error(f"{refusal.option} does not go with {refusal.beside}: {reason}")
     return options
+
+
+def goes_with_rest(options: Options, placement: str) -> bool:
+    """Whether this placement could have been asked for with all other options as they are."""
+    other = replace(options, asked=replace(options.asked, placement=placement))
+    return not any(refusal.applies(other) for refusal in REFUSALS)
 
 
 def _cap_bytes(host_memory: int | str) -> int | None:
