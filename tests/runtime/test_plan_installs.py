@@ -39,6 +39,19 @@ def a_planner_that_errs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+def test_under_a_cap_no_plan_reads_weights_in_host_memory(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Planner.__init__
+
+    def wrong(planner: Planner, *arguments: Any, **options: Any) -> None:
+        right(planner, *arguments, **{**options, "placement": "in-place"})
+
+    monkeypatch.setattr(Planner, "__init__", wrong)
+    with penstock.Module(chain, 0) as module:
+        assert module.plan is not None and module.plan.direct_weights
+    with pytest.raises(PlanError, match="is read in host memory, where under a cap it does not stay"):
+        penstock.Module(chain, 0, host_memory="1MiB")
+
+
 def test_every_way_to_a_session_leads_through_the_check(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = floor_of(decoder) + 4 * PAGE
 

@@ -140,7 +140,12 @@ class Module(LoadedProgram):
             stack.callback(driver.close)
             packed = read_packed_weights(self.program, index, self._entries)
             self._policy: Policy = (LruPolicy if options.is_lru else PlannedPolicy)(
-                self.program, driver, packed, options.planned_as, can_split=options.can_split
+                self.program,
+                driver,
+                packed,
+                options.planned_as,
+                can_split=options.can_split,
+                is_staged=options.is_capped,
             )
             self._driver = driver
             schedules = [method.schedule for method in self.program.methods]

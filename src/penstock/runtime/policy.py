@@ -39,12 +39,21 @@ class InstalledPlan:
 
 class Policy(ABC):
     def __init__(
-        self, program: Program, driver: Driver, packed: PackedWeights, placement: str, *, can_split: bool
+        self,
+        program: Program,
+        driver: Driver,
+        packed: PackedWeights,
+        placement: str,
+        *,
+        can_split: bool,
+        is_staged: bool,
     ) -> None:
+        """`is_staged`: a cap on host memory, so no weight stays there."""
         self._program = program
         self._packed = packed
         self._placement = placement
         self._can_split = can_split
+        self._is_staged = is_staged
         self._driver = driver
         self._page_bytes = driver.page_bytes
         self._schedules = [method.schedule for method in program.methods]
@@ -125,7 +134,14 @@ class PlannedPolicy(Policy):
 
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs, so the check has seen every plan."""
-        check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins)
+        check_plan(
+            plan,
+            self._schedules,
+            self._weights,
+            budget_bytes=budget_bytes,
+            packed=self._packed.begins,
+            is_staged=self._is_staged,
+        )
         return InstalledPlan(self._program, plan_numbers(plan, self._weights), plan)
 
     def seconds(self, plan: Plan, calibration: Calibration) -> float:
