@@ -251,8 +251,8 @@ def test_a_step_of_a_split_weight_takes_as_long_as_the_slower_side(cli: Cli, pro
     options = ("--budget", budget, "--link", "1GB/s", "--compute-bandwidth", "1.1GB/s", "--json")
     (method,) = cli("plan", path, "--placement", "split", *options).document["methods"]
     _, *layers = planner(path, "split").plan(budget).methods[0].placements
-    tails = {one.in_place_bytes for one in layers}
-    assert len(tails) == 2 and min(tails) / LINK < layers[0].nbytes / rate < max(tails) / LINK
+    rests = {one.in_place_bytes for one in layers}
+    assert len(rests) == 2 and min(rests) / LINK < layers[0].nbytes / rate < max(rests) / LINK
     slower_s = sum(max(one.nbytes / rate, one.in_place_bytes / LINK) for one in layers)
     assert method["predicted_s"] == pytest.approx(slower_s)
     # Of these only the table is left out of the bound, though four layers have no head either.

@@ -83,7 +83,7 @@ def kernels_wait_for_copies(folder: Path) -> None:
 
 @scenario
 def a_piece_of_a_weight_is_waited_for(folder: Path) -> None:
-    """Heads resident, tails in the ring, several stays under way: whoever waits for another's copy is found out."""
+    """Prefixes resident, suffixes in the ring, several stays under way: whoever waits for another's copy shows."""
     for model in models(folder).values():
         for budget_bytes in (model.floor_bytes, model.floor_bytes + 3 * PAGE):
             with Rig(model) as rig:
@@ -606,7 +606,7 @@ def what_is_read_in_place_is_counted(folder: Path) -> None:
             assert rig.last.bytes_in_place == 2 * PAGE
             rig.replay(captured, stream)
         assert rig.session.stats()[1].bytes_in_place == 8 * PAGE
-    # A head of one page in device memory: the rest is read where it lies, by a kernel that knows of both.
+    # A prefix of one page in device memory: the rest is read where it lies, by a kernel that knows of both.
     whole = planner.plan(planner.full_bytes)
     (method,) = whole.methods
     placements = [replace(one, prefix_bytes=PAGE) if one.weight == "b" else one for one in method.placements]

@@ -73,17 +73,17 @@ def test_every_row_is_multiplied_wherever_it_lies(tmp_path: Path, dtype: torch.d
     wanted = (x.double() @ weight.double().T + bias.double()).to(dtype)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     with Rig(model) as rig:
-        for head_rows in [*SPLITS, STREAMED]:
-            plan = rig.install_plan(split_plan(model, {"a": head_rows}))
-            assert plan.methods[0].placements[0].is_split == (head_rows > 0)
-            assert rig.session.memory()[0] == plan.device_bytes == -(-_prefix_bytes(head_rows) // PAGE) * PAGE
+        for prefix_rows in [*SPLITS, STREAMED]:
+            plan = rig.install_plan(split_plan(model, {"a": prefix_rows}))
+            assert plan.methods[0].placements[0].is_split == (prefix_rows > 0)
+            assert rig.session.memory()[0] == plan.device_bytes == -(-_prefix_bytes(prefix_rows) // PAGE) * PAGE
             for _ in range(3):
                 assert torch.equal(products(rig, [Call(x, bias)])[0], wanted)
                 rig.check_counters()
 
 
-def _prefix_bytes(head_rows: int) -> int:
-    return (ROWS if head_rows in (WHOLE, STREAMED) else head_rows) * DEPTH * 2
+def _prefix_bytes(prefix_rows: int) -> int:
+    return (ROWS if prefix_rows in (WHOLE, STREAMED) else prefix_rows) * DEPTH * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -92,8 +92,8 @@ def test_bits_do_not_depend_on_the_split(tmp_path: Path, dtype: torch.dtype) -> 
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     found = []
     with Rig(model) as rig:
-        for head_rows in SPLITS:
-            rig.install_plan(split_plan(model, {"a": head_rows}))
+        for prefix_rows in SPLITS:
+            rig.install_plan(split_plan(model, {"a": prefix_rows}))
             found += products(rig, [Call(x)])
             # A token's sums are the same whatever other tokens there are.
             assert torch.equal(products(rig, [Call(x[:3])])[0], found[0][:3])
@@ -139,8 +139,8 @@ def test_operands_that_lie_otherwise_are_copied_first(model: Model) -> None:
     sparse = torch.zeros(ROWS, 3, dtype=torch.bfloat16)
     sparse[:, 1] = bias
     with Rig(model) as rig:
-        for heads in ({"a": 48, "b": 16}, {"a": WHOLE, "b": WHOLE}):
-            rig.install_plan(split_plan(model, heads))
+        for prefixes in ({"a": 48, "b": 16}, {"a": WHOLE, "b": WHOLE}):
+            rig.install_plan(split_plan(model, prefixes))
             wanted = products(rig, CALLS)
             for left in (x, x.T.contiguous().T, odd):
                 for added in (bias, sparse[:, 1]):
@@ -247,8 +247,8 @@ def test_no_plan_leaves_a_linear_to_the_library(tmp_path: Path) -> None:
     weight, x = torch.randn(32, 8), torch.randn(2, 8)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     with Rig(model) as rig:
-        for head_rows in (16, 0, WHOLE, STREAMED):
-            rig.install_plan(split_plan(model, {"a": head_rows}))
+        for prefix_rows in (16, 0, WHOLE, STREAMED):
+            rig.install_plan(split_plan(model, {"a": prefix_rows}))
             with pytest.raises(RuntimeError):
                 products(rig, [Call(x)])
             refused(rig, "needs bfloat16 (")
@@ -380,20 +380,20 @@ def test_a_recipe_is_asked_for_once_for_each_case(model: Model) -> None:
                 refused(rig, "the soft driver launches no kernels")
         assert [(case.access, case.tokens) for case in preparing.cases] == [(10, 5), (10, 9)]
         case = preparing.cases[0]
-        assert (case.method, case.rows, case.depth, case.head_rows, case.is_bf16) == (0, ROWS, DEPTH, 48, 1)
+        assert (case.method, case.rows, case.depth, case.prefix_rows, case.is_bf16) == (0, ROWS, DEPTH, 48, 1)
         nbytes = model.weights["a"].nbytes
         prefix_bytes = 48 * DEPTH * 2
-        assert ctypes.string_at(case.head_address, prefix_bytes) == model.content["a"][:prefix_bytes]
-        assert ctypes.string_at(case.tail_address, nbytes - prefix_bytes) == model.content["a"][prefix_bytes:]
+        assert ctypes.string_at(case.prefix_address, prefix_bytes) == model.content["a"][:prefix_bytes]
+        assert ctypes.string_at(case.rest_address, nbytes - prefix_bytes) == model.content["a"][prefix_bytes:]
         # Another plan has other addresses, also of as many rows; and another offer other kernels.
-        for head_rows in (0, 48):
-            rig.install_plan(split_plan(model, {"a": head_rows, "b": WHOLE}))
+        for prefix_rows in (0, 48):
+            rig.install_plan(split_plan(model, {"a": prefix_rows, "b": WHOLE}))
             launch_fails(rig)
             refused(rig, "the soft driver launches no kernels")
-            assert preparing.cases[-1].head_rows == head_rows
+            assert preparing.cases[-1].prefix_rows == prefix_rows
         case = preparing.cases[2]
-        assert (case.head_rows, case.head_address) == (0, 0)
-        assert ctypes.string_at(case.tail_address, nbytes) == model.content["a"]
+        assert (case.prefix_rows, case.prefix_address) == (0, 0)
+        assert ctypes.string_at(case.rest_address, nbytes) == model.content["a"]
         rig.session.offer_linear(preparing)
         launch_fails(rig)
         refused(rig, "the soft driver launches no kernels")
@@ -403,8 +403,8 @@ def test_a_recipe_is_asked_for_once_for_each_case(model: Model) -> None:
         launch_fails(rig)
         refused(rig, "the soft driver launches no kernels")
         case = preparing.cases[5]
-        assert (case.head_rows, case.tail_address) == (ROWS, 0)
-        assert ctypes.string_at(case.head_address, nbytes) == model.content["a"]
+        assert (case.prefix_rows, case.rest_address) == (ROWS, 0)
+        assert ctypes.string_at(case.prefix_address, nbytes) == model.content["a"]
 
 
 def failed_run(rig: Rig) -> tuple[PenstockError | None, RuntimeError]:
