@@ -18,7 +18,7 @@ from penstock.plan.plan import DIRECT, Block, Copy, MethodPlan, Piece, Placement
 from penstock.runtime.failures import last_exception
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.runtime.rig import PAGE, Model, Rig
+from tests.runtime.session_harness import PAGE, Model, SessionHarness
 
 WHOLE = -1  # a prefix of all rows
 STREAMED = -2
@@ -166,18 +166,18 @@ class Call:
     bias: Tensor | None = None
 
 
-def products(rig: Rig, calls: Sequence[Call], stream: int = 0) -> list[Tensor]:
+def products(harness: SessionHarness, calls: Sequence[Call], stream: int = 0) -> list[Tensor]:
     """One run: every access is fetched, multiplied with, and its step ended."""
-    (schedule,) = rig.model.schedules
+    (schedule,) = harness.model.schedules
     results: list[Any] = []
-    rig.begin(0, stream)
+    harness.begin(0, stream)
     for step, (access, call) in enumerate(zip(schedule.accesses, calls, strict=True)):
-        weight = rig.model.weights[access.weight]
+        weight = harness.model.weights[access.weight]
         lent = fetched(access.number, weight.shape, getattr(torch, weight.dtype))
         try:
             results.append(multiplied(call.x, lent, call.bias, access.number))
         finally:
             torch_library().aoti_torch_delete_tensor_object(lent)
-        rig.done(step)
-    rig.end()
+        harness.done(step)
+    harness.end()
     return results
