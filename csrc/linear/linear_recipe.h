@@ -16,9 +16,9 @@ struct LinearCase {
   int64_t tokens;
   int64_t rows;
   int64_t depth;
-  int64_t head_rows;  // the first rows, at head_address; all others are at tail_address
-  uint64_t head_address;
-  uint64_t tail_address;
+  int64_t prefix_rows;  // the first rows, at prefix_address; all others are at rest_address
+  uint64_t prefix_address;
+  uint64_t rest_address;
   int32_t is_bf16;  // 0: fp16
 };
 

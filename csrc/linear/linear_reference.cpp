@@ -60,7 +60,7 @@ struct Float16 {
 template <typename Format>
 void multiply(const LinearCase& which, const LinearCall& call) {
   auto at = [](uint64_t address) { return reinterpret_cast<const uint16_t*>(address); };
-  const uint16_t *head = at(which.head_address), *tail = at(which.tail_address), *bias = at(call.bias_address);
+  const uint16_t *prefix = at(which.prefix_address), *rest = at(which.rest_address), *bias = at(call.bias_address);
   auto* y = reinterpret_cast<uint16_t*>(call.y_address);
   int64_t depth = which.depth, groups = (which.tokens + kGroup - 1) / kGroup;
   std::vector<float> row(depth), x(groups * depth * kGroup);
@@ -68,7 +68,7 @@ void multiply(const LinearCase& which, const LinearCall& call) {
     for (int64_t k = 0; k < depth; ++k)
       x[(t / kGroup * depth + k) * kGroup + t % kGroup] = Format::widen(at(call.x_address)[t * call.x_stride + k]);
   for (int64_t n = 0; n < which.rows; ++n) {
-    const uint16_t* from = n < which.head_rows ? head + n * depth : tail + (n - which.head_rows) * depth;
+    const uint16_t* from = n < which.prefix_rows ? prefix + n * depth : rest + (n - which.prefix_rows) * depth;
     for (int64_t k = 0; k < depth; ++k) row[k] = Format::widen(from[k]);
     float added = bias ? Format::widen(bias[n]) : 0.0f;
     for (int64_t g = 0; g < groups; ++g) {

@@ -53,9 +53,9 @@ LinearCase PlannedSession::case_of(int64_t position, const LinearOperands& opera
   which.tokens = operands.tokens();
   which.rows = operands.rows();
   which.depth = operands.depth();
-  which.head_rows = prefix_bytes / row_bytes;
-  which.head_address = prefix_bytes ? address_of(access) : 0;
-  which.tail_address = methods_[method_].in_place[position];
+  which.prefix_rows = prefix_bytes / row_bytes;
+  which.prefix_address = prefix_bytes ? address_of(access) : 0;
+  which.rest_address = methods_[method_].in_place[position];
   which.is_bf16 = operands.is_bf16();
   return which;
 }
@@ -68,11 +68,11 @@ void PlannedSession::multiply_here(const LinearCase& which, const LinearCall& ca
 }
 
 const LinearRecipe& PlannedSession::recipe(const LinearCase& which) {
-  std::array<int64_t, 4> key{which.method, which.access, which.tokens, which.head_rows};
+  std::array<int64_t, 4> key{which.method, which.access, which.tokens, which.prefix_rows};
   auto found = recipes_.find(key);
   if (found != recipes_.end()) return found->second;
   std::string what = "the linear of access " + text(which.access) + " with " + text(which.tokens) + " tokens, " +
-                     text(which.rows) + " rows of which " + text(which.head_rows) + " are in device memory, depth " +
+                     text(which.rows) + " rows of which " + text(which.prefix_rows) + " are in device memory, depth " +
                      text(which.depth);
   // A recipe compiles and loads kernels, which cannot happen inside a graph.
   if (capturing_) throw CoreError(Failure::capture, what + ", has not run before it is captured");

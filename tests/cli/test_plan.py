@@ -139,6 +139,29 @@ def test_below_the_floor(cli: Cli, program: Path) -> None:
     assert cli("plan", program, "--budget", streamed - 1, "--placement", "stream").code == 10
 
 
+def test_a_placement_that_needs_less_is_named_and_can_be_planned(cli: Cli, program: Path) -> None:
+    least = planner(program, "in-place").floor_bytes
+    refused = cli("plan", program, "--budget", planner(program).floor_bytes - 1, "--json").document["error"]
+    assert f'That is for placement="auto"; placement="in-place" needs {least} bytes' in refused["message"]
+    told = cli("plan", program, "--budget", least, "--placement", "in-place", "--link", "1GB/s", "--json").document
+    (method,) = told["methods"]
+    assert {row["kind"] for row in told["placements"]} == {"in place"} and not method["bytes_streamed"]
+    read = read_program(program)
+    assert method["in_place_bytes"] + method["multiplied_in_place_bytes"] == read.weight_bytes
+    assert method["predicted_s"] >= method["multiplied_in_place_bytes"] / LINK * (1 - 1e-9)
+    assert "as fast as the link copies" in "".join(told["notes"])
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_placements_of_before_are_refused_by_their_new_names(cli: Cli, program: Path, command: str) -> None:
+    for before, now in (("streamed", "stream"), ("direct", "in-place"), ("planned", "auto")):
+        refused = cli(command, program, "--placement", before, "--json")
+        assert refused.code == 2
+        assert f"what was placement='{before}' is now \"{now}\"" in refused.document["error"]["message"]
+    unknown = cli(command, program, "--placement", "fast", "--json")
+    assert unknown.code == 2 and "what was" not in unknown.stderr
+
+
 def test_the_curve(cli: Cli, program: Path, times: Path, tmp_path: Path) -> None:
     out = tmp_path / "curve.html"
     told = cli("plan", program, "--step-times", times, "--curve", out, "--points", 5, "--json").document
@@ -228,8 +251,8 @@ def test_a_step_of_a_split_weight_takes_as_long_as_the_slower_side(cli: Cli, pro
     options = ("--budget", budget, "--link", "1GB/s", "--compute-bandwidth", "1.1GB/s", "--json")
     (method,) = cli("plan", path, "--placement", "split", *options).document["methods"]
     _, *layers = planner(path, "split").plan(budget).methods[0].placements
-    tails = {one.in_place_bytes for one in layers}
-    assert len(tails) == 2 and min(tails) / LINK < layers[0].nbytes / rate < max(tails) / LINK
+    rests = {one.in_place_bytes for one in layers}
+    assert len(rests) == 2 and min(rests) / LINK < layers[0].nbytes / rate < max(rests) / LINK
     slower_s = sum(max(one.nbytes / rate, one.in_place_bytes / LINK) for one in layers)
     assert method["predicted_s"] == pytest.approx(slower_s)
     # Of these only the table is left out of the bound, though four layers have no head either.

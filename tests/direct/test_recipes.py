@@ -53,9 +53,9 @@ def case_of(prefix: torch.Tensor, rest: torch.Tensor, tokens: int = TOKENS) -> L
         tokens=tokens,
         rows=prefix.shape[0] + rest.shape[0],
         depth=prefix.shape[1],
-        head_rows=prefix.shape[0],
-        head_address=prefix.data_ptr(),
-        tail_address=rest.data_ptr(),
+        prefix_rows=prefix.shape[0],
+        prefix_address=prefix.data_ptr(),
+        rest_address=rest.data_ptr(),
         is_bf16=int(prefix.dtype == torch.bfloat16),
     )
 

@@ -677,11 +677,13 @@ def sessions_that_are_lent(program: Program) -> None:
     """As Module has it: nothing is made, and what is lent is not given back."""
     with loaded(program, at_floor(program, "lends"), "wide", "narrow") as ours:
         before = bytes(made())
-        assert not library().penstock_executorch_lend(b"lacks", made().session, 0, (ctypes.c_int64 * 1)(0), 1)
+        assert not library().penstock_executorch_share_session(b"lacks", made().session, 0, (ctypes.c_int64 * 1)(0), 1)
         lacking: dict[str, Option] = {"weight_offload_group": "lacks"}
         refused(lambda: Delegate(program, "narrow", lacking), PACKAGE, said="no session was made for delegate 1 of")
         library().penstock_executorch_reclaim(b"lacks")
-        assert not library().penstock_executorch_lend(b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2)
+        assert not library().penstock_executorch_share_session(
+            b"borrows", made().session, 0, (ctypes.c_int64 * 2)(0, 1), 2
+        )
         loud: dict[str, Option] = {"weight_offload_group": "borrows"}
         refused(lambda: Delegate(program, "narrow", loud), PACKAGE, said="no state was made")
         with loaded(program, loud, "wide") as (wide,):  # which has none
@@ -689,7 +691,7 @@ def sessions_that_are_lent(program: Program) -> None:
         calls, row = torch.full((4,), 3.0), whole_numbers(1, TWIN_WIDTH, seed=1)
         value = (Value * 1)()
         kept = _fill(value[0], calls)
-        assert library().penstock_executorch_lend_states(b"borrows", b"cpu", 0, value, 1) == 0
+        assert library().penstock_executorch_share_states(b"borrows", b"cpu", 0, value, 1) == 0
         with logged() as log, loaded(program, loud, "wide", "narrow") as (wide, narrow):
             check_run(wide, 1)
             expected = expected_of("narrow", (calls.clone(), row))

@@ -205,10 +205,10 @@ void a_load_holds_up_nobody_else() {
   Sessions::PlaceRef slow, other;
   Worker loading([&] { slow = place("held", 0); });
   fakes.await_stopped(1);
-  // Another file, what is lent, and a search: all of them while the load goes on.
+  // Another file, what is shared, and a search: all of them while the load goes on.
   other = place("other", 0);
   expect(!sessions().find("").empty(), "the session beside the load is not found");
-  expect(!sessions().take_lent("nobody", 0), "a session_ref was lent by nobody");
+  expect(!sessions().take_shared("nobody", 0), "a session_ref was shared by nobody");
   other.reset();
   expect(!loading.done(), "the load was not held");
   fakes.go_on();
@@ -490,21 +490,21 @@ void what_holds_is_known_where_it_cannot_be_told() {
   expect((*held)->facts().budget_bytes == 4096 && (*held)->facts().plan == 0, "the plan that is there is said to be another");
 }
 
-void sessions_are_lent_and_reclaimed() {
+void sessions_are_shared_and_reclaimed() {
   int somebody = 0, another = 0;
-  sessions().lend("group", std::make_shared<ProgramSession>(&somebody, 3), {5, 1});
-  sessions().lend("group", std::make_shared<ProgramSession>(&another, 3), {0});
-  auto lent = sessions().take_lent("group", 1);
-  expect(lent && (*lent)->handle() == &somebody && lent->number() == 1, "another session was lent");
-  expect((*lent)->device_index() == 3, "the device is another");
-  expect((*sessions().take_lent("group", 0))->handle() == &another, "another session was lent");
-  expect(!sessions().take_lent("group", 2) && sessions().is_lent("group"), "a place was lent that there is none of");
-  sessions().lend("anybody", std::make_shared<ProgramSession>(&somebody, 3), {});
-  expect(sessions().take_lent("anybody", 7)->number() == 0, "what is for everybody was not lent");
+  sessions().share("group", std::make_shared<ProgramSession>(&somebody, 3), {5, 1});
+  sessions().share("group", std::make_shared<ProgramSession>(&another, 3), {0});
+  auto shared = sessions().take_shared("group", 1);
+  expect(shared && (*shared)->handle() == &somebody && shared->number() == 1, "another session was shared");
+  expect((*shared)->device_index() == 3, "the device is another");
+  expect((*sessions().take_shared("group", 0))->handle() == &another, "another session was shared");
+  expect(!sessions().take_shared("group", 2) && sessions().is_shared("group"), "a place was shared that there is none of");
+  sessions().share("anybody", std::make_shared<ProgramSession>(&somebody, 3), {});
+  expect(sessions().take_shared("anybody", 7)->number() == 0, "what is for everybody was not shared");
   for (const char* group : {"group", "anybody"}) sessions().reclaim(group);
-  expect(!sessions().take_lent("group", 1) && !sessions().is_lent("group"), "what was reclaimed was lent");
-  lent.reset();
-  expect(sessions().find("group").empty(), "a lent session is found as one of ours");
+  expect(!sessions().take_shared("group", 1) && !sessions().is_shared("group"), "what was reclaimed was shared");
+  shared.reset();
+  expect(sessions().find("group").empty(), "a shared session is found as one of ours");
 }
 
 }  // namespace
@@ -543,6 +543,6 @@ int main() {
   an_automatic_budget_is_set();
   who_only_asks_is_no_run();
   what_holds_is_known_where_it_cannot_be_told();
-  sessions_are_lent_and_reclaimed();
+  sessions_are_shared_and_reclaimed();
   return 0;
 }

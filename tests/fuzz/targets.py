@@ -306,21 +306,21 @@ def _run_lowered(path: Path, weights: Path) -> list[Any]:
 def plan_records(rng: random.Random, folder: Path) -> str:
     """A plan's numbers as the core reads them: refused, or installed over the soft driver and taken down again."""
     from tests.fuzz.seeds import STREAMED_SIZES, streaming_schedules
-    from tests.runtime.rig import Rig, write_model
+    from tests.runtime.session_harness import SessionHarness, write_model
 
     numbers = _numbers(rng.choice(sorted(CORPUS.glob("plan-*.record"))).read_bytes())
     changed = damaged_numbers(rng, numbers)
     # What the soft driver gives is real memory: blocks of gigabytes would be made. What no machine has is refused.
     changed = [number % (1 << 28) if 1 << 28 < number < 1 << 44 else number for number in changed]
     model = write_model(folder / "weights", streaming_schedules(), STREAMED_SIZES)
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         try:
-            rig.session.install((_int64() * len(changed))(*changed))
+            harness.session.install((_int64() * len(changed))(*changed))
         except PenstockError as error:
             return told(error, PenstockError)
         # Whatever banks it has, they begin empty.
-        assert not any(map(any, rig.session.expert_counts()))
-        uninstall(rig.session)
+        assert not any(map(any, harness.session.expert_counts()))
+        uninstall(harness.session)
     return "identical" if changed == numbers else "consistent"
 
 

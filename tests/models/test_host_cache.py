@@ -117,7 +117,7 @@ def test_padded_rows_are_refused(everything: Any) -> None:
 
 
 def test_a_budget_for_weights_alone_divides_nothing(folder: Path, cache_dir: Path) -> None:
-    with pytest.raises(PenstockError, match="give it as device_memory= in the place of a budget"):
+    with pytest.raises(PenstockError, match="give that as device_memory="):
         load(folder, cache_dir, None)
 
 

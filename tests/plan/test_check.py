@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.plan import check
 from penstock.plan.candidates import EVEN, Streaming
 from penstock.plan.check import PlanError, check_plan
 from penstock.plan.menu import Menu
@@ -256,6 +259,25 @@ def test_residents_where_kernels_cannot_load_them() -> None:
     plan = Plan(P, blocks, ranges, fills, (MethodPlan("forward", places, (), (), 2),))
     with pytest.raises(PlanError, match="'a' begins at byte 1 of its range; kernels need a multiple of 256"):
         check_plan(plan, [A_THEN_B], weights_of(a=100, b=100))
+
+
+def test_the_check_has_no_code_and_no_number_of_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports plain data and its own parts. So a planner that lays weights too closely is refused."""
+    folder = Path(check.__file__).parent
+    data = {"penstock.errors", "penstock.schedule", "penstock.weight", "penstock.plan.plan"}
+    for file in folder.glob("check*.py"):
+        found = {node.module for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)}
+        ours = {name for name in found if name is not None and name.startswith("penstock")}
+        assert all(name in data or name.startswith("penstock.plan.check_") for name in ours), (file.name, ours)
+
+    # Wherever that number is known by its name, as it would be if somebody changed it.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("penstock.plan.") and hasattr(module, "RESIDENT_ALIGNMENT_BYTES"):
+            monkeypatch.setattr(module, "RESIDENT_ALIGNMENT_BYTES", 8)
+    schedule, weights = chain("a", "b"), weights_of(a=1000, b=1000)
+    laid = Planner([schedule], weights, page_bytes=4096).plan(4096)
+    with pytest.raises(PlanError, match="begins at byte 1000 of its range; kernels need a multiple of 256"):
+        check_plan(laid, [schedule], weights)
 
 
 def test_a_stay_read_between_its_copies(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from penstock.plan.plan import DIRECT, Piece, Plan, Range
 from penstock.schedule import Schedule
 from penstock.weight import Weight
 from tests.plan.test_split import PAGE, ROW, linear, matrices
-from tests.runtime.rig import chain
+from tests.runtime.session_harness import chain
 
 NAMES = "abcdefgh"
 WEIGHTS = matrices(x=1000, y=1000, **dict.fromkeys(NAMES, 128))

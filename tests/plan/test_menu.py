@@ -26,7 +26,7 @@ from tests.plan.planning import drafted_with
 from tests.plan.test_floor import weights_of
 from tests.plan.test_packed import begins_of
 from tests.plan.test_split import linear
-from tests.runtime.rig import chain
+from tests.runtime.session_harness import chain
 
 PAGE = BLOCK_BYTES
 LINK = Link(1e9, 1e-6)

@@ -17,7 +17,7 @@ from penstock.plan.planner import Planner
 from penstock.weight import Weight
 from tests.plan.planning import placed_floor
 from tests.plan.record.schedules import _decoder, program
-from tests.runtime.rig import chain
+from tests.runtime.session_harness import chain
 
 PAGE = 4096
 # What a block of Gaussian values takes.

@@ -19,7 +19,7 @@ from penstock.plan.planner import Planner
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
 from tests.plan.test_floor import llama_3_8b, weights_of
-from tests.runtime.rig import chain
+from tests.runtime.session_harness import chain
 
 PAGE = 16
 

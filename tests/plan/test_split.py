@@ -22,7 +22,7 @@ from penstock.plan.simulator import simulate
 from penstock.plan.tuning import PREFIX_GRAIN_ROWS
 from penstock.schedule import Schedule
 from penstock.weight import Weight
-from tests.runtime.rig import chain
+from tests.runtime.session_harness import chain
 
 ROW = 16  # bytes: eight columns of two bytes
 PAGE = 512

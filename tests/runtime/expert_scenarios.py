@@ -20,16 +20,15 @@ from penstock.plan.plan import MethodPlan
 from penstock.runtime.records import plan_numbers
 from tests.experts.reference import ReferenceTable
 from tests.native.session import acquire, take_rows, uninstall
-from tests.runtime.expert_rig import (
+from tests.runtime.expert_harness import (
     EXPERTS,
     ROW_BYTES,
+    ExpertHarness,
     ExpertModel,
-    ExpertRig,
     layers,
     schedule_of,
     write_experts,
 )
-from tests.runtime.rig import INLINE, PAGE, RunFailed
 from tests.runtime.scenario_tools import (
     COPIES_FIRST,
     KERNELS_FIRST,
@@ -37,6 +36,7 @@ from tests.runtime.scenario_tools import (
     refused,
     scenario,
 )
+from tests.runtime.session_harness import INLINE, PAGE, RunFailed
 from tests.runtime.soft import SoftDriver
 
 AT_RANDOM, THREADS = 2, 3
@@ -71,12 +71,12 @@ def _indices(experts: int) -> list[list[int]]:
 def experts_are_those_of_their_index(folder: Path) -> None:
     model = layers(folder)
     for slots, poison in itertools.product(_slots(), (True, False)):
-        with ExpertRig(model, poison=poison) as rig:
-            rig.install_plan(model.with_slots(*slots))
-            streams = [INLINE, rig.stream(), rig.stream(late=True)]
+        with ExpertHarness(model, poison=poison) as harness:
+            harness.install_plan(model.with_slots(*slots))
+            streams = [INLINE, harness.stream(), harness.stream(late=True)]
             for number, index in enumerate(_indices(EXPERTS)):
-                rig.ask = lambda routing, index=index: index  # type: ignore[misc]
-                rig.run(number % 2, streams[number % 3])
+                harness.ask = lambda routing, index=index: index  # type: ignore[misc]
+                harness.run(number % 2, streams[number % 3])
 
 
 @scenario
@@ -87,13 +87,13 @@ def banks_of_every_size(folder: Path) -> None:
         schedule = schedule_of("forward", [("a", 0), ("b", 0)])
         model = write_experts(folder / f"{experts}.ptd", [schedule], {**shapes, "w": (PAGE,)})
         for slots in sorted({1, max(1, experts - 1), experts} if experts < 4096 else {1, experts}):
-            with ExpertRig(model, rows=60) as rig:
-                rig.install_plan(model.with_slots(slots))
-                stream = rig.stream()
+            with ExpertHarness(model, rows=60) as harness:
+                harness.install_plan(model.with_slots(slots))
+                stream = harness.stream()
                 for _ in range(3):
-                    rig.run(stream=stream)
-                rig.ask = lambda routing, experts=experts: [one % experts for one in range(4096)]  # type: ignore[misc]
-                rig.run(stream=stream)
+                    harness.run(stream=stream)
+                harness.ask = lambda routing, experts=experts: [one % experts for one in range(4096)]  # type: ignore[misc]
+                harness.run(stream=stream)
 
 
 @scenario
@@ -105,43 +105,43 @@ def a_call_takes_as_many_rows_as_there_are(folder: Path) -> None:
     first, draw = [3, 0, 3], random.Random(4)
     many = [[0] * 4097, [*[1] * 4096, 2, 1], [draw.randrange(-EXPERTS, EXPERTS) for _ in range(9000)]]
     for slots in (1, 5, EXPERTS):
-        with ExpertRig(model) as rig:
-            rig.install_plan(model.with_slots(slots))
-            stream = rig.stream(late=True)
+        with ExpertHarness(model) as harness:
+            harness.install_plan(model.with_slots(slots))
+            stream = harness.stream(late=True)
             for index in (first, *many, [], first, []):
-                rig.ask = lambda routing, index=index: index  # type: ignore[misc]
-                graph = rig.capture()
-                rig.run(stream=stream)
-                rig.replay(graph, stream)
-            assert rig.session.stats()[0].expert_hits == rig.session.stats()[0].expert_misses == 0
+                harness.ask = lambda routing, index=index: index  # type: ignore[misc]
+                graph = harness.capture()
+                harness.run(stream=stream)
+                harness.replay(graph, stream)
+            assert harness.session.stats()[0].expert_hits == harness.session.stats()[0].expert_misses == 0
 
 
 @scenario
 def what_no_expert_is_asked_for_by_is_refused(folder: Path) -> None:
     """Before anything is chosen; and so is what was not fetched, or has no slots."""
     model = layers(folder)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(3, 0))
-        stream = rig.stream()
-        rig.run(stream=stream)
-        drawn = rig.ask
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(3, 0))
+        stream = harness.stream()
+        harness.run(stream=stream)
+        drawn = harness.ask
         for index, message in (
             ([EXPERTS], f"index {EXPERTS} is out of range for {EXPERTS} experts"),
             ([0, -EXPERTS - 1], f"index {-EXPERTS - 1} is out of range for {EXPERTS} experts"),
         ):
-            rig.ask = lambda routing, index=index: index  # type: ignore[misc]
-            _refused(lambda: rig.run(check=False), message)
-            rig.ask = drawn
-            rig.run(stream=stream)
+            harness.ask = lambda routing, index=index: index  # type: ignore[misc]
+            _refused(lambda: harness.run(check=False), message)
+            harness.ask = drawn
+            harness.run(stream=stream)
         for number, message in ((1, "was multiplied with before it was fetched"), (5, "has no slots")):
-            rig.begin(stream=stream)
+            harness.begin(stream=stream)
             for access in model.schedules[0].accesses[: 6 if number == 5 else 0]:
-                rig.acquire(access.number)
-                rig.done(access.number)
+                harness.acquire(access.number)
+                harness.done(access.number)
             one, out = (ctypes.c_int64 * 1)(0), (ctypes.c_ubyte * ROW_BYTES[0])()
-            assert take_rows(rig.session, number, one, out)
-            _refused(rig._give_up, message)
-            rig.run(stream=stream)
+            assert take_rows(harness.session, number, one, out)
+            _refused(harness._give_up, message)
+            harness.run(stream=stream)
 
 
 def _refused(run: Callable[[], object], message: str) -> None:
@@ -160,11 +160,11 @@ def hits_are_read_in_their_slots(folder: Path) -> None:
     shapes = {"a": (EXPERTS, 512), "b": (EXPERTS, 1040), "w": (PAGE,)}
     model = write_experts(folder / "w.ptd", [schedule_of("forward", [("a", 0), ("w", None), ("b", 0)])], shapes)
     asked = [1, 3, 3, 5]
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(4))
-        stream = rig.stream()
-        rig.ask = lambda routing: asked
-        rig.run(stream=stream)
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(4))
+        stream = harness.stream()
+        harness.ask = lambda routing: asked
+        harness.run(stream=stream)
         before = model.path.stat()
         later = dict(model.content)
         with model.path.open("r+b") as file:
@@ -173,14 +173,14 @@ def hits_are_read_in_their_slots(folder: Path) -> None:
                 file.seek(model.offsets[name])
                 file.write(later[name])
         os.utime(model.path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        rig.run(stream=stream)  # all of them are in slots
-        assert rig.session.stats()[0].expert_misses == 0
+        harness.run(stream=stream)  # all of them are in slots
+        assert harness.session.stats()[0].expert_misses == 0
         model.content.update(later)
         asked = [2]
-        rig.run(stream=stream)  # that one is not, and is put there
-        assert rig.session.stats()[0].expert_hits == 0
-        rig.run(stream=stream)
-        assert rig.session.stats()[0].expert_misses == 0
+        harness.run(stream=stream)  # that one is not, and is put there
+        assert harness.session.stats()[0].expert_hits == 0
+        harness.run(stream=stream)
+        assert harness.session.stats()[0].expert_misses == 0
 
 
 # ---- the order of runs
@@ -191,35 +191,35 @@ def runs_with_experts_follow_one_another(folder: Path) -> None:
     """On streams that all are late, of two methods in turn: nothing has run when the last is asked for."""
     model = layers(folder)
     for slots, poison in itertools.product(_slots(), (True, False)):
-        with ExpertRig(model, poison=poison, seed=slots[0]) as rig:
-            rig.install_plan(model.with_slots(*slots))
-            streams = [rig.stream(late=True) for _ in range(3)]
+        with ExpertHarness(model, poison=poison, seed=slots[0]) as harness:
+            harness.install_plan(model.with_slots(*slots))
+            streams = [harness.stream(late=True) for _ in range(3)]
             for _ in range(3):
                 for number, stream in enumerate(streams):
-                    rig.run(number % 2, stream, check=False)
-                    rig.run(number // 2, stream, check=False)
-                rig.check()
-                rig.check_counters()
-            with rig.late_copies():
+                    harness.run(number % 2, stream, check=False)
+                    harness.run(number // 2, stream, check=False)
+                harness.check()
+                harness.check_counters()
+            with harness.late_copies():
                 for number in range(6):
-                    rig.run(number % 2, streams[number % 3], check=False)
-                rig.check()
-                rig.check_counters()
+                    harness.run(number % 2, streams[number % 3], check=False)
+                harness.check()
+                harness.check_counters()
 
 
 @scenario
 def an_expert_that_was_replaced_is_read_until_then(folder: Path) -> None:
     """One slot, and each call wants another expert: what the kernel before it reads is overwritten behind it."""
     model = layers(folder, count=1)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(1))
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(1))
         asked = itertools.cycle([[2], [2, 7], [7], [7], [9, 2]])
-        rig.ask = lambda routing: next(asked)
-        streams = [rig.stream(late=True), rig.stream()]
+        harness.ask = lambda routing: next(asked)
+        streams = [harness.stream(late=True), harness.stream()]
         for number in range(20):
-            rig.run(number % 2, streams[number // 2 % 2], check=False)
-        rig.check()
-        rig.check_counters()
+            harness.run(number % 2, streams[number // 2 % 2], check=False)
+        harness.check()
+        harness.check_counters()
 
 
 # ---- plans
@@ -231,22 +231,25 @@ def tables_begin_empty(folder: Path) -> None:
     model = layers(folder)
     plans = [model.with_slots(*slots) for slots in ((3, 2), (16, 0), (0, 5), (0, 0), (4, 4))]
     for driver_poison, poison in itertools.product((True, False), (True, False)):
-        with SoftDriver(PAGE, 0, poison=driver_poison) as driver, ExpertRig(model, driver=driver, poison=poison) as rig:
-            streams = itertools.cycle([rig.stream(late=True), rig.stream(late=True)])
+        with (
+            SoftDriver(PAGE, 0, poison=driver_poison) as driver,
+            ExpertHarness(model, driver=driver, poison=poison) as harness,
+        ):
+            streams = itertools.cycle([harness.stream(late=True), harness.stream(late=True)])
             for plan in [*plans, *reversed(plans)]:
-                with rig.late_copies():
-                    rig.install_plan(plan)
+                with harness.late_copies():
+                    harness.install_plan(plan)
                 # On another stream than the run before it, of the other plan.
                 stream = next(streams)
                 for number in range(4):
-                    rig.run(number // 2, stream, check=False)
-                rig.check()
-                rig.check_counters()
-                rig.install_plan(plan)
-                assert rig.session.expert_counts() == [(0, 0, 0)] * len(plan.banks)
-                rig.run(stream=stream, check=False)
-            uninstall(rig.session)
-            assert rig.session.expert_counts() == []
+                    harness.run(number // 2, stream, check=False)
+                harness.check()
+                harness.check_counters()
+                harness.install_plan(plan)
+                assert harness.session.expert_counts() == [(0, 0, 0)] * len(plan.banks)
+                harness.run(stream=stream, check=False)
+            uninstall(harness.session)
+            assert harness.session.expert_counts() == []
 
 
 @scenario
@@ -259,10 +262,10 @@ def a_bank_that_nobody_reads_is_empty(folder: Path) -> None:
         placements = (replace(placed, bank=None, chooses=False) for placed in method.placements)
         return replace(method, placements=tuple(placements))
 
-    with ExpertRig(model) as rig:
-        rig.install_plan(replace(plan, methods=tuple(map(unread, plan.methods))))
-        assert rig.session.expert_counts() == [(0, 0, 0)] * 2
-        rig.run()
+    with ExpertHarness(model) as harness:
+        harness.install_plan(replace(plan, methods=tuple(map(unread, plan.methods))))
+        assert harness.session.expert_counts() == [(0, 0, 0)] * 2
+        harness.run()
 
 
 @scenario
@@ -271,19 +274,19 @@ def slots_hold_poison_until_they_are_filled(folder: Path) -> None:
     model = layers(folder)
     with SoftDriver(PAGE, 0, poison=False) as driver:
         for poison in (True, False):
-            with ExpertRig(model, driver=driver, poison=poison) as rig:
-                stream = rig.stream(late=True)
-                rig.install_plan(model.with_slots(16, 16))
-                rig.ask = lambda routing: range(EXPERTS)
+            with ExpertHarness(model, driver=driver, poison=poison) as harness:
+                stream = harness.stream(late=True)
+                harness.install_plan(model.with_slots(16, 16))
+                harness.ask = lambda routing: range(EXPERTS)
                 experts = _experts(model)
                 assert not in_device_memory(experts)
-                rig.run(stream=stream)
+                harness.run(stream=stream)
                 assert in_device_memory(experts) == set(experts)
-                rig.begin(stream=stream)
-                rig.give_up()
+                harness.begin(stream=stream)
+                harness.give_up()
                 assert bool(in_device_memory(experts)) is not poison
-                rig.run(stream=stream)
-                assert rig.session.stats()[0].expert_hits == 0
+                harness.run(stream=stream)
+                assert harness.session.stats()[0].expert_hits == 0
 
 
 def _experts(model: ExpertModel) -> dict[int, bytes]:
@@ -306,67 +309,67 @@ def a_run_with_experts_may_be_given_up_anywhere(folder: Path) -> None:
     forgotten, and the next run, of any method, on any stream, is right and finds nothing."""
     model = layers(folder)
     for poison in (True, False):
-        with ExpertRig(model, poison=poison) as rig:
-            rig.install_plan(model.with_slots(4, 3))
-            streams = [rig.stream(late=True), rig.stream()]
+        with ExpertHarness(model, poison=poison) as harness:
+            harness.install_plan(model.with_slots(4, 3))
+            streams = [harness.stream(late=True), harness.stream()]
             for method in (0, 1):
                 for steps in range(len(model.schedules[method].accesses) + 1):
                     for half in (False, True):
-                        rig.run(method, streams[0], check=False)
-                        _run_until(rig, method, streams[steps % 2], steps, half=half)
-                        rig.give_up()
-                        rig.check()
-                        rig.run(1 - method if half else method, streams[half])
-                        rig.run(method, streams[half])
+                        harness.run(method, streams[0], check=False)
+                        _run_until(harness, method, streams[steps % 2], steps, half=half)
+                        harness.give_up()
+                        harness.check()
+                        harness.run(1 - method if half else method, streams[half])
+                        harness.run(method, streams[half])
 
 
-def _run_until(rig: ExpertRig, method: int, stream: int, steps: int, *, half: bool) -> None:
+def _run_until(harness: ExpertHarness, method: int, stream: int, steps: int, *, half: bool) -> None:
     """So many steps; `half`: of the last only its launches, and not that they have ended."""
-    rig.begin(method, stream)
-    told = rig.steps(method, stream)
+    harness.begin(method, stream)
+    told = harness.steps(method, stream)
     for _ in range(steps):
         next(told)
     if not half and steps:
-        rig.done(steps - 1)
+        harness.done(steps - 1)
 
 
 @scenario
 def a_choice_without_its_fill_is_forgotten(folder: Path) -> None:
     """Chosen, and never moved; moved for one weight of the bank, and not for the other."""
     model = layers(folder, count=1)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(3))
-        for stream in (INLINE, rig.stream(), rig.stream(late=True)):
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(3))
+        for stream in (INLINE, harness.stream(), harness.stream(late=True)):
             for call, n in (("choose_experts", 1), ("move_experts", 1), ("move_experts", 2)):
-                rig.run(stream=stream, check=False)
-                rig.run(stream=stream, check=False)
-                rig.fails(lambda stream=stream: rig.run(stream=stream, check=False), call, n)  # type: ignore[misc]
-                rig.check()
+                harness.run(stream=stream, check=False)
+                harness.run(stream=stream, check=False)
+                harness.fails(lambda stream=stream: harness.run(stream=stream, check=False), call, n)  # type: ignore[misc]
+                harness.check()
                 for method in (0, 1, 0):
-                    rig.run(method, stream)
+                    harness.run(method, stream)
 
 
 @scenario
 def every_call_of_a_run_with_experts_may_fail(folder: Path) -> None:
     model = layers(folder)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(2, 2))
-        stream = rig.stream()
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(2, 2))
+        stream = harness.stream()
         seen = set()
         for n in itertools.count(1):
-            rig.run(stream=stream, check=False)
-            rig.driver.fail_at(n)
+            harness.run(stream=stream, check=False)
+            harness.driver.fail_at(n)
             try:
-                rig.run(stream=stream, check=False)
-                rig.driver.fail_at(0)
+                harness.run(stream=stream, check=False)
+                harness.driver.fail_at(0)
                 break
             except (DriverCallError, RunFailed) as error:
                 if "a test asked for this failure" not in str(error):
                     raise
-            seen.add(rig.driver.failed_call())
-            rig.driver.fail_at(0)
-            rig.check()
-            rig.run(stream=stream)
+            seen.add(harness.driver.failed_call())
+            harness.driver.fail_at(0)
+            harness.check()
+            harness.run(stream=stream)
         assert seen >= {"choose_experts", "move_experts", "wait", "record", "copy_to_device"}, seen
 
 
@@ -375,18 +378,18 @@ def tables_are_empty_before_the_next_run(folder: Path) -> None:
     """Also where they are emptied late, and the next run asks for experts before it waits for any copy."""
     model = layers(folder)
     for poison in (True, False):
-        with ExpertRig(model, poison=poison) as rig:
-            rig.install_plan(model.with_slots(3, 3))
-            for stream in (INLINE, rig.stream(), rig.stream(late=True)):
-                rig.ask = lambda routing: [4, 9]
-                rig.run(stream=stream)
-                with rig.late_copies():
+        with ExpertHarness(model, poison=poison) as harness:
+            harness.install_plan(model.with_slots(3, 3))
+            for stream in (INLINE, harness.stream(), harness.stream(late=True)):
+                harness.ask = lambda routing: [4, 9]
+                harness.run(stream=stream)
+                with harness.late_copies():
                     # The last layer's are chosen, and not filled.
-                    _run_until(rig, 0, stream, 6, half=True)
-                    rig.give_up()
+                    _run_until(harness, 0, stream, 6, half=True)
+                    harness.give_up()
                     # That layer's by two indices: were the first found and the second not, the sums would be the same.
-                    rig.ask = lambda routing: [2] if routing == 1 else [4, 9]
-                    rig.run(1, stream)
+                    harness.ask = lambda routing: [2] if routing == 1 else [4, 9]
+                    harness.run(1, stream)
 
 
 @scenario
@@ -395,30 +398,30 @@ def tables_that_could_not_be_emptied_are_before_the_next_run(folder: Path) -> No
     which is then none."""
     model = layers(folder)
     for n, poison in itertools.product((1, 2), (True, False)):
-        with ExpertRig(model, poison=poison) as rig:
-            rig.install_plan(model.with_slots(3, 3))
-            stream = rig.stream()
+        with ExpertHarness(model, poison=poison) as harness:
+            harness.install_plan(model.with_slots(3, 3))
+            stream = harness.stream()
             # What is chosen last, and not filled, is what the next run asks for first.
             index = [4, 9]
-            rig.ask = lambda routing, index=index: index  # type: ignore[misc]
-            graph = rig.capture(0)
+            harness.ask = lambda routing, index=index: index  # type: ignore[misc]
+            graph = harness.capture(0)
             for again in range(3):
-                _run_until(rig, 0, stream, 5, half=True)
-                rig.driver.fail_at(n, call="fill")
-                rig.give_up()
-                assert rig.driver.failed_call() == "fill"
-                rig.driver.fail_at(0)
+                _run_until(harness, 0, stream, 5, half=True)
+                harness.driver.fail_at(n, call="fill")
+                harness.give_up()
+                assert harness.driver.failed_call() == "fill"
+                harness.driver.fail_at(0)
                 if again == 1:
-                    rig.fails(lambda stream=stream: rig.run(stream=stream, check=False), "fill", n)  # type: ignore[misc]
+                    harness.fails(lambda stream=stream: harness.run(stream=stream, check=False), "fill", n)  # type: ignore[misc]
                 # A method that asks for experts before it waits for any copy.
-                with rig.late_copies():
+                with harness.late_copies():
                     if again == 2:
-                        rig.replay(graph, stream)
+                        harness.replay(graph, stream)
                     else:
-                        rig.run(1, stream)
-                assert rig.session.stats()[0].expert_hits == (0 if again == 2 else len(index))
-                rig.run(again != 2, stream)
-                assert rig.session.stats()[0].expert_misses == 0
+                        harness.run(1, stream)
+                assert harness.session.stats()[0].expert_hits == (0 if again == 2 else len(index))
+                harness.run(again != 2, stream)
+                assert harness.session.stats()[0].expert_misses == 0
 
 
 @scenario
@@ -427,51 +430,51 @@ def what_was_counted_is_kept(folder: Path) -> None:
     shapes = {"a": (EXPERTS, 512), "b": (EXPERTS, 1040)}
     schedules = [schedule_of("one", [("a", 0)]), schedule_of("two", [("b", 0)])]
     model = write_experts(folder / "w.ptd", schedules, shapes)
-    with ExpertRig(model) as rig:
-        stream = rig.stream(late=True)
+    with ExpertHarness(model) as harness:
+        stream = harness.stream(late=True)
         for slots in ((3, 2), (0, 2), (0, 0), (3, 0), (2, 2)):
-            rig.install_plan(model.with_slots(*slots, names=["a", "b"]))
+            harness.install_plan(model.with_slots(*slots, names=["a", "b"]))
             for method in (0, 0, 1, 0, 1, 1):
-                rig.run(method, stream)
-            rig.begin(0, stream)
-            rig.give_up()
-            assert rig.session.stats()[0].expert_hits == 0
-            rig.check_experts()
-            rig.run(1, stream)
+                harness.run(method, stream)
+            harness.begin(0, stream)
+            harness.give_up()
+            assert harness.session.stats()[0].expert_hits == 0
+            harness.check_experts()
+            harness.run(1, stream)
         # An install that is refused, or that cannot read what was counted, changes nothing.
         numbers = plan_numbers(model.with_slots(4, 4), model.weights)
-        refused(lambda: rig.session.install((ctypes.c_int64 * 2)(8, 1)), PenstockError)
-        rig.driver.fail_at(1, call="copy_to_host")
-        refused(lambda: rig.session.install(numbers), DriverCallError)
-        rig.driver.fail_at(0)
+        refused(lambda: harness.session.install((ctypes.c_int64 * 2)(8, 1)), PenstockError)
+        harness.driver.fail_at(1, call="copy_to_host")
+        refused(lambda: harness.session.install(numbers), DriverCallError)
+        harness.driver.fail_at(0)
         for method in (0, 1):
-            rig.run(method, stream)
+            harness.run(method, stream)
 
 
 @scenario
 def counts_wait_for_what_they_count(folder: Path) -> None:
     """Every stream is late, and nothing has run when they are asked for."""
     model = layers(folder)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(3, 3))
-        streams = [rig.stream(late=True), rig.stream(late=True)]
-        with rig.late_copies():
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(3, 3))
+        streams = [harness.stream(late=True), harness.stream(late=True)]
+        with harness.late_copies():
             for number in range(12):
-                rig.run(number % 2, streams[number // 2 % 2], check=False)
+                harness.run(number % 2, streams[number // 2 % 2], check=False)
                 if number % 3 == 0:
-                    rig.check_experts()
+                    harness.check_experts()
                 else:
-                    rig.check_counters()
-            rig.check()
+                    harness.check_counters()
+            harness.check()
 
 
 @scenario
 def a_count_that_nobody_waited_for_comes_into_memory_that_is_there(folder: Path) -> None:
     """Waiting for it fails, and the copy is made afterwards: a sanitizer would see where to."""
-    with ExpertRig(layers(folder)) as rig:
-        rig.install_plan(rig.model.with_slots(3, 3))
-        rig.run(0)
-        session = rig.session
+    with ExpertHarness(layers(folder)) as harness:
+        harness.install_plan(harness.model.with_slots(3, 3))
+        harness.run(0)
+        session = harness.session
         reads: list[Callable[[], object]] = [
             session.expert_counts,
             lambda: session.expert_hits(1, [1, 3]),
@@ -479,13 +482,13 @@ def a_count_that_nobody_waited_for_comes_into_memory_that_is_there(folder: Path)
         ]
         for read in reads:
             known = read()
-            with rig.late_copies():
+            with harness.late_copies():
                 # The first waits for what is counted.
-                rig.driver.fail_at(2, call="synchronize_stream")
+                harness.driver.fail_at(2, call="synchronize_stream")
                 refused(read, DriverCallError)
-                rig.driver.fail_at(0)
+                harness.driver.fail_at(0)
                 assert read() == known
-        rig.run(1)
+        harness.run(1)
 
 
 @scenario
@@ -494,19 +497,19 @@ def kernels_are_loaded_with_a_plan_that_needs_them(folder: Path) -> None:
     model = layers(folder)
     whole = model.plan(model.full_bytes)
     assert not whole.direct_weights
-    with ExpertRig(model) as rig:
+    with ExpertHarness(model) as harness:
         for plan, is_needed in ((whole, False), (model.with_slots(0, 0), True), (model.with_slots(0, 2), True)):
-            rig.driver.fail_at(1, call="prepare_experts")
+            harness.driver.fail_at(1, call="prepare_experts")
             try:
-                rig.install_plan(plan)
+                harness.install_plan(plan)
                 assert not is_needed
-                rig.run()
+                harness.run()
             except DriverCallError:
-                assert is_needed and rig.driver.failed_call() == "prepare_experts"
-                rig.plan, rig.tables = None, []
-            rig.driver.fail_at(0)
-        rig.install_plan(plan)
-        rig.run()
+                assert is_needed and harness.driver.failed_call() == "prepare_experts"
+                harness.plan, harness.tables = None, []
+            harness.driver.fail_at(0)
+        harness.install_plan(plan)
+        harness.run()
 
 
 # ---- graphs (S9, S11)
@@ -518,49 +521,49 @@ def graphs_with_experts(folder: Path) -> None:
     and streams that are late in turn."""
     model = layers(folder)
     for slots, poison in itertools.product(_slots(), (True, False)):
-        with ExpertRig(model, poison=poison, seed=slots[0]) as rig:
-            rig.install_plan(model.with_slots(*slots))
-            streams = [rig.stream(), rig.stream(late=True)]
-            graphs = [rig.capture(method) for method in (0, 1, 0)]
+        with ExpertHarness(model, poison=poison, seed=slots[0]) as harness:
+            harness.install_plan(model.with_slots(*slots))
+            streams = [harness.stream(), harness.stream(late=True)]
+            graphs = [harness.capture(method) for method in (0, 1, 0)]
             choose = random.Random(slots[1])
             for number in range(40):
                 stream = streams[choose.randrange(2)]
                 if choose.random() < 0.3:
-                    rig.run(choose.randrange(2), stream, check=False)
+                    harness.run(choose.randrange(2), stream, check=False)
                 else:
                     order = ORDERS[number % 4]
-                    rig.replay(choose.choice(graphs), stream, order=order, seed=number + 1, check=False)
+                    harness.replay(choose.choice(graphs), stream, order=order, seed=number + 1, check=False)
                 if choose.random() < 0.2:
-                    rig.check()
-                    rig.check_counters()
-            with rig.late_copies():
+                    harness.check()
+                    harness.check_counters()
+            with harness.late_copies():
                 for number in range(8):
-                    rig.replay(graphs[number % 3], streams[number // 4], order=ORDERS[number % 4], check=False)
-                rig.check()
-            rig.check_counters()
+                    harness.replay(graphs[number % 3], streams[number // 4], order=ORDERS[number % 4], check=False)
+                harness.check()
+            harness.check_counters()
 
 
 @scenario
 def a_replay_that_fails_empties_the_tables(folder: Path) -> None:
     model = layers(folder)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(4, 4))
-        stream = rig.stream()
-        graph = rig.capture(0)
-        rig.ask = lambda routing: [1, 2, 1]
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(4, 4))
+        stream = harness.stream()
+        graph = harness.capture(0)
+        harness.ask = lambda routing: [1, 2, 1]
         for n in itertools.count(1):
-            rig.replay(graph, stream)
-            rig.driver.fail_at(n)
+            harness.replay(graph, stream)
+            harness.driver.fail_at(n)
             try:
-                rig.replay(graph, stream, check=False)
-                rig.driver.fail_at(0)
+                harness.replay(graph, stream, check=False)
+                harness.driver.fail_at(0)
                 break
             except DriverCallError:
-                was_begun = rig.driver.failed_call() != "is_capturing"
-            rig.driver.fail_at(0)
-            rig.check()
-            rig.replay(graph, stream)
-            assert (rig.session.stats()[0].expert_hits == 0) == was_begun
+                was_begun = harness.driver.failed_call() != "is_capturing"
+            harness.driver.fail_at(0)
+            harness.check()
+            harness.replay(graph, stream)
+            assert (harness.session.stats()[0].expert_hits == 0) == was_begun
         assert n > 4
 
 
@@ -568,52 +571,52 @@ def a_replay_that_fails_empties_the_tables(folder: Path) -> None:
 def a_capture_with_experts_changes_no_table(folder: Path) -> None:
     """Whether it is made, given up, or a call of it fails: the next run finds what the last has left."""
     model = layers(folder)
-    with ExpertRig(model) as rig:
-        rig.install_plan(model.with_slots(4, 4))
-        stream, side = rig.stream(), rig.stream()
-        rig.ask = lambda routing: [3, 0, 3]
-        rig.run(stream=stream)
+    with ExpertHarness(model) as harness:
+        harness.install_plan(model.with_slots(4, 4))
+        stream, side = harness.stream(), harness.stream()
+        harness.ask = lambda routing: [3, 0, 3]
+        harness.run(stream=stream)
 
         def untouched() -> None:
-            rig.run(stream=stream)
-            assert rig.session.stats()[0].expert_misses == 0
+            harness.run(stream=stream)
+            assert harness.session.stats()[0].expert_misses == 0
 
         untouched()
         for call in ("begin_capture", "choose_experts", "move_experts", "record", "end_capture"):
-            rig.driver.fail_at(1, call=call)
+            harness.driver.fail_at(1, call=call)
             try:
-                rig.capture(0, side)
+                harness.capture(0, side)
                 raise AssertionError(f"a failed {call} went unnoticed")
             except (PenstockError, RunFailed):
-                assert rig.driver.failed_call() == call
-            rig.driver.fail_at(0)
+                assert harness.driver.failed_call() == call
+            harness.driver.fail_at(0)
             untouched()
-        rig.session.begin_capture(0, side)
-        assert acquire(rig.session, 7, ctypes.byref(ctypes.c_uint64()))
-        assert isinstance(rig.session.abort(), ScheduleDivergedError)
+        harness.session.begin_capture(0, side)
+        assert acquire(harness.session, 7, ctypes.byref(ctypes.c_uint64()))
+        assert isinstance(harness.session.abort(), ScheduleDivergedError)
         untouched()
-        graph = rig.capture(0, side)
+        graph = harness.capture(0, side)
         untouched()
         for order in ORDERS:
-            rig.replay(graph, stream, order=order)
-            assert rig.session.stats()[0].expert_misses == 0
+            harness.replay(graph, stream, order=order)
+            assert harness.session.stats()[0].expert_misses == 0
 
 
 @scenario
 def a_graph_goes_with_its_slots(folder: Path) -> None:
     """Another plan has other slots, and another table: graphs of the one before it are refused."""
     model = layers(folder)
-    with ExpertRig(model) as rig:
-        stream = rig.stream()
+    with ExpertHarness(model) as harness:
+        stream = harness.stream()
         for slots in ((3, 4), (4, 3), (3, 0)):
-            rig.install_plan(model.with_slots(*slots))
-            graph = rig.capture(0)
+            harness.install_plan(model.with_slots(*slots))
+            graph = harness.capture(0)
             for _ in range(3):
-                rig.replay(graph, stream)
-            rig.session.drop_capture(graph.number)
-            error = refused(lambda graph=graph: rig.session.begin_replay(graph.number, stream), PenstockError)  # type: ignore[misc]
+                harness.replay(graph, stream)
+            harness.session.drop_capture(graph.number)
+            error = refused(lambda graph=graph: harness.session.begin_replay(graph.number, stream), PenstockError)  # type: ignore[misc]
             assert "there is no capture" in str(error)
-            rig.run(stream=stream)
+            harness.run(stream=stream)
 
 
 # ---- what was logged
@@ -626,10 +629,10 @@ def logs_tell_what_other_numbers_of_slots_would_have_held(folder: Path) -> None:
     for experts, rows in ((EXPERTS, 3), (40, 60)):
         model = layers(folder, experts=experts, count=1)
         draw = random.Random(3)
-        with ExpertRig(model) as rig:
-            rig.install_plan(model.with_slots(4))
+        with ExpertHarness(model) as harness:
+            harness.install_plan(model.with_slots(4))
             calls: list[list[int]] = []
-            stream = rig.stream(late=True)
+            stream = harness.stream(late=True)
 
             def ask(
                 routing: int,
@@ -641,25 +644,27 @@ def logs_tell_what_other_numbers_of_slots_would_have_held(folder: Path) -> None:
                 calls.append([draw.choice([0, 1, 2, 3, draw.randrange(experts)]) for _ in range(rows)])
                 return calls[-1]
 
-            rig.ask = ask
+            harness.ask = ask
             wanted = [1, 2, 4, experts // 2, experts]
             for runs in (0, 1, 3, 60, 250, 0):
                 for _ in range(runs):
-                    rig.run(0, stream, check=False)
+                    harness.run(0, stream, check=False)
                 # Nothing of it has run.
-                with rig.late_copies():
-                    assert rig.session.expert_hits(0, wanted) == [_played(calls[-256:], experts, n) for n in wanted]
-                rig.check()
+                with harness.late_copies():
+                    assert harness.session.expert_hits(0, wanted) == [_played(calls[-256:], experts, n) for n in wanted]
+                harness.check()
                 if len(calls) > 256:
-                    rig.begin(0, stream)
-                    rig.give_up()
+                    harness.begin(0, stream)
+                    harness.give_up()
                     calls.clear()
             for slots in (0, experts + 1):
-                assert "has no" in str(refused(lambda slots=slots: rig.session.expert_hits(0, [slots]), PenstockError))  # type: ignore[misc]
+                assert "has no" in str(
+                    refused(lambda slots=slots: harness.session.expert_hits(0, [slots]), PenstockError)  # type: ignore[misc]
+                )
             for bank in (-1, 1):
                 assert "there is no bank" in str(
-                    refused(lambda bank=bank: rig.session.expert_hits(bank, [1]), PenstockError)
-                )  # type: ignore[misc]
+                    refused(lambda bank=bank: harness.session.expert_hits(bank, [1]), PenstockError)  # type: ignore[misc]
+                )
 
 
 def _played(calls: Sequence[Sequence[int]], experts: int, slots: int) -> tuple[int, int, int]:

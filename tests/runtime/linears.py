@@ -18,9 +18,9 @@ from penstock.plan.plan import DIRECT, Block, Copy, MethodPlan, Piece, Placement
 from penstock.runtime.failures import last_exception
 from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
-from tests.runtime.rig import PAGE, Model, Rig
+from tests.runtime.session_harness import PAGE, Model, SessionHarness
 
-WHOLE = -1  # a head of all rows
+WHOLE = -1  # a prefix of all rows
 STREAMED = -2
 
 
@@ -42,8 +42,8 @@ def write_linears(path: Path, weights: dict[str, Tensor], uses: Sequence[str]) -
     return Model((Schedule("forward", accesses, steps),), described, offsets, path)
 
 
-def split_plan(model: Model, head_rows: dict[str, int]) -> Plan:
-    """Heads in ranges of their own; what streams is copied before its use and again, after it, for the next run."""
+def split_plan(model: Model, prefix_rows: dict[str, int]) -> Plan:
+    """Prefixes in ranges of their own; what streams is copied before its use and again, after it, for the next run."""
     blocks: list[Block] = []
     ranges: list[Range] = []
     fills: list[Piece] = []
@@ -54,8 +54,8 @@ def split_plan(model: Model, head_rows: dict[str, int]) -> Plan:
     positions = {access.weight: at for at, access in enumerate(schedule.accesses)}
     for name, weight in model.weights.items():
         rows, row_bytes = weight.shape[0], weight.nbytes // weight.shape[0]
-        streamed = head_rows[name] == STREAMED
-        prefix_bytes = weight.nbytes if head_rows[name] in (WHOLE, STREAMED, rows) else head_rows[name] * row_bytes
+        streamed = prefix_rows[name] == STREAMED
+        prefix_bytes = weight.nbytes if prefix_rows[name] in (WHOLE, STREAMED, rows) else prefix_rows[name] * row_bytes
         if not prefix_bytes:
             placed[name] = (DIRECT, None)
             continue
@@ -166,18 +166,18 @@ class Call:
     bias: Tensor | None = None
 
 
-def products(rig: Rig, calls: Sequence[Call], stream: int = 0) -> list[Tensor]:
+def products(harness: SessionHarness, calls: Sequence[Call], stream: int = 0) -> list[Tensor]:
     """One run: every access is fetched, multiplied with, and its step ended."""
-    (schedule,) = rig.model.schedules
+    (schedule,) = harness.model.schedules
     results: list[Any] = []
-    rig.begin(0, stream)
+    harness.begin(0, stream)
     for step, (access, call) in enumerate(zip(schedule.accesses, calls, strict=True)):
-        weight = rig.model.weights[access.weight]
+        weight = harness.model.weights[access.weight]
         lent = fetched(access.number, weight.shape, getattr(torch, weight.dtype))
         try:
             results.append(multiplied(call.x, lent, call.bias, access.number))
         finally:
             torch_library().aoti_torch_delete_tensor_object(lent)
-        rig.done(step)
-    rig.end()
+        harness.done(step)
+    harness.end()
     return results

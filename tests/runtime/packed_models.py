@@ -24,7 +24,7 @@ from penstock.weight import Weight
 from penstock.weights.packing import Blocks
 from tests.native.session import HostSource
 from tests.plan.planning import make_plan, placed_floor
-from tests.runtime.rig import PAGE, Model, chain
+from tests.runtime.session_harness import PAGE, Model, chain
 from tests.runtime.soft import SoftDriver
 
 BFLOAT16 = 6  # PackedKind::bfloat16_levels in csrc/packed/packed_block.h

@@ -15,8 +15,8 @@ from penstock.record import VERSION
 from penstock.runtime.records import Numbers, packed_numbers, plan_numbers
 from tests.native.session import make_session
 from tests.runtime.packed_models import PackedModel, packed_chain
-from tests.runtime.rig import PAGE, Rig, chain, write_model
 from tests.runtime.scenario_tools import refused, scenario
+from tests.runtime.session_harness import PAGE, SessionHarness, chain, write_model
 from tests.runtime.soft import SoftDriver
 
 SOME_BYTES = 150_000
@@ -124,18 +124,18 @@ def plans_that_packed_weights_cannot_follow_are_refused(folder: Path) -> None:
         (replace(plan, stores=(plain,)), "that is not packed was to stay so"),
         (_first_method(whole, placements=tuple(placements)), "only unpacked ones can be"),
     ]
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         for changed, text in cases:
-            _says(lambda: rig.install_plan(changed), text)  # noqa: B023
-            assert rig.session.memory()[0] == 0
-            rig.install_plan(plan)
-            rig.run()
+            _says(lambda: harness.install_plan(changed), text)  # noqa: B023
+            assert harness.session.memory()[0] == 0
+            harness.install_plan(plan)
+            harness.run()
         # Where it is decoded from is seen when it is: a plan of the planner's has it at a multiple.
         moved = replace(store, piece=replace(store.piece, range_offset_bytes=store.piece.range_offset_bytes + 8))
-        rig.install_plan(replace(plan, stores=(moved,)))
-        _says(rig.run, "no multiple of sixteen")
-        rig.install_plan(plan)
-        rig.run()
+        harness.install_plan(replace(plan, stores=(moved,)))
+        _says(harness.run, "no multiple of sixteen")
+        harness.install_plan(plan)
+        harness.run()
 
 
 @scenario
@@ -175,12 +175,12 @@ def memory_for_packed_weights_is_for_nothing_else(folder: Path) -> None:
         (replace(plan, slots=replace(slots, count=slots.count + 1)), "needs to be in [1"),
         (replace(plan, stores=(replace(stores[0], packed_bytes=2**40), *stores[1:])), "needs to be in [1"),
     ]
-    with Rig(model) as rig:
-        rig.install_plan(plan)
+    with SessionHarness(model) as harness:
+        harness.install_plan(plan)
         for changed, text in cases:
-            _says(lambda: rig.session.install(plan_numbers(changed, model.weights)), text)  # noqa: B023
+            _says(lambda: harness.session.install(plan_numbers(changed, model.weights)), text)  # noqa: B023
         # Refused before anything was touched.
-        rig.run()
+        harness.run()
 
 
 @scenario
@@ -188,11 +188,11 @@ def a_file_without_packed_weights_has_no_use_for_their_memory(folder: Path) -> N
     names = [f"w{index}" for index in range(4)]
     model = write_model(folder / "plain.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
     plan = model.plan(model.floor_bytes)
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         slots = with_packed(plan, {}, SlotSizes(2, 1024, PAGE), 0)
         assert slots.slots == Slots(2, 1024, len(plan.ranges))
-        _says(lambda: rig.install_plan(slots), "the weights file has none")
+        _says(lambda: harness.install_plan(slots), "the weights file has none")
         store = Store(Piece("w0", 0, PAGE, len(plan.ranges), 0), PAGE)
-        _says(lambda: rig.install_plan(replace(slots, slots=None, stores=(store,))), "the weights file has none")
-        rig.install_plan(plan)
-        rig.run()
+        _says(lambda: harness.install_plan(replace(slots, slots=None, stores=(store,))), "the weights file has none")
+        harness.install_plan(plan)
+        harness.run()

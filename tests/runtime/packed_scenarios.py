@@ -18,7 +18,6 @@ from penstock.plan.packed import BLOCK_BYTES
 from penstock.plan.plan import DIRECT, Plan
 from tests.native.session import uninstall
 from tests.runtime.packed_models import WEIGHT_BYTES, PackedModel, packed_chain, write_packed
-from tests.runtime.rig import INLINE, PAGE, Rig, RunFailed, chain, staged
 from tests.runtime.scenario_tools import (
     COPIES_FIRST,
     KERNELS_FIRST,
@@ -28,6 +27,7 @@ from tests.runtime.scenario_tools import (
     refused,
     scenario,
 )
+from tests.runtime.session_harness import INLINE, PAGE, RunFailed, SessionHarness, chain, staged
 from tests.runtime.soft import SoftDriver
 
 # Of what streams in a chain of five weights: about a third.
@@ -64,13 +64,13 @@ def decoding_waits_for_the_link(folder: Path) -> None:
     model = packed_chain(folder)
     for plan in _plans(model):
         for poison in (True, False):
-            with Rig(model, poison=poison) as rig:
-                stream = rig.stream()
-                with rig.late_link():
-                    rig.install_plan(plan)
+            with SessionHarness(model, poison=poison) as harness:
+                stream = harness.stream()
+                with harness.late_link():
+                    harness.install_plan(plan)
                     for _ in range(2):
-                        rig.run()
-                        rig.run(stream=stream)
+                        harness.run()
+                        harness.run(stream=stream)
 
 
 @scenario
@@ -78,27 +78,27 @@ def the_link_waits_for_decoding(folder: Path) -> None:
     model = packed_chain(folder)
     for plan in _plans(model):
         for poison in (True, False):
-            with Rig(model, poison=poison) as rig:
-                stream = rig.stream()
-                with rig.late_copies():
-                    rig.install_plan(plan)
+            with SessionHarness(model, poison=poison) as harness:
+                stream = harness.stream()
+                with harness.late_copies():
+                    harness.install_plan(plan)
                     for _ in range(2):
-                        rig.run()
-                        rig.run(stream=stream)
+                        harness.run()
+                        harness.run(stream=stream)
 
 
 @scenario
 def everything_packed_is_late(folder: Path) -> None:
     model = packed_chain(folder, back=True)
     for plan in _plans(model):
-        with Rig(model) as rig:
-            stream = rig.stream(late=True)
-            rig.install_plan(plan)
-            with rig.late_copies(), rig.late_link():
+        with SessionHarness(model) as harness:
+            stream = harness.stream(late=True)
+            harness.install_plan(plan)
+            with harness.late_copies(), harness.late_link():
                 for run in range(6):
-                    rig.run(run // 2 % 2, stream, check=False)
-                rig.check()
-                rig.check_counters()
+                    harness.run(run // 2 % 2, stream, check=False)
+                harness.check()
+                harness.check_counters()
 
 
 @scenario
@@ -115,26 +115,26 @@ def a_slot_holds_poison_once_it_is_decoded(folder: Path) -> None:
         }
         with SoftDriver(PAGE, 0, poison=False) as driver:
             for poison in (True, False):
-                with Rig(model, driver=driver, poison=poison) as rig:
-                    rig.install_plan(plan)
+                with SessionHarness(model, driver=driver, poison=poison) as harness:
+                    harness.install_plan(plan)
                     assert bool(in_device_memory(parts)) is not poison
                     assert not (poison and in_device_memory(fills))
-                    rig.run()
-                    captured, stream = rig.capture(), rig.stream()
-                    rig.replay(captured, stream)
-                    rig.run(stream=stream)
+                    harness.run()
+                    captured, stream = harness.capture(), harness.stream()
+                    harness.replay(captured, stream)
+                    harness.run(stream=stream)
                     assert bool(in_device_memory(parts)) is not poison
 
 
 @scenario
 def without_poison_no_slot_is_filled(folder: Path) -> None:
     model = packed_chain(folder)
-    with Rig(model, poison=False) as rig:
-        rig.driver.fail_at(1, call="fill")
-        rig.install_plan(model.divided(stored_bytes=SOME_BYTES, spare_bytes=5 * PAGE))
-        rig.run()
-        rig.replay(rig.capture(), rig.stream())
-        assert not rig.driver.failed_call()
+    with SessionHarness(model, poison=False) as harness:
+        harness.driver.fail_at(1, call="fill")
+        harness.install_plan(model.divided(stored_bytes=SOME_BYTES, spare_bytes=5 * PAGE))
+        harness.run()
+        harness.replay(harness.capture(), harness.stream())
+        assert not harness.driver.failed_call()
 
 
 # ---- what stays packed, and what is resident
@@ -146,11 +146,11 @@ def what_stays_packed_is_not_poisoned_over(folder: Path) -> None:
     model = packed_chain(folder)
     plan = model.divided(stored_bytes=SOME_BYTES)
     assert plan.stores
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         for _ in range(2):
-            with rig.late_copies():
-                rig.install_plan(plan)
-            rig.run()
+            with harness.late_copies():
+                harness.install_plan(plan)
+            harness.run()
 
 
 @scenario
@@ -161,9 +161,9 @@ def what_stays_packed_is_there_before_a_run(folder: Path) -> None:
     assert everything.stores and not _parts(model, everything)
     for plan in (everything, model.divided(stored_bytes=SOME_BYTES)):
         for poison in (True, False):
-            with Rig(model, poison=poison) as rig, rig.late_link():
-                rig.install_plan(plan)
-                rig.run()
+            with SessionHarness(model, poison=poison) as harness, harness.late_link():
+                harness.install_plan(plan)
+                harness.run()
 
 
 @scenario
@@ -173,31 +173,31 @@ def residents_are_decoded_at_install(folder: Path) -> None:
     some = [model.divided(slots=slots, spare_bytes=60 * PAGE) for slots in (2, 3)]
     whole = model.plan(model.full_bytes)
     assert all(plan.fills and plan.slots for plan in some) and whole.slots is None
-    for late in (Rig.late_copies, Rig.late_link, lambda rig: nullcontext()):
-        with Rig(model) as rig, late(rig):
+    for late in (SessionHarness.late_copies, SessionHarness.late_link, lambda harness: nullcontext()):
+        with SessionHarness(model) as harness, late(harness):
             for plan in (*some, whole):
-                rig.install_plan(plan)
-                rig.run()
-            assert rig.driver.counts().peak_host_bytes == 0
+                harness.install_plan(plan)
+                harness.run()
+            assert harness.driver.counts().peak_host_bytes == 0
     # Nothing else is decoded when these are installed: what is not resident stays packed, and the link is not measured.
-    with Rig(model) as rig:
-        rig.driver.fail_at(1, call="decode")
+    with SessionHarness(model) as harness:
+        harness.driver.fail_at(1, call="decode")
         refused(
-            lambda: rig.install_plan(model.divided(stored_bytes=10 * WEIGHT_BYTES, spare_bytes=60 * PAGE)),
+            lambda: harness.install_plan(model.divided(stored_bytes=10 * WEIGHT_BYTES, spare_bytes=60 * PAGE)),
             DriverCallError,
         )
-        rig.driver.fail_at(1, call="decode")
-        rig.install_plan(whole)
-        assert not rig.driver.failed_call()
+        harness.driver.fail_at(1, call="decode")
+        harness.install_plan(whole)
+        assert not harness.driver.failed_call()
 
 
 @scenario
 def a_weight_larger_than_the_host_s_part_is_decoded(folder: Path) -> None:
     nbytes = HOST_PART_BYTES + 2 * BLOCK_BYTES + 6
     model = write_packed(folder / "large.ptd", [chain("large")], {"large": nbytes})
-    with Rig(model) as rig, rig.late_copies():
-        rig.install(model.full_bytes)
-        rig.run()
+    with SessionHarness(model) as harness, harness.late_copies():
+        harness.install(model.full_bytes)
+        harness.run()
 
 
 @scenario
@@ -205,19 +205,19 @@ def the_host_s_part_is_kept_until_a_wait_succeeds(folder: Path) -> None:
     """While the device may still read there."""
     model = packed_chain(folder, count=2)
     plan = model.plan(model.full_bytes)
-    with Rig(model) as rig, rig.late_copies():
+    with SessionHarness(model) as harness, harness.late_copies():
         refusals = 0
         for n in range(1, 12):
-            rig.driver.fail_at(n, call="synchronize_stream")
+            harness.driver.fail_at(n, call="synchronize_stream")
             try:
-                rig.install_plan(plan)
+                harness.install_plan(plan)
             except DriverCallError:
                 refusals += 1
-            rig.driver.fail_at(0)
+            harness.driver.fail_at(0)
         # Of the two weights at least.
         assert refusals >= 2
-        rig.install_plan(plan)
-        rig.run()
+        harness.install_plan(plan)
+        harness.run()
 
 
 @scenario
@@ -225,10 +225,10 @@ def a_cut_file_is_told_when_residents_are_decoded(folder: Path) -> None:
     model = packed_chain(folder)
     for plan in (model.plan(model.full_bytes), model.divided(spare_bytes=60 * PAGE)):
         whole = model.path.read_bytes()
-        with Rig(model) as rig:
+        with SessionHarness(model) as harness:
             with model.path.open("r+b") as file:
                 file.truncate(PAGE)
-            refused(lambda: rig.install_plan(plan), WeightsChangedError)  # noqa: B023
+            refused(lambda: harness.install_plan(plan), WeightsChangedError)  # noqa: B023
         model.path.write_bytes(whole)
 
 
@@ -236,22 +236,22 @@ def a_cut_file_is_told_when_residents_are_decoded(folder: Path) -> None:
 def a_plan_takes_the_place_of_another(folder: Path) -> None:
     """With other slots and other stores, or none; on a stream that is late when the first one goes."""
     model = packed_chain(folder)
-    with Rig(model) as rig:
-        stream = rig.stream(late=True)
+    with SessionHarness(model) as harness:
+        stream = harness.stream(late=True)
         for plan in (*_plans(model), model.plan(model.full_bytes), model.divided(stored_bytes=SOME_BYTES)):
-            with rig.late_copies():
-                rig.install_plan(plan)
-                captured = rig.capture()
-                rig.run(stream=stream, check=False)
-                rig.replay(captured, stream, check=False)
-            rig.check_memory(max(one.device_bytes for one in (*_plans(model), model.plan(model.full_bytes))))
-        rig.check()
+            with harness.late_copies():
+                harness.install_plan(plan)
+                captured = harness.capture()
+                harness.run(stream=stream, check=False)
+                harness.replay(captured, stream, check=False)
+            harness.check_memory(max(one.device_bytes for one in (*_plans(model), model.plan(model.full_bytes))))
+        harness.check()
         left = []
         for plan in (model.divided(), model.divided(slots=40)):
-            rig.install_plan(plan)
-            uninstall(rig.session)
-            assert rig.session.memory()[0] == 0
-            left.append(rig.driver.counts().events)
+            harness.install_plan(plan)
+            uninstall(harness.session)
+            assert harness.session.memory()[0] == 0
+            left.append(harness.driver.counts().events)
         # None that a slot had.
         assert left[0] == left[1]
 
@@ -265,10 +265,10 @@ def what_is_not_packed_is_read_in_place(folder: Path) -> None:
         replace(one, range_index=DIRECT, range_offset_bytes=0) if one.weight == "plain" else one
         for one in method.placements
     ]
-    with Rig(model) as rig:
-        rig.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
-        rig.run()
-        assert rig.last.bytes_in_place == model.weights["plain"].nbytes
+    with SessionHarness(model) as harness:
+        harness.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
+        harness.run()
+        assert harness.last.bytes_in_place == model.weights["plain"].nbytes
 
 
 # ---- host memory, the link and failures
@@ -280,12 +280,12 @@ def packed_weights_are_staged(folder: Path) -> None:
     model = packed_chain(folder, back=True)
     for plan in _plans(model):
         for source in (staged(PAGE, 1, 1), staged(30_000, 3, 2)):
-            for late in (Rig.late_copies, Rig.late_link):
-                with Rig(model, source=source) as rig:
-                    rig.install_plan(plan)
-                    with late(rig):
+            for late in (SessionHarness.late_copies, SessionHarness.late_link):
+                with SessionHarness(model, source=source) as harness:
+                    harness.install_plan(plan)
+                    with late(harness):
                         for method in (0, 0, 1, 0):
-                            rig.run(method)
+                            harness.run(method)
 
 
 @scenario
@@ -299,12 +299,12 @@ def the_link_is_measured_with_what_goes_over_it(folder: Path) -> None:
         for stored_bytes in (0, SOME_BYTES, 10 * WEIGHT_BYTES):
             plan = model.divided(stored_bytes=stored_bytes)
             copies = [copy for copy in plan.methods[0].copies if copy.link_bytes]
-            with Rig(model, poison=False) as rig:
-                rig.driver.set_clock(0, TICK_NS)
+            with SessionHarness(model, poison=False) as harness:
+                harness.driver.set_clock(0, TICK_NS)
                 # A copy is then made when its decoding asks for it, and so between the two events.
-                with rig.late_link():
-                    rig.install_plan(plan)
-                samples = rig.session.link()
+                with harness.late_link():
+                    harness.install_plan(plan)
+                samples = harness.session.link()
                 if not copies:
                     assert not samples
                     continue
@@ -337,23 +337,23 @@ def packed_bytes_have_a_lane_of_their_own(folder: Path) -> None:
     model = packed_chain(folder)
     plan = model.divided(slots=3, stored_bytes=SOME_BYTES)
     copies = plan.methods[0].copies
-    with Rig(model, poison=False) as rig:
-        rig.install_plan(plan)
-        rig.run(check=False)
-        rig.driver.set_clock(12345, TICK_NS)
-        rig.session.start_trace()
+    with SessionHarness(model, poison=False) as harness:
+        harness.install_plan(plan)
+        harness.run(check=False)
+        harness.driver.set_clock(12345, TICK_NS)
+        harness.session.start_trace()
         # One after the other, or the clock, which all streams share, would move between two events of one of them.
-        with rig.late_copies(), rig.late_link():
-            rig.run(check=False)
-            rig.run(check=False)
+        with harness.late_copies(), harness.late_link():
+            harness.run(check=False)
+            harness.run(check=False)
             # A run that fails leaves what had ended, and nothing that is taken for a later one's.
-            rig.begin()
-            rig.acquire(0)
+            harness.begin()
+            harness.acquire(0)
             with suppress(RunFailed):
-                rig.acquire(999)
-            rig._owner = None
-            rig.run(check=False)
-        spans = rig.session.stop_trace()
+                harness.acquire(999)
+            harness._owner = None
+            harness.run(check=False)
+        spans = harness.session.stop_trace()
         assert [span.begin_ns for span in spans] == sorted(span.begin_ns for span in spans)
         made = {(span.run, span.index): span for span in spans if span.lane == "copy"}
         link = [span for span in spans if span.lane == "link"]
@@ -375,14 +375,14 @@ def a_failed_run_is_waited_for_on_the_link(folder: Path) -> None:
     plan = model.divided()
     first = plan.methods[0].copies[plan.methods[0].prologue[0]].piece
     block = {0: model.packed_of(first.weight, first.weight_offset_bytes, BLOCK_BYTES)}
-    with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver, poison=False) as rig:
-        rig.install_plan(plan)
+    with SoftDriver(PAGE, 0, poison=False) as driver, SessionHarness(model, driver=driver, poison=False) as harness:
+        harness.install_plan(plan)
         assert not in_device_memory(block)
-        with rig.late_link():
-            rig.driver.fail_at(1, call="record")
-            refused(rig.begin, DriverCallError)
+        with harness.late_link():
+            harness.driver.fail_at(1, call="record")
+            refused(harness.begin, DriverCallError)
             assert in_device_memory(block), "the run was given up while its copy was on its way"
-        rig.run()
+        harness.run()
 
 
 @scenario
@@ -397,15 +397,15 @@ def what_a_failed_run_left_in_a_slot_is_poison(folder: Path) -> None:
         block = {0: model.packed_of(first.weight, first.weight_offset_bytes, BLOCK_BYTES)}
         with SoftDriver(PAGE, 0, poison=False) as driver:
             for call, poison in product(("record", "decode"), (True, False)):
-                with Rig(model, driver=driver, poison=poison) as rig:
-                    rig.install_plan(plan)
+                with SessionHarness(model, driver=driver, poison=poison) as harness:
+                    harness.install_plan(plan)
                     assert not in_device_memory(block)
-                    with rig.late_link(), rig.late_copies():
-                        rig.driver.fail_at(1, call=call)
-                        refused(rig.begin, DriverCallError)
-                        assert rig.driver.failed_call() == call
+                    with harness.late_link(), harness.late_copies():
+                        harness.driver.fail_at(1, call=call)
+                        refused(harness.begin, DriverCallError)
+                        assert harness.driver.failed_call() == call
                         assert bool(in_device_memory(block)) is not poison
-                    rig.run()
+                    harness.run()
 
 
 # ---- graphs (S9)
@@ -416,20 +416,20 @@ def slots_of_a_graph(folder: Path) -> None:
     """Fewer parts than slots and more, every stream late in its turn, runs and replays of two methods in turn."""
     model = packed_chain(folder, back=True)
     for plan in _plans(model):
-        with Rig(model) as rig:
-            rig.install_plan(plan)
-            stream, late = rig.stream(), rig.stream(late=True)
-            rig.run(stream=stream)
-            graphs = [rig.capture(0), rig.capture(1), rig.capture(0)]
+        with SessionHarness(model) as harness:
+            harness.install_plan(plan)
+            stream, late = harness.stream(), harness.stream(late=True)
+            harness.run(stream=stream)
+            graphs = [harness.capture(0), harness.capture(1), harness.capture(0)]
             for order in (COPIES_FIRST, KERNELS_FIRST):
                 for graph in graphs:
-                    rig.replay(graph, stream, order=order)
-                    rig.replay(graph, late, order=order, check=False)
-                    rig.replay(graph, late, order=order, check=False)
-                    rig.run(graph.method, late, check=False)
-                    rig.replay(graph, late, order=order, check=False)
-                    rig.check()
-                    rig.check_counters()
+                    harness.replay(graph, stream, order=order)
+                    harness.replay(graph, late, order=order, check=False)
+                    harness.replay(graph, late, order=order, check=False)
+                    harness.run(graph.method, late, check=False)
+                    harness.replay(graph, late, order=order, check=False)
+                    harness.check()
+                    harness.check_counters()
 
 
 @scenario
@@ -439,23 +439,23 @@ def slots_before_in_and_after_a_launch(folder: Path) -> None:
     model = packed_chain(folder, back=True)
     for plan in _plans(model):
         for poison in (True, False):
-            with Rig(model, poison=poison) as rig:
-                rig.install_plan(plan)
-                graphs = [rig.capture(0), rig.capture(1)]
-                streams = [rig.stream(), rig.stream(late=True)]
+            with SessionHarness(model, poison=poison) as harness:
+                harness.install_plan(plan)
+                graphs = [harness.capture(0), harness.capture(1)]
+                streams = [harness.stream(), harness.stream(late=True)]
                 for stream in streams:
                     for order in (COPIES_FIRST, KERNELS_FIRST):
-                        for late in (Rig.late_copies, Rig.late_link):
-                            with late(rig):
-                                rig.run(0, stream, check=False)
-                                rig.replay(graphs[0], stream, order=order, check=False)
-                                rig.replay(graphs[1], stream, order=order, check=False)
-                                rig.run(1, stream, check=False)
-                                rig.replay(graphs[0], stream, order=order, check=False)
-                                rig.replay(graphs[0], stream, order=order, check=False)
-                                rig.run(0, stream, check=False)
-                                rig.check()
-                                rig.check_counters()
+                        for late in (SessionHarness.late_copies, SessionHarness.late_link):
+                            with late(harness):
+                                harness.run(0, stream, check=False)
+                                harness.replay(graphs[0], stream, order=order, check=False)
+                                harness.replay(graphs[1], stream, order=order, check=False)
+                                harness.run(1, stream, check=False)
+                                harness.replay(graphs[0], stream, order=order, check=False)
+                                harness.replay(graphs[0], stream, order=order, check=False)
+                                harness.run(0, stream, check=False)
+                                harness.check()
+                                harness.check_counters()
 
 
 @scenario
@@ -465,15 +465,15 @@ def one_slot_is_enough(folder: Path) -> None:
     plan = model.divided(stored_bytes=SOME_BYTES, spare_bytes=30 * PAGE)
     assert plan.slots is not None and len(plan.fills) > 1
     for poison in (True, False):
-        with Rig(model, poison=poison) as rig:
-            with rig.late_copies():
-                rig.install_plan(replace(plan, slots=replace(plan.slots, count=1)))
-            captured, stream = rig.capture(), rig.stream()
-            for late in (Rig.late_copies, Rig.late_link):
-                with late(rig):
-                    rig.run()
+        with SessionHarness(model, poison=poison) as harness:
+            with harness.late_copies():
+                harness.install_plan(replace(plan, slots=replace(plan.slots, count=1)))
+            captured, stream = harness.capture(), harness.stream()
+            for late in (SessionHarness.late_copies, SessionHarness.late_link):
+                with late(harness):
+                    harness.run()
                     for order in (COPIES_FIRST, KERNELS_FIRST):
-                        rig.replay(captured, stream, order=order)
+                        harness.replay(captured, stream, order=order)
 
 
 @scenario
@@ -490,36 +490,36 @@ def a_graph_that_begins_with_the_link(folder: Path) -> None:
     check_plan(first, model.schedules, model.weights, packed=model.begins)
     assert first.methods[0].copies[0].packed_bytes and first.methods[0].copies[0].issue_before == 0
     for poison in (True, False):
-        with Rig(model, poison=poison) as rig:
-            rig.install_plan(first)
-            captured, stream = rig.capture(), rig.stream()
+        with SessionHarness(model, poison=poison) as harness:
+            harness.install_plan(first)
+            captured, stream = harness.capture(), harness.stream()
             for order in (COPIES_FIRST, KERNELS_FIRST):
                 for _ in range(3):
-                    rig.replay(captured, stream, order=order)
-                rig.run(stream=stream)
+                    harness.replay(captured, stream, order=order)
+                harness.run(stream=stream)
 
 
 @scenario
 def a_capture_of_packed_weights_that_fails(folder: Path) -> None:
     """It changes nothing, wherever it fails; and its events are made once."""
     model = packed_chain(folder)
-    with Rig(model) as rig:
-        rig.install_plan(model.divided(stored_bytes=SOME_BYTES))
-        stream, side = rig.stream(), rig.stream()
-        rig.run(stream=stream)
+    with SessionHarness(model) as harness:
+        harness.install_plan(model.divided(stored_bytes=SOME_BYTES))
+        stream, side = harness.stream(), harness.stream()
+        harness.run(stream=stream)
         for call in ("create_event", "record", "wait", "wait_external", "record_external", "decode", "copy_to_device"):
             for n in (1, 3):
-                rig.driver.fail_at(n, call=call)
+                harness.driver.fail_at(n, call=call)
                 try:
-                    rig.capture(0, side)
+                    harness.capture(0, side)
                     raise AssertionError(f"a failed {call} went unnoticed")
                 except (PenstockError, RunFailed):
-                    assert rig.driver.failed_call() == call
-                rig.run(stream=stream)
-        captured = rig.capture(0, side)
-        events = rig.driver.counts().events
-        other = rig.capture(0, side)
-        assert rig.driver.counts().events == events
+                    assert harness.driver.failed_call() == call
+                harness.run(stream=stream)
+        captured = harness.capture(0, side)
+        events = harness.driver.counts().events
+        other = harness.capture(0, side)
+        assert harness.driver.counts().events == events
         for graph in (captured, other, captured):
-            rig.replay(graph, stream, order=COPIES_FIRST)
-        rig.run(stream=INLINE)
+            harness.replay(graph, stream, order=COPIES_FIRST)
+        harness.run(stream=INLINE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.errors import PenstockError
 from penstock.plan.plan import Plan
-from tests.runtime.rig import PAGE, Model, RunFailed
+from tests.runtime.session_harness import PAGE, Model, RunFailed
 
 SOFT_PAGES = "/memfd:penstock"  # how the system names the soft driver's device memory
 PART_BYTES = 256 << 10  # the smallest size of copies whose rate is measured

@@ -33,7 +33,6 @@ from tests.native.session import acquire, copy_stream, uninstall
 
 # Theirs are in the list, too.
 from tests.runtime import expert_decisions, expert_scenarios, packed_refusals, packed_scenarios  # noqa: F401
-from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
 from tests.runtime.scenario_tools import (
     COPIES_FIRST,
     KERNELS_FIRST,
@@ -46,6 +45,17 @@ from tests.runtime.scenario_tools import (
     refused,
     scenario,
     streamed,
+)
+from tests.runtime.session_harness import (
+    INLINE,
+    PAGE,
+    Model,
+    RunFailed,
+    SessionHarness,
+    chain,
+    models,
+    staged,
+    write_model,
 )
 from tests.runtime.soft import DriverFailure, Failure, SoftDriver
 
@@ -61,49 +71,49 @@ def _chain(folder: Path) -> Model:
 @scenario
 def copies_wait_for_readers(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        stream = rig.stream(late=True)
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        stream = harness.stream(late=True)
         for _ in range(3):
-            rig.run(stream=stream, check=False)
-        assert rig.check() == 18
+            harness.run(stream=stream, check=False)
+        assert harness.check() == 18
 
 
 @scenario
 def kernels_wait_for_copies(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        stream = rig.stream()
-        with rig.late_copies():
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        stream = harness.stream()
+        with harness.late_copies():
             for _ in range(2):
-                rig.run()
-                rig.run(stream=stream)
+                harness.run()
+                harness.run(stream=stream)
 
 
 @scenario
 def a_piece_of_a_weight_is_waited_for(folder: Path) -> None:
-    """Heads resident, tails in the ring, several stays under way: whoever waits for another's copy is found out."""
+    """Prefixes resident, suffixes in the ring, several stays under way: whoever waits for another's copy shows."""
     for model in models(folder).values():
         for budget_bytes in (model.floor_bytes, model.floor_bytes + 3 * PAGE):
-            with Rig(model) as rig:
-                rig.install(budget_bytes)
-                streams = [rig.stream(late=True), rig.stream()]
+            with SessionHarness(model) as harness:
+                harness.install(budget_bytes)
+                streams = [harness.stream(late=True), harness.stream()]
                 for run in range(4):
-                    rig.run(run // 2 % len(model.schedules), streams[run % 2], check=False)
-                rig.check()
-                rig.check_counters()
-                with rig.late_copies():
+                    harness.run(run // 2 % len(model.schedules), streams[run % 2], check=False)
+                harness.check()
+                harness.check_counters()
+                with harness.late_copies():
                     for run in range(4):
-                        rig.run(run // 2 % len(model.schedules), streams[1] if run % 2 else INLINE)
+                        harness.run(run // 2 % len(model.schedules), streams[1] if run % 2 else INLINE)
 
 
 @scenario
 def residents_are_in_place_before_a_run(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig, rig.late_copies():
-        rig.install(model.full_bytes)
-        rig.run()
+    with SessionHarness(model) as harness, harness.late_copies():
+        harness.install(model.full_bytes)
+        harness.run()
 
 
 @scenario
@@ -118,19 +128,19 @@ def after_install_the_ring_holds_poison(folder: Path) -> None:
         for at in range(0, fill.nbytes, PAGE)
     ]
     # The driver poisons nothing: all that is seen is the session's.
-    with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver) as rig:
+    with SoftDriver(PAGE, 0, poison=False) as driver, SessionHarness(model, driver=driver) as harness:
         for _ in range(2):
-            with rig.late_copies():
-                rig.install_plan(plan)
-                assert rig.session.link() and not in_device_memory(streamed(model, plan))
+            with harness.late_copies():
+                harness.install_plan(plan)
+                assert harness.session.link() and not in_device_memory(streamed(model, plan))
                 pages = device_pages()
                 assert {page for page in pages if page != b"\xff" * PAGE} == {
                     fill + b"\xff" * (PAGE - len(fill)) for fill in fills
                 }
             # On a stream that is gone when the next plan is installed.
             stream = driver.create_stream()
-            rig.run(stream=stream)
-            rig.session.drain()
+            harness.run(stream=stream)
+            harness.session.drain()
             driver.destroy_stream(stream)
 
 
@@ -138,43 +148,43 @@ def after_install_the_ring_holds_poison(folder: Path) -> None:
 def what_an_earlier_run_left_is_poison(folder: Path) -> None:
     """The same method again, after another or after a failure: what was copied ahead is no excuse for not copying."""
     model = _there_and_back(folder)
-    with SoftDriver(PAGE, 0, poison=False) as driver, Rig(model, driver=driver) as rig:
-        plan = rig.install(model.floor_bytes)
+    with SoftDriver(PAGE, 0, poison=False) as driver, SessionHarness(model, driver=driver) as harness:
+        plan = harness.install(model.floor_bytes)
         parts, ahead = streamed(model, plan), set(plan.methods[0].prologue)
         assert ahead
-        rig.run()
+        harness.run()
         assert in_device_memory(parts) == ahead
-        with rig.late_copies():
-            rig.begin()
+        with harness.late_copies():
+            harness.begin()
             # A warm run has what it starts from, until its last reader is done.
             assert in_device_memory(parts) == ahead
-            rig.acquire(0)
-            rig.done(0)
+            harness.acquire(0)
+            harness.done(0)
             assert in_device_memory(parts) == ahead - {plan.methods[0].prologue[0]}
-            rig.acquire(1)
+            harness.acquire(1)
             # Whatever a run that failed has copied is gone.
-            assert rig.session.abort() is None
+            assert harness.session.abort() is None
             assert not in_device_memory(parts)
-            rig._owner = None
-            rig.run()
-            rig.run(1)
-            rig.begin()
+            harness._owner = None
+            harness.run()
+            harness.run(1)
+            harness.begin()
             # The first access waits for its own copy, which stands behind the poison of all.
-            rig.acquire(0)
+            harness.acquire(0)
             assert in_device_memory(parts) == {plan.methods[0].prologue[0]}
-            assert rig.session.abort() is None
-            rig._owner = None
-        rig.run()
+            assert harness.session.abort() is None
+            harness._owner = None
+        harness.run()
 
 
-def _addresses(rig: Rig) -> dict[int, int]:
+def _addresses(harness: SessionHarness) -> dict[int, int]:
     """Of every access of the first method, which is run."""
     addresses = {}
-    rig.begin()
-    for access in rig.model.schedules[0].accesses:
-        addresses[access.number] = rig.acquire(access.number)
-        rig.done(access.number)
-    rig.end()
+    harness.begin()
+    for access in harness.model.schedules[0].accesses:
+        addresses[access.number] = harness.acquire(access.number)
+        harness.done(access.number)
+    harness.end()
     return addresses
 
 
@@ -183,46 +193,46 @@ def lru_pools_are_poisoned(folder: Path) -> None:
     """All of a new pool, what was measured with, and what is evicted: each is a call that can fail. The bytes cannot be
     looked at, because the soft pool itself gives none away that it has lent before."""
     model = _chain(folder)
-    with Rig(model, lru=True) as rig:
+    with SessionHarness(model, lru=True) as harness:
         for call in (1, 2):
-            rig.driver.fail_at(call, call="fill")
+            harness.driver.fail_at(call, call="fill")
             try:
-                rig.install_lru(_lru_floor(model))
+                harness.install_lru(_lru_floor(model))
                 raise AssertionError(f"fill {call} of an install was not made")
             except DriverCallError:
                 pass
-        rig.install_lru(_lru_floor(model))
-        rig.driver.fail_at(1, call="fill")
+        harness.install_lru(_lru_floor(model))
+        harness.driver.fail_at(1, call="fill")
         try:
-            rig.run()
+            harness.run()
             raise AssertionError("what was evicted was not filled")
         except RunFailed:
-            assert rig.driver.failed_call() == "fill"
-        rig.check_hashes()
+            assert harness.driver.failed_call() == "fill"
+        harness.check_hashes()
         # On a stream that is gone when the next pool is made.
-        stream = rig.driver.create_stream()
-        rig.run(stream=stream)
-        rig.session.drain()
-        rig.driver.destroy_stream(stream)
-        rig.install_lru(_lru_floor(model))
-        rig.run()
+        stream = harness.driver.create_stream()
+        harness.run(stream=stream)
+        harness.session.drain()
+        harness.driver.destroy_stream(stream)
+        harness.install_lru(_lru_floor(model))
+        harness.run()
 
 
 @scenario
 def without_poison_nothing_is_filled(folder: Path) -> None:
     model = _chain(folder)
     for lru in (False, True):
-        with Rig(model, poison=False, lru=lru) as rig:
-            rig.driver.fail_at(1, call="fill")
+        with SessionHarness(model, poison=False, lru=lru) as harness:
+            harness.driver.fail_at(1, call="fill")
             if lru:
-                rig.install_lru(_lru_floor(model))
+                harness.install_lru(_lru_floor(model))
             else:
-                rig.install(model.floor_bytes)
+                harness.install(model.floor_bytes)
             for _ in range(3):
-                rig.run(check=False)
-            uninstall(rig.session)
-            assert not rig.driver.failed_call()
-            rig.check()
+                harness.run(check=False)
+            uninstall(harness.session)
+            assert not harness.driver.failed_call()
+            harness.check()
 
 
 @scenario
@@ -231,16 +241,16 @@ def the_link_is_measured(folder: Path) -> None:
     for sizes in ({f"w{i}": 2 * PAGE for i in range(6)}, {f"w{i}": large for i in range(6)}):
         model = write_model(folder / "weights.ptd", [chain(*sizes)], sizes)
         for lru in (False, True):
-            with Rig(model, lru=lru) as rig:
-                rig.driver.set_clock(0, TICK_NS)
+            with SessionHarness(model, lru=lru) as harness:
+                harness.driver.set_clock(0, TICK_NS)
                 if lru:
-                    rig.install_lru(_lru_floor(model))
+                    harness.install_lru(_lru_floor(model))
                 else:
-                    rig.install(model.floor_bytes)
-                samples = rig.session.link()
+                    harness.install(model.floor_bytes)
+                samples = harness.session.link()
                 assert all(sample.ns == sample.copies * TICK_NS for sample in samples)
-                if rig.plan is not None:
-                    pieces = [copy.piece.nbytes for copy in rig.plan.methods[0].copies]
+                if harness.plan is not None:
+                    pieces = [copy.piece.nbytes for copy in harness.plan.methods[0].copies]
                     assert (samples[0].copies, samples[0].nbytes) == (len(pieces), sum(pieces))
                     parts = max(pieces) // PART_BYTES
                 else:
@@ -254,30 +264,30 @@ def the_link_is_measured(folder: Path) -> None:
 def runs_follow_one_another(folder: Path) -> None:
     model = _chain(folder)
     order: list[int] = []
-    with Rig(model) as rig:
-        rig.install(model.full_bytes)
-        streams = [rig.stream(late=True) for _ in range(3)]
+    with SessionHarness(model) as harness:
+        harness.install(model.full_bytes)
+        streams = [harness.stream(late=True) for _ in range(3)]
         for run, stream in enumerate(streams):
-            rig.begin(stream=stream)
-            for _ in rig.steps(stream=stream):
-                rig.driver.call(stream, lambda run=run: order.append(run))  # type: ignore[misc]
-            rig.end()
+            harness.begin(stream=stream)
+            for _ in harness.steps(stream=stream):
+                harness.driver.call(stream, lambda run=run: order.append(run))  # type: ignore[misc]
+            harness.end()
         # The last is waited for, and nobody else.
-        rig.driver.synchronize_stream(streams[-1])
+        harness.driver.synchronize_stream(streams[-1])
         assert order == sorted(order) and len(order) == 18
-        rig.check()
+        harness.check()
 
 
 @scenario
 def a_method_waits_for_the_last_one(folder: Path) -> None:
     for model in (models(folder)["methods"], _there_and_back(folder)):
         for poison in (True, False):
-            with Rig(model, poison=poison) as rig:
-                rig.install(model.floor_bytes)
-                streams = [rig.stream(late=True), rig.stream(late=True)]
+            with SessionHarness(model, poison=poison) as harness:
+                harness.install(model.floor_bytes)
+                streams = [harness.stream(late=True), harness.stream(late=True)]
                 for run, method in enumerate((0, 1, 0, len(model.schedules) - 1)):
-                    rig.run(method, streams[run % 2], check=False)
-                assert rig.check() >= 24
+                    harness.run(method, streams[run % 2], check=False)
+                assert harness.check() >= 24
 
 
 @scenario
@@ -300,21 +310,21 @@ def what_a_method_copies_first_waits_for_the_last_one(folder: Path) -> None:
     check_plan(plan, schedules, model.weights)
     assert [bool(method.prologue) for method in methods] == [False, True]
     for poison in (True, False):
-        with Rig(model, poison=poison) as rig:
-            rig.install_plan(plan)
-            stream = rig.stream(late=True)
+        with SessionHarness(model, poison=poison) as harness:
+            harness.install_plan(plan)
+            stream = harness.stream(late=True)
             for method in (0, 1):
-                rig.run(method, stream, check=False)
-            assert rig.check() == 2
+                harness.run(method, stream, check=False)
+            assert harness.check() == 2
 
 
 @scenario
 def staging_follows_the_method(folder: Path) -> None:
     model = models(folder)["methods"]
-    with Rig(model, source=staged()) as rig:
-        rig.install(model.floor_bytes)
+    with SessionHarness(model, source=staged()) as harness:
+        harness.install(model.floor_bytes)
         for method in (0, 1, 0, 0, 2, 2):
-            rig.run(method)
+            harness.run(method)
 
 
 # ---- what is timed
@@ -323,58 +333,58 @@ def staging_follows_the_method(folder: Path) -> None:
 @scenario
 def stalls_are_what_was_waited_for(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model, poison=False) as rig:
-        rig.install(model.floor_bytes)
-        rig.driver.set_clock(0, TICK_NS)
-        with rig.late_copies():
+    with SessionHarness(model, poison=False) as harness:
+        harness.install(model.floor_bytes)
+        harness.driver.set_clock(0, TICK_NS)
+        with harness.late_copies():
             # Each copy is waited for once, and made in that wait: those for the next run in the next.
             for run in range(1, 20):
-                rig.run(check=False)
-                last, total = rig.session.stats()
+                harness.run(check=False)
+                last, total = harness.session.stats()
                 assert last.stall_ns == 6 * TICK_NS
                 assert total.stall_ns == run * 6 * TICK_NS
             # More runs than the meter has room for, and nobody asks in between.
             for _ in range(20):
-                rig.run(check=False)
-            assert rig.session.stats()[1].stall_ns == 39 * 6 * TICK_NS
+                harness.run(check=False)
+            assert harness.session.stats()[1].stall_ns == 39 * 6 * TICK_NS
             # What fails is not counted, and what could not be read is counted once.
-            rig.begin()
-            rig.acquire(0)
+            harness.begin()
+            harness.acquire(0)
             with contextlib.suppress(RunFailed):
-                rig.acquire(999)
-            assert rig.session.stats()[1].stall_ns == 39 * 6 * TICK_NS
-            rig.run(check=False)
-            rig.driver.fail_at(3, call="elapsed_ns")
+                harness.acquire(999)
+            assert harness.session.stats()[1].stall_ns == 39 * 6 * TICK_NS
+            harness.run(check=False)
+            harness.driver.fail_at(3, call="elapsed_ns")
             try:
-                rig.session.stats()
+                harness.session.stats()
                 raise AssertionError("the failed call went unnoticed")
             except PenstockError:
                 pass
-            last, again = rig.session.stats()
+            last, again = harness.session.stats()
             assert last.stall_ns == 6 * TICK_NS and again.stall_ns == 40 * 6 * TICK_NS
         # A replay that is given up is no run, and the stalls of the run before it stay.
-        captured = rig.capture()
-        with rig.late_copies():
-            rig.run(check=False)
-            rig.session.begin_replay(captured.number, INLINE)
-            assert rig.session.abort() is None
-            rig._owner = None
+        captured = harness.capture()
+        with harness.late_copies():
+            harness.run(check=False)
+            harness.session.begin_replay(captured.number, INLINE)
+            assert harness.session.abort() is None
+            harness._owner = None
             # What the run before had copied ahead had been drained.
-            ahead = len(rig.plan.methods[0].prologue)
-            assert 0 < ahead < 6 and rig.session.stats()[1].stall_ns == (40 * 6 + 6 - ahead) * TICK_NS
-        rig.run()
-        before, events = rig.session.stats()[1].stall_ns, rig.driver.counts().events
-        stream = rig.stream(late=True)
+            ahead = len(harness.plan.methods[0].prologue)
+            assert 0 < ahead < 6 and harness.session.stats()[1].stall_ns == (40 * 6 + 6 - ahead) * TICK_NS
+        harness.run()
+        before, events = harness.session.stats()[1].stall_ns, harness.driver.counts().events
+        stream = harness.stream(late=True)
         for _ in range(9):
-            rig.run(stream=stream, check=False)
+            harness.run(stream=stream, check=False)
         # Copies that are early are not waited for; and the meter's events are used again.
-        assert rig.session.stats()[0].stall_ns == 0 and rig.session.stats()[1].stall_ns == before
-        assert rig.driver.counts().events == events
+        assert harness.session.stats()[0].stall_ns == 0 and harness.session.stats()[1].stall_ns == before
+        assert harness.driver.counts().events == events
         # With everything late, asking waits for the run and no further.
-        with rig.late_copies():
-            rig.run(stream=stream, check=False)
-            assert rig.session.stats()[0].stall_ns == (6 - ahead) * TICK_NS
-        rig.check()
+        with harness.late_copies():
+            harness.run(stream=stream, check=False)
+            assert harness.session.stats()[0].stall_ns == (6 - ahead) * TICK_NS
+        harness.check()
 
 
 @scenario
@@ -389,32 +399,32 @@ def spans_are_what_ran(folder: Path) -> None:
     model = write_model(folder / "w", [schedule], dict.fromkeys(names, 2 * PAGE))
     kernels = [len(read) for read in steps_read]
     for lru in (False, True):
-        with Rig(model, lru=lru, poison=False) as rig:
+        with SessionHarness(model, lru=lru, poison=False) as harness:
             if lru:
-                rig.install_lru(_lru_floor(model))
+                harness.install_lru(_lru_floor(model))
             else:
-                rig.install(model.floor_bytes)
-            rig.run(check=False)
-            rig.driver.set_clock(12345, TICK_NS)
-            rig.session.start_trace()
+                harness.install(model.floor_bytes)
+            harness.run(check=False)
+            harness.driver.set_clock(12345, TICK_NS)
+            harness.session.start_trace()
             counted_copies = counted_bytes = 0
             begins = []
-            with rig.late_copies():
+            with harness.late_copies():
                 for run in range(1, 4):
-                    rig.driver.set_clock(12345 + run * hour_ns, TICK_NS)
+                    harness.driver.set_clock(12345 + run * hour_ns, TICK_NS)
                     begins.append(run * hour_ns)
-                    rig.run(check=False)
-                    last = rig.session.stats()[0]
+                    harness.run(check=False)
+                    last = harness.session.stats()[0]
                     counted_copies += last.copies
                     counted_bytes += last.bytes_streamed
                 # A run that fails leaves what had ended.
-                rig.begin()
-                rig.acquire(0)
+                harness.begin()
+                harness.acquire(0)
                 with contextlib.suppress(RunFailed):
-                    rig.acquire(999)
-                rig._owner = None
-                rig.run(check=False)
-            spans = rig.session.stop_trace()
+                    harness.acquire(999)
+                harness._owner = None
+                harness.run(check=False)
+            spans = harness.session.stop_trace()
             steps = [span for span in spans if span.lane == "compute"]
             copies = [span for span in spans if span.lane == "copy"]
             assert [span.begin_ns for span in spans] == sorted(span.begin_ns for span in spans)
@@ -443,15 +453,15 @@ def traces_wait_for_their_spans(folder: Path) -> None:
     """Every stream is late, and nothing has run when the trace is asked for; without copies too."""
     model = _chain(folder)
     for budget_bytes in (model.floor_bytes, model.full_bytes):
-        with Rig(model) as rig:
-            rig.install(budget_bytes)
-            stream = rig.stream(late=True)
-            with rig.late_copies():
-                rig.session.start_trace()
-                rig.run(stream=stream, check=False)
-                spans = rig.session.stop_trace()
-            assert len(spans) == 6 + rig.last.copies
-            rig.check()
+        with SessionHarness(model) as harness:
+            harness.install(budget_bytes)
+            stream = harness.stream(late=True)
+            with harness.late_copies():
+                harness.session.start_trace()
+                harness.run(stream=stream, check=False)
+                spans = harness.session.stop_trace()
+            assert len(spans) == 6 + harness.last.copies
+            harness.check()
 
 
 # ---- failed runs
@@ -460,136 +470,136 @@ def traces_wait_for_their_spans(folder: Path) -> None:
 @scenario
 def a_failed_run_is_waited_for(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        stream = rig.stream(late=True)
-        rig.begin(stream=stream)
-        address = rig.acquire(0)
-        out = rig.driver.hash(stream, address, model.weights["w0"].nbytes)
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        stream = harness.stream(late=True)
+        harness.begin(stream=stream)
+        address = harness.acquire(0)
+        out = harness.driver.hash(stream, address, model.weights["w0"].nbytes)
         try:
-            rig.acquire(999)
+            harness.acquire(999)
             raise AssertionError("a divergent access was served")
         except RunFailed:
             assert out.value == model.hashes["w0"], "the run was given up while its kernel was at work"
-        rig.run(stream=stream)
+        harness.run(stream=stream)
 
 
 @scenario
 def copies_of_a_failed_run_have_ended(folder: Path) -> None:
     model = _chain(folder)
     # With poison, what a failed run has copied is overwritten; here it must be there as a whole.
-    with Rig(model, poison=False) as rig:
-        plan = rig.install(model.floor_bytes)
-        addresses = _addresses(rig)
-        rig.session.begin(0, INLINE)
-        assert rig.session.abort() is None
+    with SessionHarness(model, poison=False) as harness:
+        plan = harness.install(model.floor_bytes)
+        addresses = _addresses(harness)
+        harness.session.begin(0, INLINE)
+        assert harness.session.abort() is None
         method = plan.methods[0]
         prologue = [method.stays[method.copies[index].stay] for index in method.prologue]
         assert prologue
         # The ring is invalid now, so that the next run copies what it starts from.
-        with rig.late_copies():
-            rig.begin()
+        with harness.late_copies():
+            harness.begin()
             try:
-                rig.acquire(999)
+                harness.acquire(999)
             except RunFailed:
                 for stay in prologue:
                     held = memory(addresses[stay.accesses[0]], model.weights[stay.weight].nbytes)
                     assert held == model.content[stay.weight], f"{stay.weight} was still on its way"
-        rig._owner = None
-        rig.run()
+        harness._owner = None
+        harness.run()
 
 
 @scenario
 def a_run_that_could_not_begin_leaves_the_last_one_alone(folder: Path) -> None:
     model = models(folder)["methods"]
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        slow, other = rig.stream(late=True), rig.stream()
-        rig.run(0, slow, check=False)
-        rig.driver.fail_at(1, call="wait")
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        slow, other = harness.stream(late=True), harness.stream()
+        harness.run(0, slow, check=False)
+        harness.driver.fail_at(1, call="wait")
         try:
-            rig.begin(1, other)
+            harness.begin(1, other)
             raise AssertionError("the failed call went unnoticed")
         except PenstockError:
             pass
-        rig.run(1, other, check=False)
-        rig.check()
+        harness.run(1, other, check=False)
+        harness.check()
 
 
 @scenario
 def after_a_failed_run_everything_is_copied_again(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        plan = rig.install(model.floor_bytes)
+    with SessionHarness(model) as harness:
+        plan = harness.install(model.floor_bytes)
         for position in (0, 1, 3, 5):
-            rig.run()
-            rig.begin()
+            harness.run()
+            harness.begin()
             for access in range(position):
-                rig.acquire(access)
-                rig.done(access)
+                harness.acquire(access)
+                harness.done(access)
             with contextlib.suppress(RunFailed):
-                rig.acquire(999)
-            rig.run()
-            assert rig.last == plan.methods[0].cold
-            rig.run()
-            assert rig.last == plan.methods[0].warm
+                harness.acquire(999)
+            harness.run()
+            assert harness.last == plan.methods[0].cold
+            harness.run()
+            assert harness.last == plan.methods[0].warm
 
 
 @scenario
 def after_a_refusal_nothing_is_lent(folder: Path) -> None:
     model = _chain(folder)
     for lru in (False, True):
-        with Rig(model, lru=lru) as rig:
+        with SessionHarness(model, lru=lru) as harness:
             if lru:
-                rig.install_lru(_lru_floor(model))
+                harness.install_lru(_lru_floor(model))
             else:
-                rig.install(model.floor_bytes)
+                harness.install(model.floor_bytes)
             address = ctypes.c_uint64()
-            rig.begin()
-            assert acquire(rig.session, 999, ctypes.byref(address))
-            assert acquire(rig.session, 0, ctypes.byref(address)) and not address.value
-            rig.done(0)
-            rig.done(1)
-            assert "expected access 0, got access 999" in str(refused(rig.session.end, ScheduleDivergedError))
-            rig._owner = None
-            rig.run()
+            harness.begin()
+            assert acquire(harness.session, 999, ctypes.byref(address))
+            assert acquire(harness.session, 0, ctypes.byref(address)) and not address.value
+            harness.done(0)
+            harness.done(1)
+            assert "expected access 0, got access 999" in str(refused(harness.session.end, ScheduleDivergedError))
+            harness._owner = None
+            harness.run()
             # To give up what is not under way changes nothing.
-            assert rig.session.abort() is None
-            rig.run()
-            uninstall(rig.session)
+            assert harness.session.abort() is None
+            harness.run()
+            uninstall(harness.session)
             try:
-                rig.session.begin(0, INLINE)
+                harness.session.begin(0, INLINE)
                 raise AssertionError("a run was begun without a plan")
             except PenstockError:
                 pass
-            assert rig.session.memory()[0] == 0
+            assert harness.session.memory()[0] == 0
 
 
 @scenario
 def what_cannot_be_read_is_told(folder: Path) -> None:
     """Of a file that was cut while it was used, through staging buffers."""
     model = _chain(folder)
-    with Rig(model, source=staged(PAGE, 2, 1)) as rig:
-        rig.install(model.floor_bytes)
-        rig.begin()
+    with SessionHarness(model, source=staged(PAGE, 2, 1)) as harness:
+        harness.install(model.floor_bytes)
+        harness.begin()
         with model.path.open("r+b") as file:
             file.truncate(0)
-        refused(lambda: [*rig.steps()], WeightsChangedError)
+        refused(lambda: [*harness.steps()], WeightsChangedError)
 
 
 @scenario
 def weights_without_bytes(folder: Path) -> None:
     for schedule, sizes in ((chain("a", "b"), {"a": 0, "b": 0}), (chain("a", "b"), {"a": 0, "b": PAGE})):
         model = write_model(folder / "w", [schedule], sizes)
-        with Rig(model) as rig:
-            rig.install(model.floor_bytes)
+        with SessionHarness(model) as harness:
+            harness.install(model.floor_bytes)
             for _ in range(2):
-                rig.run()
-        with Rig(model, lru=True) as rig:
-            rig.install_lru(2 * PAGE if sizes["b"] else 0)
-            assert len(rig.session.link()) == bool(sizes["b"])
+                harness.run()
+        with SessionHarness(model, lru=True) as harness:
+            harness.install_lru(2 * PAGE if sizes["b"] else 0)
+            assert len(harness.session.link()) == bool(sizes["b"])
             for _ in range(2):
-                rig.run()
+                harness.run()
 
 
 @scenario
@@ -598,23 +608,23 @@ def what_is_read_in_place_is_counted(folder: Path) -> None:
     planner = Planner(model.schedules, model.weights, page_bytes=PAGE, placement="auto")
     planned = planner.plan(planner.floor_bytes)
     assert planned.direct_weights == ("t",)
-    with Rig(model) as rig:
-        rig.install_plan(planned)
-        captured, stream = rig.capture(), rig.stream()
+    with SessionHarness(model) as harness:
+        harness.install_plan(planned)
+        captured, stream = harness.capture(), harness.stream()
         for _ in range(2):
-            rig.run()
-            assert rig.last.bytes_in_place == 2 * PAGE
-            rig.replay(captured, stream)
-        assert rig.session.stats()[1].bytes_in_place == 8 * PAGE
-    # A head of one page in device memory: the rest is read where it lies, by a kernel that knows of both.
+            harness.run()
+            assert harness.last.bytes_in_place == 2 * PAGE
+            harness.replay(captured, stream)
+        assert harness.session.stats()[1].bytes_in_place == 8 * PAGE
+    # A prefix of one page in device memory: the rest is read where it lies, by a kernel that knows of both.
     whole = planner.plan(planner.full_bytes)
     (method,) = whole.methods
     placements = [replace(one, prefix_bytes=PAGE) if one.weight == "b" else one for one in method.placements]
-    with Rig(model) as rig:
-        rig.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
-        _addresses(rig)
-        rig.check_counters()
-        assert rig.last.bytes_in_place == 2 * PAGE + (2 * PAGE if whole.direct_weights else 0)
+    with SessionHarness(model) as harness:
+        harness.install_plan(replace(whole, methods=(replace(method, placements=tuple(placements)),)))
+        _addresses(harness)
+        harness.check_counters()
+        assert harness.last.bytes_in_place == 2 * PAGE + (2 * PAGE if whole.direct_weights else 0)
 
 
 # ---- draining and closing
@@ -623,21 +633,21 @@ def what_is_read_in_place_is_counted(folder: Path) -> None:
 @scenario
 def draining_waits_for_kernels(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.full_bytes)
-        rig.run(stream=rig.stream(late=True), check=False)
-        rig.session.drain()
-        assert rig.check_hashes() == 6, "drained while a kernel was at work"
+    with SessionHarness(model) as harness:
+        harness.install(model.full_bytes)
+        harness.run(stream=harness.stream(late=True), check=False)
+        harness.session.drain()
+        assert harness.check_hashes() == 6, "drained while a kernel was at work"
 
 
 @scenario
 def draining_waits_for_copies(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        plan = rig.install(model.floor_bytes)
-        with rig.late_copies():
-            addresses = _addresses(rig)
-            rig.session.drain()
+    with SessionHarness(model) as harness:
+        plan = harness.install(model.floor_bytes)
+        with harness.late_copies():
+            addresses = _addresses(harness)
+            harness.session.drain()
             copy = plan.methods[0].copies[-1]
             last = plan.methods[0].stays[copy.stay]
             assert last.accesses[0] < copy.issue_before
@@ -649,33 +659,33 @@ def draining_waits_for_copies(folder: Path) -> None:
 def closing_waits_for_kernels(folder: Path) -> None:
     model = _chain(folder)
     for poison in (True, False):
-        with Rig(model, poison=poison) as rig:
-            rig.install(model.full_bytes)
-            rig.run(stream=rig.stream(late=True), check=False)
-            rig.session.close()
-            assert rig.check_hashes() == 6, "closed while a kernel was at work"
+        with SessionHarness(model, poison=poison) as harness:
+            harness.install(model.full_bytes)
+            harness.run(stream=harness.stream(late=True), check=False)
+            harness.session.close()
+            assert harness.check_hashes() == 6, "closed while a kernel was at work"
 
 
 @scenario
 def closing_waits_for_copies(folder: Path) -> None:
     model = _chain(folder)
     # With poison the closing session waits for its own writes, and so for everything before them.
-    with Rig(model, poison=False) as rig:
-        rig.install(model.floor_bytes)
-        with rig.late_copies():
-            rig.run(check=False)
-            rig.session.close()
+    with SessionHarness(model, poison=False) as harness:
+        harness.install(model.floor_bytes)
+        with harness.late_copies():
+            harness.run(check=False)
+            harness.session.close()
 
 
 @scenario
 def closing_in_a_run_waits_for_its_kernels(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        stream = rig.stream(late=True)
-        rig.begin(stream=stream)
-        out = rig.driver.hash(stream, rig.acquire(0), model.weights["w0"].nbytes)
-        rig.session.close()
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        stream = harness.stream(late=True)
+        harness.begin(stream=stream)
+        out = harness.driver.hash(stream, harness.acquire(0), model.weights["w0"].nbytes)
+        harness.session.close()
         assert out.value == model.hashes["w0"], "closed while a kernel was at work"
 
 
@@ -692,50 +702,50 @@ def _lru_floor(model: Model) -> int:
 def lru_copies_wait_for_readers(folder: Path) -> None:
     model = _chain(folder)
     for poison in (True, False):
-        with Rig(model, lru=True, poison=poison) as rig:
-            rig.install_lru(_lru_floor(model))
-            stream = rig.stream(late=True)
+        with SessionHarness(model, lru=True, poison=poison) as harness:
+            harness.install_lru(_lru_floor(model))
+            stream = harness.stream(late=True)
             for _ in range(3):
-                rig.run(stream=stream, check=False)
-            assert rig.check() == 18
+                harness.run(stream=stream, check=False)
+            assert harness.check() == 18
 
 
 @scenario
 def lru_kernels_wait_for_copies(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(_lru_floor(model))
-        with rig.late_copies():
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(_lru_floor(model))
+        with harness.late_copies():
             for _ in range(2):
-                rig.run()
+                harness.run()
 
 
 @scenario
 def lru_waits_for_the_device_when_its_pool_refuses(folder: Path) -> None:
     """Releases that have completed make room in one piece; the soft pool needs none, so it is told to refuse."""
     model = _chain(folder)
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(_lru_floor(model))
-        stream = rig.stream(late=True)
-        with rig.late_copies():
-            rig.begin(stream=stream)
-            rig.driver.fail_at(2, call="pool_allocate")
-            address = rig.acquire(0)  # the second allocation is that of the next access
-            assert rig.driver.failed_call() == "pool_allocate"
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(_lru_floor(model))
+        stream = harness.stream(late=True)
+        with harness.late_copies():
+            harness.begin(stream=stream)
+            harness.driver.fail_at(2, call="pool_allocate")
+            address = harness.acquire(0)  # the second allocation is that of the next access
+            assert harness.driver.failed_call() == "pool_allocate"
             held = memory(address, model.weights["w0"].nbytes)
             assert held == model.content["w0"], "asked again while copies were at work"
-            rig.session.abort()
-        rig.run(stream=stream)
+            harness.session.abort()
+        harness.run(stream=stream)
 
 
 @scenario
 def lru_tells_at_load_what_could_not_be_copied(folder: Path) -> None:
     model = write_model(folder / "w.ptd", [chain("a", "b", "!p")], {"a": 2 * PAGE, "b": 2 * PAGE, "p": PAGE})
-    with Rig(model, lru=True) as rig:
+    with SessionHarness(model, lru=True) as harness:
         with model.path.open("r+b") as file:
             file.truncate(4 * PAGE)
         try:
-            rig.install_lru(8 * PAGE)
+            harness.install_lru(8 * PAGE)
             raise AssertionError("a weight that is not in the file any more was loaded")
         except WeightsChangedError:
             pass
@@ -746,20 +756,20 @@ def lru_of_many_shapes(folder: Path) -> None:
     """Methods that read in other orders, weights of other sizes, pinned ones: every stream late in its turn."""
     for model in models(folder).values():
         for budget_bytes in (_lru_floor(model), _lru_floor(model) + 3 * PAGE):
-            with Rig(model, lru=True) as rig:
-                rig.install_lru(budget_bytes)
-                streams = [rig.stream(late=True), rig.stream(late=True)]
+            with SessionHarness(model, lru=True) as harness:
+                harness.install_lru(budget_bytes)
+                streams = [harness.stream(late=True), harness.stream(late=True)]
                 for run in range(4):
-                    rig.run(run % len(model.schedules), streams[run % 2], check=False)
-                rig.check()
-                with rig.late_copies():
+                    harness.run(run % len(model.schedules), streams[run % 2], check=False)
+                harness.check()
+                with harness.late_copies():
                     for run in range(4):
-                        rig.run(run % len(model.schedules), streams[1] if run % 2 else INLINE)
-                assert 0 < rig.session.memory()[0] <= budget_bytes
-                peak_bytes = rig.session.memory()[1]
+                        harness.run(run % len(model.schedules), streams[1] if run % 2 else INLINE)
+                assert 0 < harness.session.memory()[0] <= budget_bytes
+                peak_bytes = harness.session.memory()[1]
                 assert 0 < peak_bytes <= budget_bytes
-                uninstall(rig.session)
-                assert rig.session.memory() == (0, peak_bytes)
+                uninstall(harness.session)
+                assert harness.session.memory() == (0, peak_bytes)
 
 
 @scenario
@@ -767,74 +777,74 @@ def lru_counts_and_evicts_the_least_recent(folder: Path) -> None:
     names = [f"w{i}" for i in range(6)]
     model = write_model(folder / "w", [chain("!p", *names)], {**dict.fromkeys(names, 2 * PAGE), "p": PAGE})
     weights_bytes = 12 * PAGE
-    with Rig(model, lru=True) as rig:
+    with SessionHarness(model, lru=True) as harness:
         # A cycle that does not fit misses every time, but for what is pinned.
-        rig.install_lru(9 * PAGE)
-        rig.run()
-        assert rig.session.stats()[0].bytes_hit == PAGE
+        harness.install_lru(9 * PAGE)
+        harness.run()
+        assert harness.session.stats()[0].bytes_hit == PAGE
         for _ in range(2):
-            rig.run()
-        last, _ = rig.session.stats()
+            harness.run()
+        last, _ = harness.session.stats()
         assert (last.bytes_streamed, last.bytes_hit, last.copies) == (weights_bytes, PAGE, 6)
         # The link is measured with one of the largest.
-        assert rig.session.link()[0].nbytes == 2 * PAGE
+        assert harness.session.link()[0].nbytes == 2 * PAGE
         # All that fits is copied once.
-        rig.install_lru(13 * PAGE)
+        harness.install_lru(13 * PAGE)
         for _ in range(2):
-            rig.run()
-        last, _ = rig.session.stats()
+            harness.run()
+        last, _ = harness.session.stats()
         assert (last.bytes_streamed, last.bytes_hit, last.copies) == (0, weights_bytes + PAGE, 0)
         # After a failure nothing that was held is trusted, nor counted as read; what is pinned stays.
-        rig.begin()
-        rig.acquire(0)
-        rig.acquire(1)
+        harness.begin()
+        harness.acquire(0)
+        harness.acquire(1)
         with contextlib.suppress(RunFailed):
-            rig.acquire(999)
-        rig.run()
-        last, _ = rig.session.stats()
+            harness.acquire(999)
+        harness.run()
+        last, _ = harness.session.stats()
         assert (last.bytes_streamed, last.copies) == (weights_bytes, 6)
-        assert rig.driver.counts().pool_allocations == 7
+        assert harness.driver.counts().pool_allocations == 7
 
 
 @scenario
 def lru_tells_what_does_not_fit(folder: Path) -> None:
     model = write_model(folder / "w", [chain("a b", "c")], {"a": 3 * PAGE, "b": 2 * PAGE, "c": PAGE})
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(4 * PAGE)
-        rig.begin()
-        rig.acquire(0)
-        refused(lambda: rig.acquire(1), DeviceMemoryError)
-        rig.install_lru(5 * PAGE)
-        rig.run()
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(4 * PAGE)
+        harness.begin()
+        harness.acquire(0)
+        refused(lambda: harness.acquire(1), DeviceMemoryError)
+        harness.install_lru(5 * PAGE)
+        harness.run()
         # A pool that refuses once, for want of memory and for another reason.
-        rig.install_lru(5 * PAGE)
-        rig.driver.fail_at(1, Failure.DEVICE_MEMORY, "pool_allocate")
-        rig.run()
-        assert rig.driver.failed_call() == "pool_allocate"
-        rig.install_lru(5 * PAGE)
-        rig.begin()
-        rig.driver.fail_at(1, Failure.DRIVER, "pool_allocate")
-        refused(lambda: rig.acquire(0), DriverCallError)
-        rig.run()
+        harness.install_lru(5 * PAGE)
+        harness.driver.fail_at(1, Failure.DEVICE_MEMORY, "pool_allocate")
+        harness.run()
+        assert harness.driver.failed_call() == "pool_allocate"
+        harness.install_lru(5 * PAGE)
+        harness.begin()
+        harness.driver.fail_at(1, Failure.DRIVER, "pool_allocate")
+        refused(lambda: harness.acquire(0), DriverCallError)
+        harness.run()
     # And for good: the device's memory is somebody else's now.
-    with SoftDriver(PAGE, 5 * PAGE, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
-        rig.install_lru(5 * PAGE)
+    with SoftDriver(PAGE, 5 * PAGE, poison=True) as driver, SessionHarness(model, lru=True, driver=driver) as harness:
+        harness.install_lru(5 * PAGE)
         hog = driver.create_block(5 * PAGE)
-        rig.begin()
-        refused(lambda: rig.acquire(0), DeviceMemoryError)
+        harness.begin()
+        refused(lambda: harness.acquire(0), DeviceMemoryError)
         driver.release_block(hog)
-        rig.run()
+        harness.run()
 
 
 @scenario
 def lru_closing_waits_for_kernels(folder: Path) -> None:
     model = _chain(folder)
     for poison in (True, False):
-        with Rig(model, lru=True, poison=poison) as rig:
-            rig.install_lru(model.file_bytes)
-            rig.run(stream=rig.stream(late=True), check=False)
-            rig.session.close()
-            assert rig.check_hashes() == 6, "closed while a kernel was at work"
+        with SessionHarness(model, lru=True, poison=poison) as harness:
+            harness.install_lru(model.file_bytes)
+            harness.run(stream=harness.stream(late=True), check=False)
+            harness.session.close()
+            assert harness.check_hashes() == 6, "closed while a kernel was at work"
 
 
 @scenario
@@ -842,13 +852,13 @@ def lru_gives_its_pool_back_before_it_makes_another(folder: Path) -> None:
     model = _chain(folder)
     budget = _lru_floor(model)
     with SoftDriver(PAGE, budget, poison=True) as driver:
-        with Rig(model, lru=True, driver=driver) as rig:
-            rig.install_lru(budget)
-            rig.run()
-            with rig.late_copies():
-                rig.install_lru(budget)
-            rig.run()
-            rig.check()
+        with SessionHarness(model, lru=True, driver=driver) as harness:
+            harness.install_lru(budget)
+            harness.run()
+            with harness.late_copies():
+                harness.install_lru(budget)
+            harness.run()
+            harness.check()
 
 
 # ---- staging
@@ -858,11 +868,11 @@ def lru_gives_its_pool_back_before_it_makes_another(folder: Path) -> None:
 def buffers_wait_for_their_copies(folder: Path) -> None:
     model = _chain(folder)
     for source in (staged(PAGE, 1, 1), staged(PAGE, 3, 2)):
-        with Rig(model, source=source) as rig:
-            rig.install(model.floor_bytes)
-            with rig.late_copies():
+        with SessionHarness(model, source=source) as harness:
+            harness.install(model.floor_bytes)
+            with harness.late_copies():
                 for _ in range(2):
-                    rig.run()
+                    harness.run()
 
 
 class _Staging:
@@ -946,21 +956,21 @@ def play(name: str) -> None:
 @scenario
 def graph_copies_wait_for_readers(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        captured, stream = rig.capture(), rig.stream()
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        captured, stream = harness.capture(), harness.stream()
         for _ in range(2):
-            rig.replay(captured, stream, order=COPIES_FIRST)
+            harness.replay(captured, stream, order=COPIES_FIRST)
 
 
 @scenario
 def graph_kernels_wait_for_copies(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        captured, stream = rig.capture(), rig.stream()
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        captured, stream = harness.capture(), harness.stream()
         for _ in range(2):
-            rig.replay(captured, stream, order=KERNELS_FIRST)
+            harness.replay(captured, stream, order=KERNELS_FIRST)
 
 
 def _there_and_back(folder: Path) -> Model:
@@ -973,20 +983,20 @@ def _there_and_back(folder: Path) -> Model:
 @scenario
 def graph_kernels_wait_for_copies_made_before_it(folder: Path) -> None:
     model = _there_and_back(folder)
-    with Rig(model) as rig:
-        plan = rig.install(model.floor_bytes)
+    with SessionHarness(model) as harness:
+        plan = harness.install(model.floor_bytes)
         assert plan.methods[0].prologue
-        captured, stream = rig.capture(), rig.stream()
-        with rig.late_copies():
-            rig.run(0, stream, check=False)
-            rig.replay(captured, stream, order=KERNELS_FIRST)
+        captured, stream = harness.capture(), harness.stream()
+        with harness.late_copies():
+            harness.run(0, stream, check=False)
+            harness.replay(captured, stream, order=KERNELS_FIRST)
 
 
 @scenario
 def a_graph_waits_for_the_only_copy_made_before_it(folder: Path) -> None:
     """No copy behind it is waited for in its stead: the others of this plan are all the graph's own."""
     model = _there_and_back(folder)
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         plan = model.plan(model.floor_bytes)
         method = plan.methods[0]
         first, *others = (method.copies[copy] for copy in method.prologue)
@@ -997,19 +1007,19 @@ def a_graph_waits_for_the_only_copy_made_before_it(folder: Path) -> None:
         ]
         copies.sort(key=lambda copy: copy.issue_before)
         alone = replace(method, copies=tuple(copies))
-        rig.install_plan(replace(plan, methods=(alone, *plan.methods[1:])))
+        harness.install_plan(replace(plan, methods=(alone, *plan.methods[1:])))
         assert [copies[copy].stay for copy in alone.prologue] == [first.stay]
-        captured, stream = rig.capture(), rig.stream()
-        with rig.late_copies():
-            rig.run(0, stream, check=False)
-            rig.replay(captured, stream, order=KERNELS_FIRST)
+        captured, stream = harness.capture(), harness.stream()
+        with harness.late_copies():
+            harness.run(0, stream, check=False)
+            harness.replay(captured, stream, order=KERNELS_FIRST)
 
 
 @scenario
 def graph_copies_follow_those_made_before_it(folder: Path) -> None:
     """A weight with one copy in the graph and one before it: whoever waits for the last must have both."""
     model = _there_and_back(folder)
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         plan = model.plan(model.floor_bytes)
         method = plan.methods[0]
         ahead = method.copies[method.prologue[0]]
@@ -1027,12 +1037,12 @@ def graph_copies_follow_those_made_before_it(folder: Path) -> None:
         copies.append(replace(ahead, piece=second, issue_before=position))
         copies.sort(key=lambda copy: copy.issue_before)
         halved = replace(method, copies=tuple(copies))
-        rig.install_plan(replace(plan, methods=(halved, *plan.methods[1:])))
+        harness.install_plan(replace(plan, methods=(halved, *plan.methods[1:])))
         assert any(copies[copy].piece.nbytes == half for copy in halved.prologue)
-        captured, stream = rig.capture(), rig.stream()
-        with rig.late_copies():
-            rig.run(0, stream, check=False)
-            rig.replay(captured, stream, order=COPIES_FIRST)
+        captured, stream = harness.capture(), harness.stream()
+        with harness.late_copies():
+            harness.run(0, stream, check=False)
+            harness.replay(captured, stream, order=COPIES_FIRST)
 
 
 @scenario
@@ -1059,9 +1069,9 @@ def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
     blocks = (Block(PAGE, ring=True), Block(PAGE, ring=False))
     plan = Plan(PAGE, blocks, ranges, (Piece("r", 0, PAGE, 2, 0),), (ahead, other))
     check_plan(plan, schedules, model.weights)
-    with Rig(model, poison=False) as rig:
-        rig.install_plan(plan)
-        copies, stream, captures_on = copy_stream(rig.session), rig.stream(), rig.stream()
+    with SessionHarness(model, poison=False) as harness:
+        harness.install_plan(plan)
+        copies, stream, captures_on = copy_stream(harness.session), harness.stream(), harness.stream()
         inside, landed = threading.Event(), threading.Event()
 
         def wait_inside() -> None:
@@ -1070,30 +1080,30 @@ def a_graph_follows_copies_made_for_another_method(folder: Path) -> None:
 
         def hold_the_reader(step: int) -> None:
             if step == 0:
-                rig.driver.call(captures_on, wait_inside)
+                harness.driver.call(captures_on, wait_inside)
 
-        captured = rig.capture(1, captures_on, after_step=hold_the_reader)
-        rig.driver.set_late(copies, True)
-        rig.run(0, stream, check=False)
-        rig.driver.call(copies, landed.set)  # behind what the run has copied for its next
-        rig.replay(captured, stream, order=COPIES_FIRST, check=False)
+        captured = harness.capture(1, captures_on, after_step=hold_the_reader)
+        harness.driver.set_late(copies, True)
+        harness.run(0, stream, check=False)
+        harness.driver.call(copies, landed.set)  # behind what the run has copied for its next
+        harness.replay(captured, stream, order=COPIES_FIRST, check=False)
         inside.wait()
-        rig.driver.set_late(copies, False)
-        rig.check()
+        harness.driver.set_late(copies, False)
+        harness.check()
 
 
 @scenario
 def copies_behind_a_graph_wait_for_its_readers(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        plan = rig.install(model.floor_bytes)
+    with SessionHarness(model) as harness:
+        plan = harness.install(model.floor_bytes)
         assert plan.methods[0].prologue
-        stream = rig.stream(late=True)
-        captured = rig.capture()
-        rig.run(stream=stream)
+        stream = harness.stream(late=True)
+        captured = harness.capture()
+        harness.run(stream=stream)
         for _ in range(2):
-            rig.replay(captured, stream, order=KERNELS_FIRST, check=False)
-        rig.check()
+            harness.replay(captured, stream, order=KERNELS_FIRST, check=False)
+        harness.check()
 
 
 @scenario
@@ -1101,62 +1111,62 @@ def graphs_of_many_shapes(folder: Path) -> None:
     """Runs and replays in turn, cold and warm ones, with every stream late in its turn."""
     for model in models(folder).values():
         for budget_bytes in (model.floor_bytes, model.floor_bytes + 2 * PAGE, model.full_bytes):
-            with Rig(model) as rig:
-                rig.install(budget_bytes)
-                stream, late = rig.stream(), rig.stream(late=True)
-                rig.run(stream=stream)
-                rig.capture()
-                graphs = [rig.capture(method) for method in range(len(model.schedules))]
+            with SessionHarness(model) as harness:
+                harness.install(budget_bytes)
+                stream, late = harness.stream(), harness.stream(late=True)
+                harness.run(stream=stream)
+                harness.capture()
+                graphs = [harness.capture(method) for method in range(len(model.schedules))]
                 for order in (COPIES_FIRST, KERNELS_FIRST):
                     for number in (0, 0, *range(len(graphs)), 0):
-                        rig.replay(graphs[number], stream, order=order)
-                        rig.replay(graphs[number], late, order=order, check=False)
-                        rig.replay(graphs[number], late, order=order, check=False)
-                        rig.check()
-                        rig.run(number, late, check=False)
-                        rig.replay(graphs[number], late, order=order, check=False)
-                        rig.check()
-                        rig.check_counters()
-                        with rig.late_copies():
-                            rig.replay(graphs[(number + 1) % len(graphs)], stream, order=order)
-                            rig.replay(graphs[number], stream, order=order)
-                            rig.run(number, stream)
-                            rig.replay(graphs[number], stream, order=order)
-                rig.session.drop_capture(graphs[0].number)
-                rig.run(stream=stream)
+                        harness.replay(graphs[number], stream, order=order)
+                        harness.replay(graphs[number], late, order=order, check=False)
+                        harness.replay(graphs[number], late, order=order, check=False)
+                        harness.check()
+                        harness.run(number, late, check=False)
+                        harness.replay(graphs[number], late, order=order, check=False)
+                        harness.check()
+                        harness.check_counters()
+                        with harness.late_copies():
+                            harness.replay(graphs[(number + 1) % len(graphs)], stream, order=order)
+                            harness.replay(graphs[number], stream, order=order)
+                            harness.run(number, stream)
+                            harness.replay(graphs[number], stream, order=order)
+                harness.session.drop_capture(graphs[0].number)
+                harness.run(stream=stream)
 
 
 @scenario
 def a_capture_that_fails_changes_nothing(folder: Path) -> None:
     model = _chain(folder)
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
-        stream, side = rig.stream(), rig.stream()
-        rig.run(stream=stream)
-        before = rig.session.stats()[0]
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
+        stream, side = harness.stream(), harness.stream()
+        harness.run(stream=stream)
+        before = harness.session.stats()[0]
 
         def untouched() -> None:
-            assert rig.session.stats()[0] == before and not rig.driver.is_capturing(side)
+            assert harness.session.stats()[0] == before and not harness.driver.is_capturing(side)
             # Warm: what was copied ahead still is.
-            rig.run(stream=stream)
+            harness.run(stream=stream)
 
         for call in ("begin_capture", "create_event", "record", "end_capture"):
-            rig.driver.fail_at(1, call=call)
+            harness.driver.fail_at(1, call=call)
             try:
-                rig.capture(0, side)
+                harness.capture(0, side)
                 raise AssertionError(f"a failed {call} went unnoticed")
             except (PenstockError, RunFailed):
                 pass
-            before = replace(before, stall_ns=rig.session.stats()[0].stall_ns)
+            before = replace(before, stall_ns=harness.session.stats()[0].stall_ns)
             untouched()
-            before = rig.session.stats()[0]
-        rig.session.begin_capture(0, side)
-        assert acquire(rig.session, 7, ctypes.byref(ctypes.c_uint64()))
-        assert isinstance(rig.session.abort(), ScheduleDivergedError)
+            before = harness.session.stats()[0]
+        harness.session.begin_capture(0, side)
+        assert acquire(harness.session, 7, ctypes.byref(ctypes.c_uint64()))
+        assert isinstance(harness.session.abort(), ScheduleDivergedError)
         untouched()
-        captured = rig.capture(0, side)
+        captured = harness.capture(0, side)
         for _ in range(2):
-            rig.replay(captured, stream)
+            harness.replay(captured, stream)
 
 
 if __name__ == "__main__":

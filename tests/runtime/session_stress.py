@@ -17,8 +17,8 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.plan.floor import floor_bytes
 from tests.native.session import HostSource
-from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, models, staged
 from tests.runtime.scenarios import SCENARIOS
+from tests.runtime.session_harness import INLINE, MS, PAGE, Model, RunFailed, SessionHarness, models, staged
 from tests.runtime.soft import SoftDriver
 
 THREADS = 3  # the order in which the soft driver runs the nodes of a graph
@@ -26,83 +26,83 @@ SOURCES: list[HostSource | None] = [None, staged(3000, 3, 3), staged(PAGE, 1, 1)
 
 
 def planned(model: Model, source: HostSource | None, *, poison: bool) -> None:
-    with Rig(model, source=source, poison=poison, kernel_ns=MS // 4) as rig:
-        rig.driver.set_delays(3, MS // 10)
-        streams = [rig.stream(), rig.stream(), INLINE]
+    with SessionHarness(model, source=source, poison=poison, kernel_ns=MS // 4) as harness:
+        harness.driver.set_delays(3, MS // 10)
+        streams = [harness.stream(), harness.stream(), INLINE]
         for budget in (model.floor_bytes, model.full_bytes, model.floor_bytes + PAGE):
-            rig.install(budget)
-            rig.session.start_trace()
+            harness.install(budget)
+            harness.session.start_trace()
             for run in range(6):
-                rig.run(run // 2 % len(model.schedules), streams[run % 3], check=False)
-            rig.session.stop_trace()
-            fail(rig, streams[0])
-            rig.run(stream=streams[1])
-            rig.check_counters()
+                harness.run(run // 2 % len(model.schedules), streams[run % 3], check=False)
+            harness.session.stop_trace()
+            fail(harness, streams[0])
+            harness.run(stream=streams[1])
+            harness.check_counters()
 
 
 def replays(model: Model, *, poison: bool) -> None:
     """Graphs whose nodes run on several threads, between runs that are no replays."""
-    with Rig(model, poison=poison, kernel_ns=MS // 4) as rig:
-        rig.driver.set_delays(3, MS // 10)
-        streams = [rig.stream(), rig.stream()]
+    with SessionHarness(model, poison=poison, kernel_ns=MS // 4) as harness:
+        harness.driver.set_delays(3, MS // 10)
+        streams = [harness.stream(), harness.stream()]
         for budget in (model.floor_bytes, model.full_bytes, model.floor_bytes + PAGE):
-            rig.install(budget)
+            harness.install(budget)
             methods = len(model.schedules)
-            graphs = [rig.capture(method) for method in range(methods)]
+            graphs = [harness.capture(method) for method in range(methods)]
             for run in range(6):
-                rig.replay(graphs[run // 2 % methods], streams[run % 2], order=THREADS, seed=run, check=False)
+                harness.replay(graphs[run // 2 % methods], streams[run % 2], order=THREADS, seed=run, check=False)
                 if run % 3 == 2:
-                    rig.run(run % methods, streams[0], check=False)
-            fail(rig, streams[0])
-            rig.replay(graphs[0], streams[1], order=THREADS)
-            rig.session.drop_capture(graphs[0].number)
+                    harness.run(run % methods, streams[0], check=False)
+            fail(harness, streams[0])
+            harness.replay(graphs[0], streams[1], order=THREADS)
+            harness.session.drop_capture(graphs[0].number)
 
 
 def lru(model: Model) -> None:
     floor = floor_bytes(model.schedules, model.weights, granularity_bytes=PAGE).floor_bytes
-    with Rig(model, lru=True, kernel_ns=MS // 4) as rig:
-        rig.driver.set_delays(5, MS // 10)
-        streams = [rig.stream(), rig.stream(), INLINE]
+    with SessionHarness(model, lru=True, kernel_ns=MS // 4) as harness:
+        harness.driver.set_delays(5, MS // 10)
+        streams = [harness.stream(), harness.stream(), INLINE]
         for budget in (floor, floor + 3 * PAGE):
-            rig.install_lru(budget)
+            harness.install_lru(budget)
             for run in range(6):
-                rig.run(run // 2 % len(model.schedules), streams[run % 3], check=False)
-            fail(rig, streams[0])
-            rig.run(stream=streams[1])
-            rig.session.stats()
+                harness.run(run // 2 % len(model.schedules), streams[run % 3], check=False)
+            fail(harness, streams[0])
+            harness.run(stream=streams[1])
+            harness.session.stats()
 
 
-def fail(rig: Rig, stream: int) -> None:
+def fail(harness: SessionHarness, stream: int) -> None:
     """Divergence, and calls that fail, with copies and kernels under way."""
-    rig.begin(stream=stream)
+    harness.begin(stream=stream)
     try:
-        rig.acquire(-1)
+        harness.acquire(-1)
         raise AssertionError("a divergent access was served")
     except RunFailed:
         pass
     for call in ("record", "wait", "synchronize_event", "copy_to_device"):
         for n in (1, 4):
-            rig.driver.fail_at(n, call=call)
+            harness.driver.fail_at(n, call=call)
             try:
-                rig.run(stream=stream, check=False)
+                harness.run(stream=stream, check=False)
             except (PenstockError, RunFailed):
-                rig._owner = None
-            rig.driver.fail_at(0)
-    rig.await_kernels(stream)
-    rig.check_hashes()
+                harness._owner = None
+            harness.driver.fail_at(0)
+    harness.await_kernels(stream)
+    harness.check_hashes()
 
 
 def truncated(model: Model, source: HostSource | None) -> None:
     before = model.path.read_bytes()
-    with Rig(model, source=source) as rig:
-        rig.install(model.floor_bytes)
-        rig.run()
+    with SessionHarness(model, source=source) as harness:
+        harness.install(model.floor_bytes)
+        harness.run()
         try:
-            rig.begin()
-            for _ in rig.steps():
+            harness.begin()
+            for _ in harness.steps():
                 os.truncate(model.path, PAGE)
-            rig.end()
-            rig.session.drain()
+            harness.end()
+            harness.session.drain()
             raise AssertionError("a truncated file went unnoticed")
         except (PenstockError, RunFailed):
             pass
@@ -114,13 +114,13 @@ def side_by_side(one: Model, other: Model) -> None:
 
     def work(model: Model, driver: SoftDriver) -> None:
         try:
-            rig = Rig(model, driver=driver, kernel_ns=MS // 10, source=staged())
+            harness = SessionHarness(model, driver=driver, kernel_ns=MS // 10, source=staged())
             for _ in range(2):
-                rig.install(model.floor_bytes)
+                harness.install(model.floor_bytes)
                 for _ in range(6):
-                    rig.run(check=False)
-            rig.check()
-            rig.session.close()
+                    harness.run(check=False)
+            harness.check()
+            harness.session.close()
         except BaseException as error:
             failures.append(error)
 

@@ -21,8 +21,8 @@ from penstock.runtime.policy import PlannedPolicy
 from penstock.runtime.session import TraceSpan
 from penstock.schedule import Access, Schedule, Step
 from tests.runtime.modules import SCRIPTS, Watched, play, same
-from tests.runtime.rig import Rig, write_model
-from tests.runtime.rig import chain as chain_of
+from tests.runtime.session_harness import SessionHarness, write_model
+from tests.runtime.session_harness import chain as chain_of
 
 PAGE = 4096
 # Two steps; the weight of the second streams, in two copies.
@@ -273,12 +273,12 @@ def test_the_link_is_measured_by_piece_size(tmp_path: Path) -> None:
     """The largest copy is also timed in pieces, of each size that fits it."""
     sizes = {f"w{i}": 5 << 20 for i in range(8)}
     model = write_model(tmp_path / "weights.ptd", [chain_of(*sizes)], sizes)
-    with Rig(model) as rig:
-        plan = rig.install(model.floor_bytes)
+    with SessionHarness(model) as harness:
+        plan = harness.install(model.floor_bytes)
         largest = max(copy.piece.nbytes for copy in plan.methods[0].copies)
-        made, *by_size = rig.session.link()
+        made, *by_size = harness.session.link()
         assert made.nbytes > 0 and made.ns > 0
         expected = [(largest // size, largest // size * size) for size in (256 << 10, 1 << 20, 4 << 20, 16 << 20)]
         assert [(sample.copies, sample.nbytes) for sample in by_size] == [each for each in expected if each[0]]
         assert len(by_size) > 1
-        rig.run()
+        harness.run()

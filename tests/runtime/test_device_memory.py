@@ -58,6 +58,20 @@ def test_a_byte_less_than_the_smallest_total_is_refused_with_its_terms(decoder: 
         assert module.budget_bytes == floor
 
 
+def test_a_placement_that_needs_less_is_named_with_the_total_that_it_needs(decoder: Path) -> None:
+    program = penstock.read_program(decoder)
+    with pytest.raises(BelowFloorError) as caught:
+        penstock.Module(decoder, device_memory=0)
+    with penstock.Module(decoder, "1GiB", placement="in-place") as module:
+        least = module.floor_bytes + program.state_bytes + activation_bound_bytes(program)
+    assert f'That is for placement="auto"; placement="in-place" needs {least} bytes' in str(caught.value)
+    penstock.Module(decoder, device_memory=least, placement="in-place").close()
+    # Nothing is named that the other options rule out.
+    with pytest.raises(BelowFloorError) as caught:
+        penstock.Module(decoder, 0, calibration="first-runs")
+    assert "placement=" not in str(caught.value)
+
+
 def test_one_of_budget_and_total(chain: Path) -> None:
     with pytest.raises(BudgetError, match="device_memory= does not go with budget=: .*; pass one"):
         penstock.Module(chain, "1MiB", device_memory="1GiB")

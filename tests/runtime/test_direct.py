@@ -17,7 +17,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.planner import Planner
 from tests.harness import bits, compiled, offloaded
 from tests.runtime.modules import SCRIPTS
-from tests.runtime.rig import MS, PAGE, Model, Rig, chain, staged, write_model
+from tests.runtime.session_harness import MS, PAGE, Model, SessionHarness, chain, staged, write_model
 from tests.runtime.soft import DriverFailure, SoftDriver
 
 LAYERS = "abcdef"
@@ -41,53 +41,53 @@ def plan_of(model: Model, budget_bytes: int | None = None, placement: str = "aut
 
 @pytest.mark.parametrize("placement", ["auto", "in-place"])
 def test_kernels_read_the_file_itself_and_every_byte_is_right(model: Model, placement: str) -> None:
-    with Rig(model, kernel_ns=MS // 4) as rig:
-        plan = rig.install_plan(plan_of(model, placement=placement))
-        assert rig.session.memory()[1] == plan.device_bytes
-        stream = rig.stream()
+    with SessionHarness(model, kernel_ns=MS // 4) as harness:
+        plan = harness.install_plan(plan_of(model, placement=placement))
+        assert harness.session.memory()[1] == plan.device_bytes
+        stream = harness.stream()
         for run in range(6):
-            rig.run(run // 2 % 2, stream)
+            harness.run(run // 2 % 2, stream)
         direct = [placed.is_direct for placed in plan.methods[0].placements]
         assert direct == [True, True, *[placement == "in-place"] * 7]
-        rig.begin()
-        address = rig.acquire(0)
+        harness.begin()
+        address = harness.acquire(0)
         assert ctypes.string_at(address, 5 * PAGE + 100) == model.content["table"]
         # No page of the device's: the mapping of the file.
         mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(model.path))]
         ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in mapped]
         assert any(begin <= address < end for begin, end in ranges)
-        rig.session.abort()
+        harness.session.abort()
 
 
 def test_replays_read_it_too(model: Model) -> None:
-    with Rig(model) as rig:
-        rig.install_plan(plan_of(model))
-        graphs = [rig.capture(0), rig.capture(1)]
-        stream = rig.stream()
+    with SessionHarness(model) as harness:
+        harness.install_plan(plan_of(model))
+        graphs = [harness.capture(0), harness.capture(1)]
+        stream = harness.stream()
         for run in range(6):
-            rig.replay(graphs[run // 2 % 2], stream, order=run % 4, seed=run)
+            harness.replay(graphs[run // 2 % 2], stream, order=run % 4, seed=run)
             if run % 3 == 2:
-                rig.run(0, stream)
+                harness.run(0, stream)
 
 
 def test_staged_memory_has_nothing_to_read_in_place(model: Model) -> None:
-    with Rig(model, source=staged()) as rig:
+    with SessionHarness(model, source=staged()) as harness:
         with pytest.raises(PenstockError, match="needs registered host memory"):
-            rig.install_plan(plan_of(model))
-        assert rig.session.memory()[0] == 0
-        rig.install_plan(plan_of(model, placement="stream"))
-        rig.run()
+            harness.install_plan(plan_of(model))
+        assert harness.session.memory()[0] == 0
+        harness.install_plan(plan_of(model, placement="stream"))
+        harness.run()
 
 
 def test_a_call_that_fails_leaves_nothing(model: Model) -> None:
-    with Rig(model) as rig:
-        rig.driver.fail_at(2, call="host_address")
+    with SessionHarness(model) as harness:
+        harness.driver.fail_at(2, call="host_address")
         with pytest.raises(RuntimeFailure, match="host_address"):
-            rig.install_plan(plan_of(model))
-        rig.driver.fail_at(0)
-        assert rig.session.memory()[0] == 0
-        rig.install_plan(plan_of(model))
-        rig.run()
+            harness.install_plan(plan_of(model))
+        harness.driver.fail_at(0)
+        assert harness.session.memory()[0] == 0
+        harness.install_plan(plan_of(model))
+        harness.run()
 
 
 def test_the_soft_driver_gives_addresses_of_registered_memory_alone() -> None:

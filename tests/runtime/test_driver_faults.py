@@ -12,7 +12,7 @@ import pytest
 from penstock import errors
 from penstock.plan.floor import floor_bytes
 from tests.native.session import HostSource
-from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, staged, write_model
+from tests.runtime.session_harness import INLINE, MS, PAGE, Model, RunFailed, SessionHarness, chain, staged, write_model
 from tests.runtime.soft import Failure, SoftDriver
 
 T = TypeVar("T")
@@ -71,24 +71,24 @@ class Life:
 
     def live(self, stream: int) -> None:
         source = staged(2 * PAGE, 2, 1) if "staged" in self.setup else None
-        rig = self._twice(lambda: self._rig(source))
+        harness = self._twice(lambda: self._harness(source))
         try:
             floor = floor_of(self.model, self.lru)
-            self._twice(lambda: self._install(rig, floor))
+            self._twice(lambda: self._install(harness, floor))
             for method, where in ((0, stream), (0, stream), (1, stream), (0, INLINE)):
-                self._twice(lambda: self._run(rig, method, where))  # noqa: B023
+                self._twice(lambda: self._run(harness, method, where))  # noqa: B023
                 if self.short:
                     return
-            self._twice(rig.session.stats if self.lru else rig.check_counters)
-            self._twice(lambda: self._install(rig, floor + 2 * PAGE))
-            self._twice(rig.session.start_trace)
-            self._twice(lambda: self._run(rig, 0, stream))
-            self._twice(lambda: self._stop_trace(rig))
+            self._twice(harness.session.stats if self.lru else harness.check_counters)
+            self._twice(lambda: self._install(harness, floor + 2 * PAGE))
+            self._twice(harness.session.start_trace)
+            self._twice(lambda: self._run(harness, 0, stream))
+            self._twice(lambda: self._stop_trace(harness))
         finally:
-            rig.session.close()
+            harness.session.close()
 
-    def _rig(self, source: HostSource | None) -> Rig:
-        return Rig(
+    def _harness(self, source: HostSource | None) -> SessionHarness:
+        return SessionHarness(
             self.model,
             lru=self.lru,
             source=source,
@@ -97,31 +97,31 @@ class Life:
             kernel_ns=self.kernel_ns,
         )
 
-    def _install(self, rig: Rig, budget_bytes: int) -> None:
+    def _install(self, harness: SessionHarness, budget_bytes: int) -> None:
         if self.lru:
-            rig.install_lru(budget_bytes)
+            harness.install_lru(budget_bytes)
         else:
-            plan = rig.install(budget_bytes)
+            plan = harness.install(budget_bytes)
             assert self.driver.counts().block_bytes == plan.device_bytes
 
-    def _stop_trace(self, rig: Rig) -> None:
+    def _stop_trace(self, harness: SessionHarness) -> None:
         try:
-            assert rig.session.stop_trace()
+            assert harness.session.stop_trace()
         except errors.PenstockError:
             # A trace that could not be read is gone; there is another.
-            rig.session.start_trace()
-            self._run(rig, 0, INLINE)
+            harness.session.start_trace()
+            self._run(harness, 0, INLINE)
             raise
 
-    def _run(self, rig: Rig, method: int, stream: int) -> None:
+    def _run(self, harness: SessionHarness, method: int, stream: int) -> None:
         try:
-            rig.run(method, stream, check=False)
+            harness.run(method, stream, check=False)
         except RunFailed as failed:
             raise failed.error from failed
         finally:
             # What a failed run has launched must have read the right bytes too.
-            rig.await_kernels(stream)
-            rig.check_hashes()
+            harness.await_kernels(stream)
+            harness.check_hashes()
 
     def _twice(self, action: Callable[[], T]) -> T:
         try:
@@ -214,11 +214,11 @@ def test_no_device_memory_at_every_allocation(model: Model, setup: str) -> None:
     with SoftDriver(PAGE, floor, poison=True) as driver:
         for free_bytes in range(0, floor, PAGE):
             hog = driver.create_block(floor - free_bytes)
-            rig = Rig(model, lru=lru, driver=driver, source=staged() if "staged" in setup else None)
-            install = rig.install_lru if lru else rig.install
+            harness = SessionHarness(model, lru=lru, driver=driver, source=staged() if "staged" in setup else None)
+            install = harness.install_lru if lru else harness.install
             try:
                 install(floor)
-                rig.run()
+                harness.run()
             except (errors.DeviceMemoryError, RunFailed) as failed:
                 error = failed.error if isinstance(failed, RunFailed) else failed
                 assert type(error) is errors.DeviceMemoryError and "bytes" in str(error)
@@ -226,7 +226,7 @@ def test_no_device_memory_at_every_allocation(model: Model, setup: str) -> None:
                 assert driver.counts().block_bytes == floor - free_bytes
             driver.release_block(hog)
             install(floor)
-            rig.run()
-            rig.check()
-            rig.close()
+            harness.run()
+            harness.check()
+            harness.close()
     assert refused == list(range(0, floor, PAGE))

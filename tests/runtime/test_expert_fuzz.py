@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import DriverCallError
-from tests.runtime.expert_rig import EXPERTS, ExpertRig, layers
-from tests.runtime.rig import INLINE, Captured, RunFailed
+from tests.runtime.expert_harness import EXPERTS, ExpertHarness, layers
+from tests.runtime.session_harness import INLINE, Captured, RunFailed
 
 US = 1000
 
@@ -61,32 +61,32 @@ CASES = st.builds(
 )
 
 
-def play(rig: ExpertRig, case: Case, streams: list[int], graphs: list[Captured]) -> None:
+def play(harness: ExpertHarness, case: Case, streams: list[int], graphs: list[Captured]) -> None:
     choose = random.Random(case.seed)
     for action in case.actions:
         stream = streams[action.stream]
         if action.failing is not None:
-            rig.driver.fail_at(action.failing)
+            harness.driver.fail_at(action.failing)
         try:
             if action.order is not None:
                 # A graph needs a stream of its own.
                 on = stream if stream != INLINE else streams[0]
-                rig.replay(graphs[action.method], on, order=action.order, seed=case.seed, check=False)
+                harness.replay(graphs[action.method], on, order=action.order, seed=case.seed, check=False)
             elif action.given_up is not None:
-                rig.begin(action.method, stream)
-                for step, _ in enumerate(rig.steps(action.method, stream)):
+                harness.begin(action.method, stream)
+                for step, _ in enumerate(harness.steps(action.method, stream)):
                     if step == action.given_up:
                         break
-                rig.give_up()
+                harness.give_up()
             else:
-                rig.run(action.method, stream, check=False)
+                harness.run(action.method, stream, check=False)
         except (RunFailed, DriverCallError) as error:
             if "a test asked for this failure" not in str(error):
                 raise
-        rig.driver.fail_at(0)
+        harness.driver.fail_at(0)
         if choose.random() < 0.3:
-            rig.check()
-    rig.check()
+            harness.check()
+    harness.check()
 
 
 @settings(max_examples=200)
@@ -94,18 +94,18 @@ def play(rig: ExpertRig, case: Case, streams: list[int], graphs: list[Captured])
 def test_rows_and_counts_are_right_whatever_happens(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = layers(Path(folder))
-        with ExpertRig(model, rows=case.rows, poison=case.poison, seed=case.seed, kernel_ns=50 * US) as rig:
-            streams = [rig.stream(), rig.stream(late=True), INLINE]
+        with ExpertHarness(model, rows=case.rows, poison=case.poison, seed=case.seed, kernel_ns=50 * US) as harness:
+            streams = [harness.stream(), harness.stream(late=True), INLINE]
             for slots in case.slots:
-                rig.install_plan(model.with_slots(*slots))
-                graphs = [rig.capture(0), rig.capture(1)]
-                rig.driver.set_delays(case.seed, 40 * US)
+                harness.install_plan(model.with_slots(*slots))
+                graphs = [harness.capture(0), harness.capture(1)]
+                harness.driver.set_delays(case.seed, 40 * US)
                 if case.late_copies:
-                    with rig.late_copies():
-                        play(rig, case, streams, graphs)
+                    with harness.late_copies():
+                        play(harness, case, streams, graphs)
                 else:
-                    play(rig, case, streams, graphs)
-                rig.driver.set_delays(0, 0)
-            rig.run(0, streams[1])
-            rig.run(1, streams[0])
-            rig.check()
+                    play(harness, case, streams, graphs)
+                harness.driver.set_delays(0, 0)
+            harness.run(0, streams[1])
+            harness.run(1, streams[0])
+            harness.check()

@@ -13,8 +13,8 @@ from penstock.plan.check import PlanError, check_plan
 from penstock.plan.plan import DIRECT, NO_SLOTS, Block, MethodPlan, Piece, Placement, Plan, Range, Slots, Store
 from penstock.runtime.records import plan_numbers
 from penstock.schedule import Schedule
-from tests.runtime.expert_rig import EXPERTS, ROW_BYTES, ExpertModel, ExpertRig, layers
-from tests.runtime.rig import PAGE
+from tests.runtime.expert_harness import EXPERTS, ROW_BYTES, ExpertHarness, ExpertModel, layers
+from tests.runtime.session_harness import PAGE
 
 Change = Callable[[Plan], Plan]
 
@@ -269,14 +269,14 @@ def test_one_thing_wrong_is_refused(name: str, model: ExpertModel, plan: Plan) -
         check_plan(broken, model.schedules, model.weights)
     if by_core is None:
         return
-    with ExpertRig(model) as rig:
-        rig.install_plan(plan)
-        rig.run()
+    with ExpertHarness(model) as harness:
+        harness.install_plan(plan)
+        harness.run()
         with pytest.raises(PenstockError, match=by_core):
-            rig.session.install(plan_numbers(broken, model.weights))
+            harness.session.install(plan_numbers(broken, model.weights))
         # What was installed still is, and what lies in its slots.
-        rig._owner = 0
-        rig.run()
+        harness._owner = 0
+        harness.run()
 
 
 def test_experts_that_are_not_read_in_host_memory_have_no_slots(model: ExpertModel, plan: Plan) -> None:
@@ -292,8 +292,8 @@ def test_experts_that_are_not_read_in_host_memory_have_no_slots(model: ExpertMod
     broken = placement(0, 1, range_index=len(plan.ranges))(there)
     with pytest.raises(PlanError, match="has slots, and does not take experts in host memory by index"):
         check_plan(broken, model.schedules, model.weights)
-    with ExpertRig(model) as rig, pytest.raises(PenstockError, match="needs to be in"):
-        rig.session.install(plan_numbers(broken, model.weights))
+    with ExpertHarness(model) as harness, pytest.raises(PenstockError, match="needs to be in"):
+        harness.session.install(plan_numbers(broken, model.weights))
     # Without a bank it is sound; but the other weight of it is chosen for by nobody then.
     sound = there
     for number, found in enumerate(plan.methods):
@@ -344,10 +344,10 @@ def test_whatever_a_number_of_a_bank_is_the_check_says_so_by_its_own_error(model
     # Fewer slots than there is room for are as good.
     assert accepted and all(one.banks[0].slots < 5 or one.banks[1].slots < 3 for one in accepted)
     for one in accepted:
-        with ExpertRig(model) as rig:
-            rig.install_plan(one)
+        with ExpertHarness(model) as harness:
+            harness.install_plan(one)
             for number in range(6):
-                rig.run(number // 2 % 2)
+                harness.run(number // 2 % 2)
 
 
 def test_direct_is_where_a_bank_reads(plan: Plan) -> None:

@@ -15,9 +15,9 @@ from penstock.plan.planner import Planner
 from penstock.runtime.expert_rates import measured_hit_rates, slots_summary
 from tests.experts.reference import ReferenceTable
 from tests.plan.expert_programs import stacked
-from tests.runtime.expert_rig import ExpertModel, ExpertRig, schedule_of, write_experts
+from tests.runtime.expert_harness import ExpertHarness, ExpertModel, schedule_of, write_experts
 from tests.runtime.programs import a_method, a_program
-from tests.runtime.rig import PAGE
+from tests.runtime.session_harness import PAGE
 
 EXPERTS = 64
 NAMES = ("a", "b")
@@ -32,10 +32,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ExpertModel:
     return write_experts(path, schedules, dict.fromkeys(NAMES, (EXPERTS, 1024)))
 
 
-def run(rig: ExpertRig, method: int, calls: Sequence[Sequence[int]]) -> None:
+def run(harness: ExpertHarness, method: int, calls: Sequence[Sequence[int]]) -> None:
     for call in calls:
-        rig.ask = lambda routing, call=call: call  # type: ignore[misc]
-        rig.run(method, check=False)
+        harness.ask = lambda routing, call=call: call  # type: ignore[misc]
+        harness.run(method, check=False)
 
 
 def tokens(count: int, rows: int = 8) -> list[list[int]]:
@@ -51,14 +51,14 @@ def slots_by(model: ExpertModel, rates: dict[str, HitRates]) -> list[int]:
 
 def test_a_bank_with_enough_calls_stands_beside_one_without(model: ExpertModel) -> None:
     """Both are asked for the same: one has a curve of its own, the other the published one, and neither gets all."""
-    with ExpertRig(model) as rig:
-        plan = rig.install_plan(model.with_slots(16, 16))
+    with ExpertHarness(model) as harness:
+        plan = harness.install_plan(model.with_slots(16, 16))
         before = slots_by(model, {})
-        run(rig, 0, tokens(62))
-        run(rig, 1, tokens(60))
-        assert measured_hit_rates(rig.session, plan, {}, TOGETHER) == {}
-        run(rig, 0, tokens(1))
-        rates = measured_hit_rates(rig.session, plan, {}, TOGETHER)
+        run(harness, 0, tokens(62))
+        run(harness, 1, tokens(60))
+        assert measured_hit_rates(harness.session, plan, {}, TOGETHER) == {}
+        run(harness, 0, tokens(1))
+        rates = measured_hit_rates(harness.session, plan, {}, TOGETHER)
         assert set(rates) == set(NAMES) and rates["b"].points == HitRates.usual(EXPERTS).points
         table = ReferenceTable(EXPERTS, EXPERTS)
         counts = [table.take(call) for call in [*tokens(62), *tokens(1)]][15:]
@@ -71,50 +71,50 @@ def test_a_bank_with_enough_calls_stands_beside_one_without(model: ExpertModel) 
 
 def test_slots_go_to_the_bank_that_is_asked_more_often(model: ExpertModel) -> None:
     """The same is asked of both: of one in every run, and of the other in every fourth."""
-    with ExpertRig(model) as rig:
-        plan = rig.install_plan(model.with_slots(16, 16))
+    with ExpertHarness(model) as harness:
+        plan = harness.install_plan(model.with_slots(16, 16))
         for number in range(256):
-            run(rig, 0, tokens(number + 1)[-1:])
+            run(harness, 0, tokens(number + 1)[-1:])
             if number % 4 == 3:
-                run(rig, 1, tokens(number // 4 + 1)[-1:])
-        rates = measured_hit_rates(rig.session, plan, {}, TOGETHER)
+                run(harness, 1, tokens(number // 4 + 1)[-1:])
+        rates = measured_hit_rates(harness.session, plan, {}, TOGETHER)
         assert rates["a"].share == pytest.approx(4 * rates["b"].share, rel=0.02)
         often, rarely = slots_by(model, rates)
         assert often > rarely + 8
         # The other way round nobody asks for the first: what is known of it stays, and it gets what is left.
-        rig.install_plan(plan)
-        run(rig, 1, tokens(100))
-        turned = measured_hit_rates(rig.session, plan, rates, TOGETHER)
+        harness.install_plan(plan)
+        run(harness, 1, tokens(100))
+        turned = measured_hit_rates(harness.session, plan, rates, TOGETHER)
         assert turned["a"].points == rates["a"].points and (turned["a"].share, turned["b"].share) == (0.0, 2.0)
         # How often a bank without slots is asked is not counted: the next plan takes it for one like others.
-        alone = rig.install_plan(model.with_slots(0, 16))
-        run(rig, 1, tokens(100))
-        again = measured_hit_rates(rig.session, alone, turned, TOGETHER)
+        alone = harness.install_plan(model.with_slots(0, 16))
+        run(harness, 1, tokens(100))
+        again = measured_hit_rates(harness.session, alone, turned, TOGETHER)
         assert again["a"].points == rates["a"].points and (again["a"].share, again["b"].share) == (1.0, 1.0)
 
 
 def test_after_a_failed_run_the_log_begins_anew_and_what_was_learned_stays(model: ExpertModel) -> None:
-    with ExpertRig(model) as rig:
-        plan = rig.install_plan(model.with_slots(16, 16))
-        run(rig, 0, tokens(300))
-        learned = measured_hit_rates(rig.session, plan, {}, TOGETHER)
+    with ExpertHarness(model) as harness:
+        plan = harness.install_plan(model.with_slots(16, 16))
+        run(harness, 0, tokens(300))
+        learned = measured_hit_rates(harness.session, plan, {}, TOGETHER)
         assert learned["a"].at(EXPERTS) > 0.4
-        rig.begin()
-        rig.give_up()
+        harness.begin()
+        harness.give_up()
         for count in (0, 1, 61):
-            run(rig, 0, tokens(count))
-            assert measured_hit_rates(rig.session, plan, learned, TOGETHER) == {}
-        run(rig, 0, tokens(1))
-        again = measured_hit_rates(rig.session, plan, learned, TOGETHER)
+            run(harness, 0, tokens(count))
+            assert measured_hit_rates(harness.session, plan, learned, TOGETHER) == {}
+        run(harness, 0, tokens(1))
+        again = measured_hit_rates(harness.session, plan, learned, TOGETHER)
         assert again["a"].at(EXPERTS) > 0.4 and again["a"].points != learned["a"].points
 
 
 def test_a_call_that_asks_for_most_experts_is_logged_whole(model: ExpertModel) -> None:
     """As of several rows: of 33 different experts none is left out."""
-    with ExpertRig(model) as rig:
-        plan = rig.install_plan(model.with_slots(16, 0))
-        run(rig, 0, [[(t * 13 + n) % EXPERTS for n in range(33)] for t in range(100)])
-        rates = measured_hit_rates(rig.session, plan, {}, TOGETHER)["a"]
+    with ExpertHarness(model) as harness:
+        plan = harness.install_plan(model.with_slots(16, 0))
+        run(harness, 0, [[(t * 13 + n) % EXPERTS for n in range(33)] for t in range(100)])
+        rates = measured_hit_rates(harness.session, plan, {}, TOGETHER)["a"]
         assert rates.at(EXPERTS) == 1.0 and rates.at(32) > 0.2
 
 
@@ -125,29 +125,29 @@ def test_what_was_learned_of_a_bank_holds_when_some_of_it_lies_there_whole(tmp_p
     schedules = [schedule_of("both", [*((name, 0) for name in names), ("apart", 1)])]
     model = write_experts(tmp_path / "weights.ptd", schedules, shapes)
     together = {**dict.fromkeys(names, names), "apart": ("apart",)}
-    with ExpertRig(model) as rig:
-        plan = rig.install_plan(model.with_slots(16, 16))
-        run(rig, 0, tokens(100))
-        learned = measured_hit_rates(rig.session, plan, {}, together)
+    with ExpertHarness(model) as harness:
+        plan = harness.install_plan(model.with_slots(16, 16))
+        run(harness, 0, tokens(100))
+        learned = measured_hit_rates(harness.session, plan, {}, together)
         assert learned["up"] == learned["down"] and learned["up"].points != HitRates.usual(EXPERTS).points
         # As where "up" is held: of the first bank too little is logged, of the other enough.
         (first, second) = plan.banks
         left = dataclasses.replace(plan, banks=(dataclasses.replace(first, members=first.members[1:]), second))
-        counts = [rig.session.expert_hits(number, [16])[0] for number in range(2)]
+        counts = [harness.session.expert_hits(number, [16])[0] for number in range(2)]
         played = {0: (1, 2, 3), 1: counts[1]}
         session = SimpleNamespace(
-            expert_counts=rig.session.expert_counts, expert_hits=lambda number, slots: [played[number]] * len(slots)
+            expert_counts=harness.session.expert_counts, expert_hits=lambda number, slots: [played[number]] * len(slots)
         )
         again = measured_hit_rates(session, left, learned, together)  # type: ignore[arg-type]
         assert again["up"] == again["down"] and again["down"].points == learned["up"].points
 
 
 def test_without_slots_nothing_is_learned(model: ExpertModel) -> None:
-    with ExpertRig(model) as rig:
-        plan = rig.install_plan(model.with_slots(0, 0))
-        run(rig, 0, tokens(100))
-        assert measured_hit_rates(rig.session, plan, {}, TOGETHER) == {}
-        assert measured_hit_rates(rig.session, None, {}, TOGETHER) == {}
+    with ExpertHarness(model) as harness:
+        plan = harness.install_plan(model.with_slots(0, 0))
+        run(harness, 0, tokens(100))
+        assert measured_hit_rates(harness.session, plan, {}, TOGETHER) == {}
+        assert measured_hit_rates(harness.session, None, {}, TOGETHER) == {}
 
 
 @pytest.mark.parametrize("together", ["", "ab", "abcdef"])

@@ -23,7 +23,7 @@ from penstock.runtime.session import FileSource, Session
 from tests.native.driver import DriverFailure, Failure
 from tests.native.opening import bytes_to_pin, check_host_memory, chunk_ends, pinned, staging_sizes
 from tests.runtime.fake_machine import limited, machine, v2
-from tests.runtime.rig import chain, write_model
+from tests.runtime.session_harness import chain, write_model
 
 GIB, MIB = 1 << 30, 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")

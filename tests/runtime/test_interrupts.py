@@ -34,7 +34,7 @@ from tests.runtime.interruption import (
     traced,
 )
 from tests.runtime.modules import SCRIPTS, KeptDrivers, check_memory, hooks, play, same
-from tests.runtime.rig import INLINE, PAGE, Rig, chain, write_model
+from tests.runtime.session_harness import INLINE, PAGE, SessionHarness, chain, write_model
 from tests.threads import thread_count
 
 SIGNALS = 2000
@@ -395,19 +395,19 @@ def test_a_child_is_interrupted_as_ever() -> None:
 def test_a_begin_that_is_interrupted_leaves_no_run(tmp_path: Path) -> None:
     names = [f"w{i}" for i in range(6)]
     model = write_model(tmp_path / "w.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
-    with Rig(model) as rig:
-        rig.install(model.floor_bytes)
+    with SessionHarness(model) as harness:
+        harness.install(model.floor_bytes)
 
         def begin() -> None:
-            rig.session.begin(0, INLINE)
+            harness.session.begin(0, INLINE)
 
         found = places(begin)
-        rig.session.abort()
+        harness.session.abort()
         interrupted = 0
         for place, at in found:
             interrupted += interrupted_at(begin, place, at)
-            rig.run(check=False)
-            rig.check()
+            harness.run(check=False)
+            harness.check()
         assert interrupted == len(found)
 
 
@@ -415,10 +415,10 @@ def test_closing_gives_up_a_run_that_nobody_ended(tmp_path: Path) -> None:
     """Compiled code that would go on finds no session, and not one that is gone."""
     names = [f"w{i}" for i in range(6)]
     model = write_model(tmp_path / "w.ptd", [chain(*names)], dict.fromkeys(names, 2 * PAGE))
-    rig = Rig(model)
-    rig.install(model.floor_bytes)
-    rig.session.begin(0, INLINE)
-    rig.close()
+    harness = SessionHarness(model)
+    harness.install(model.floor_bytes)
+    harness.session.begin(0, INLINE)
+    harness.close()
     core().penstock_done(0)
     assert core().aoti_torch_cpu_penstock_weight(0, None, 0, 0, 0, 0, None) == 1
 

@@ -8,7 +8,18 @@ import pytest
 
 from penstock.errors import DeviceMemoryError, PenstockError, ScheduleDivergedError
 from penstock.plan.floor import floor_bytes
-from tests.runtime.rig import INLINE, MS, PAGE, Model, Rig, RunFailed, chain, models, staged, write_model
+from tests.runtime.session_harness import (
+    INLINE,
+    MS,
+    PAGE,
+    Model,
+    RunFailed,
+    SessionHarness,
+    chain,
+    models,
+    staged,
+    write_model,
+)
 from tests.runtime.soft import SoftDriver
 
 NAMES = ["chain", "tied", "pairs", "long_reads", "small", "methods"]
@@ -86,21 +97,21 @@ def test_counts_are_those_of_the_model(zoo: dict[str, Model], name: str, poison:
     model = zoo[name]
     floor, full = floor_of(model), sum(-(-w.nbytes // PAGE) * PAGE for w in model.weights.values())
     for seed, budget in enumerate(range(floor, full + 1, max((full - floor) // 4 // PAGE * PAGE, PAGE)), 1):
-        with Rig(model, lru=True, poison=poison, seed=seed, kernel_ns=MS // 5) as rig:
-            rig.install_lru(budget)
-            rig.driver.set_delays(seed, MS // 20)
+        with SessionHarness(model, lru=True, poison=poison, seed=seed, kernel_ns=MS // 5) as harness:
+            harness.install_lru(budget)
+            harness.driver.set_delays(seed, MS // 20)
             cache = Cache(model, budget)
-            streams = [rig.stream(), rig.stream(), INLINE]
+            streams = [harness.stream(), harness.stream(), INLINE]
             for run in range(6):
                 method = run // 2 % len(model.schedules)
-                rig.run(method, streams[run % 3], check=False)
-                last, total = rig.session.stats()
+                harness.run(method, streams[run % 3], check=False)
+                last, total = harness.session.stats()
                 assert (last.bytes_streamed, last.bytes_hit, last.copies, last.pool_calls) == cache.run(method)
                 assert total.runs == run + 1
-            rig.check()
-            held, peak = rig.session.memory()
+            harness.check()
+            held, peak = harness.session.memory()
             # Held is counted in the units that the budget is, the peak by the pool itself.
-            assert rig.driver.counts().pool_bytes <= min(held, peak) and max(held, peak) <= budget
+            assert harness.driver.counts().pool_bytes <= min(held, peak) and max(held, peak) <= budget
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
@@ -108,33 +119,33 @@ def test_at_the_floor_with_slow_kernels_ahead(zoo: dict[str, Model], seed: int) 
     """A release that has not completed is waited for in stream order; it is no shortage."""
     model = zoo[NAMES[seed - 1]]
     budget = floor_of(model)
-    with SoftDriver(PAGE, budget, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
-        rig.install_lru(budget)
-        streams = [rig.stream(late=True), rig.stream(late=True)]
+    with SoftDriver(PAGE, budget, poison=True) as driver, SessionHarness(model, lru=True, driver=driver) as harness:
+        harness.install_lru(budget)
+        streams = [harness.stream(late=True), harness.stream(late=True)]
         for run in range(6):
-            rig.run(run % len(model.schedules), streams[run % 2], check=False)
-        rig.check()
-        assert rig.session.memory()[1] <= budget
+            harness.run(run % len(model.schedules), streams[run % 2], check=False)
+        harness.check()
+        assert harness.session.memory()[1] <= budget
 
 
 def test_a_cycle_that_does_not_fit_misses_every_time(zoo: dict[str, Model]) -> None:
     model = zoo["chain"]
     weight_bytes = sum(weight.nbytes for weight in model.weights.values())
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(floor_of(model) + 2 * PAGE)
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(floor_of(model) + 2 * PAGE)
         for _ in range(4):
-            rig.run()
-        last, _ = rig.session.stats()
+            harness.run()
+        last, _ = harness.session.stats()
         assert (last.bytes_streamed, last.bytes_hit) == (weight_bytes, 0)
 
 
 def test_everything_that_fits_is_copied_once(zoo: dict[str, Model]) -> None:
     model = zoo["chain"]
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(sum(-(-w.nbytes // PAGE) * PAGE for w in model.weights.values()))
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(sum(-(-w.nbytes // PAGE) * PAGE for w in model.weights.values()))
         for _ in range(3):
-            rig.run()
-        last, total = rig.session.stats()
+            harness.run()
+        last, total = harness.session.stats()
         assert (last.bytes_streamed, last.pool_calls) == (0, 0)
         assert total.bytes_streamed == sum(weight.nbytes for weight in model.weights.values())
 
@@ -142,44 +153,44 @@ def test_everything_that_fits_is_copied_once(zoo: dict[str, Model]) -> None:
 def test_another_budget_never_holds_two_pools(zoo: dict[str, Model]) -> None:
     model = zoo["chain"]
     low, high = floor_of(model), floor_of(model) + 4 * PAGE
-    with SoftDriver(PAGE, high, poison=True) as driver, Rig(model, lru=True, driver=driver) as rig:
-        stream = rig.stream(late=True)
+    with SoftDriver(PAGE, high, poison=True) as driver, SessionHarness(model, lru=True, driver=driver) as harness:
+        stream = harness.stream(late=True)
         for budget in (high, low, high):
-            rig.install_lru(budget)
-            rig.run(stream=stream, check=False)
+            harness.install_lru(budget)
+            harness.run(stream=stream, check=False)
             assert driver.counts().pools == 1
-        rig.check()
+        harness.check()
 
 
 def test_what_does_not_fit_is_told_with_its_numbers(tmp_path: Path) -> None:
     model = write_model(tmp_path / "w", [chain("a b", "c")], {"a": 3 * PAGE, "b": 2 * PAGE, "c": PAGE})
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(4 * PAGE)
-        rig.begin()
-        rig.acquire(0)
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(4 * PAGE)
+        harness.begin()
+        harness.acquire(0)
         with pytest.raises(Exception, match=f"access 1 needs {2 * PAGE} bytes of a pool of {4 * PAGE}") as failed:
-            rig.acquire(1)
+            harness.acquire(1)
         assert type(failed.value.error) is DeviceMemoryError  # type: ignore[attr-defined]
-        rig.install_lru(5 * PAGE)
-        rig.run()
-        rig.check()
+        harness.install_lru(5 * PAGE)
+        harness.run()
+        harness.check()
 
 
 def test_another_access_than_the_recorded_one(zoo: dict[str, Model]) -> None:
     model = zoo["chain"]
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(floor_of(model))
-        stream = rig.stream(late=True)
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(floor_of(model))
+        stream = harness.stream(late=True)
         for _ in range(2):
-            rig.run(stream=stream)
-            rig.begin(stream=stream)
-            rig.read(rig.acquire(0), "w0", stream)
+            harness.run(stream=stream)
+            harness.begin(stream=stream)
+            harness.read(harness.acquire(0), "w0", stream)
             with pytest.raises(RunFailed, match="position 1: expected access 1, got access 7") as failed:
-                rig.acquire(7)
+                harness.acquire(7)
             assert type(failed.value.error) is ScheduleDivergedError
         # What was held is not trusted after a failure: everything is copied anew.
-        rig.run(stream=stream)
-        assert rig.session.stats()[0].bytes_streamed >= sum(weight.nbytes for weight in model.weights.values())
+        harness.run(stream=stream)
+        assert harness.session.stats()[0].bytes_streamed >= sum(weight.nbytes for weight in model.weights.values())
 
 
 @pytest.mark.parametrize(("copy", "fill"), [(copy, fill) for copy in (1, 2, 3) for fill in range(1, copy + 1)])
@@ -188,45 +199,45 @@ def test_what_a_failed_copy_has_left_is_no_weight(
 ) -> None:
     """Also where poison cannot be laid over it."""
     model = write_model(tmp_path / "w", [chain("a", "b", "c")], dict.fromkeys("abc", PAGE))
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(3 * PAGE)
-        give_up = rig.session.abort
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(3 * PAGE)
+        give_up = harness.session.abort
 
         def abort() -> PenstockError | None:
-            rig.driver.fail_at(fill, call="fill")
+            harness.driver.fail_at(fill, call="fill")
             return give_up()
 
-        rig.driver.fail_at(copy, call="copy_to_device")
+        harness.driver.fail_at(copy, call="copy_to_device")
         with monkeypatch.context() as patch, pytest.raises(RunFailed, match="a test asked for this failure"):
-            patch.setattr(rig.session, "abort", abort)
-            rig.run(check=False)
-        assert rig.driver.failed_call() == "fill"
-        rig.driver.fail_at(0)
-        rig.run()
-        assert rig.session.stats()[0].bytes_streamed == 3 * PAGE
+            patch.setattr(harness.session, "abort", abort)
+            harness.run(check=False)
+        assert harness.driver.failed_call() == "fill"
+        harness.driver.fail_at(0)
+        harness.run()
+        assert harness.session.stats()[0].bytes_streamed == 3 * PAGE
 
 
 def test_pinned_weights_that_do_not_fit(tmp_path: Path) -> None:
     model = write_model(tmp_path / "w", [chain("!a", "!b")], {"a": 3 * PAGE, "b": 2 * PAGE})
-    with Rig(model, lru=True) as rig:
+    with SessionHarness(model, lru=True) as harness:
         with pytest.raises(DeviceMemoryError, match="what must stay"):
-            rig.install_lru(4 * PAGE)
+            harness.install_lru(4 * PAGE)
         with pytest.raises(PenstockError, match="there are 0"):
-            rig.begin()
+            harness.begin()
 
 
 @pytest.mark.parametrize("budget", [0, PAGE])
 def test_weights_without_bytes_need_no_pool(tmp_path: Path, budget: int) -> None:
     model = write_model(tmp_path / "w", [chain("!a", "b", "a")], {"a": 0, "b": 0})
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(budget)
-        rig.run()
-        assert rig.session.memory() == (0, 0)
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(budget)
+        harness.run()
+        assert harness.session.memory() == (0, 0)
 
 
 def test_staging_needs_an_order_and_this_policy_has_none(zoo: dict[str, Model]) -> None:
-    with Rig(zoo["chain"], lru=True, source=staged(8 * PAGE)) as rig:
-        rig.install_lru(floor_of(zoo["chain"]))
-        rig.begin()
+    with SessionHarness(zoo["chain"], lru=True, source=staged(8 * PAGE)) as harness:
+        harness.install_lru(floor_of(zoo["chain"]))
+        harness.begin()
         with pytest.raises(Exception, match="after the last extent of its order"):
-            rig.acquire(0)
+            harness.acquire(0)

@@ -44,19 +44,20 @@ def with_linears(program: Program) -> Program:
 BUDGETS = ("budget", "weight_offload_budget_mb", "device_memory")
 
 
-def combinations() -> Iterator[tuple[Asked, bool, str | None]]:
-    """With what is known later: whether weights are packed, and the call, which a wrong load does not come to."""
+def combinations() -> Iterator[tuple[Asked, bool, bool, str | None]]:
+    """With what is not a module's to be asked: whether weights are packed, whether the program is to have a KV cache on
+    both sides, and the call, which a wrong load does not come to."""
     rows = itertools.product(
         (dict.fromkeys(given, 1 << 30) for n in range(4) for given in itertools.combinations(BUDGETS, n)),
         PLACEMENTS,
         ("registered", "1MiB"),
         (None, "first-runs", TIMES),
         (False, True),
-        (None, Limits(), "measured"),
+        ((None, False), (None, True), (Limits(), False), ("measured", False)),
         (False, True),
         (None, "calibrate()", "calibrate(in_place=True)"),
     )
-    for given, placement, host_memory, calibration, cuda_graph, limits, is_packed, call in rows:
+    for given, placement, host_memory, calibration, cuda_graph, (limits, host_cache), is_packed, call in rows:
         yield (
             Asked(
                 **given,
@@ -67,15 +68,22 @@ def combinations() -> Iterator[tuple[Asked, bool, str | None]]:
                 split_limits=limits,
             ),
             is_packed,
+            host_cache,
             call,
         )
 
 
 def refused(
-    asked: Asked, device: torch.device, linear: LinearChoice, is_delegate: bool, is_packed: bool, call: Any
+    asked: Asked,
+    device: torch.device,
+    linear: LinearChoice,
+    is_delegate: bool,
+    is_packed: bool,
+    host_cache: bool,
+    call: Any,
 ) -> str | None:
     try:
-        options = judge(asked, device, linear, is_delegate=is_delegate)
+        options = judge(asked, device, linear, is_delegate=is_delegate, host_cache=host_cache)
         judged(dataclasses.replace(judged(dataclasses.replace(options, is_packed=is_packed)), call=call))
     except PenstockError as error:
         return str(error)
@@ -93,14 +101,15 @@ def test_every_combination_is_judged_as_the_table_says(program: Program, monkeyp
             for device in (CPU, GPU)
             for linears in (False, True)
         }
-        for (asked, is_packed, call), (device, linears), is_delegate in itertools.product(
+        for (asked, is_packed, host_cache, call), (device, linears), is_delegate in itertools.product(
             combinations(), choices, (False, True)
         ):
-            told = refused(asked, device, choices[device, linears], is_delegate, is_packed, call)
+            told = refused(asked, device, choices[device, linears], is_delegate, is_packed, host_cache, call)
             capped, lru = asked.host_memory != "registered", asked.placement == "lru"
             kernel = linears and (device is CPU or capability == (9, 0))
             wrong = (
                 sum(getattr(asked, name) is not None for name in BUDGETS) > 1
+                or (host_cache and asked.device_memory is None)
                 or (is_packed and asked.placement in ("in-place", "split", "lru"))
                 or (call is not None and asked.placement in ("in-place", "lru"))
                 or (call == "calibrate(in_place=True)" and (capped or is_packed or asked.placement == "stream"))
@@ -118,7 +127,7 @@ def test_every_combination_is_judged_as_the_table_says(program: Program, monkeyp
             if told is not None:
                 (row,) = (row for row in REFUSALS if told.startswith(f"{row.option} does not go with {row.beside}: "))
                 used.add(f"{row.option} does not go with {row.beside}")
-    assert cases == 2 * 8 * 180 * 2 * 3 * 8
+    assert cases == 2 * 8 * 240 * 2 * 3 * 8
     assert used == {f"{row.option} does not go with {row.beside}" for row in REFUSALS}, "a row that refuses nothing"
 
 
@@ -138,6 +147,21 @@ def test_an_option_of_a_module_is_one_that_is_judged() -> None:
     named = set(inspect.signature(CompiledModule.__init__).parameters)
     known = {field.name for field in dataclasses.fields(Asked)}
     assert named == known | {"self", "path", "device", "weights", "before"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("split_limits", "mesured", "split_limits is 'mesured'; it must be Limits, \"measured\" or None"),
+        ("cuda_graph", "no", "cuda_graph is 'no'; it must be True or False"),
+        ("verify", 1, "verify is 1; it must be True or False"),
+        ("device_memory", "auto", "device_memory: 'auto' is not a number of bytes"),
+    ],
+)
+def test_a_mistyped_value_is_refused_by_name(name: str, value: Any, text: str) -> None:
+    """On a GPU that has everything, where no combination rules it out."""
+    with pytest.raises(PenstockError, match=re.escape(text)):
+        judge(Asked(**{name: value}), GPU, LinearChoice(has_linears=True))
 
 
 def test_what_is_planned_where_no_weight_stays_in_memory(program: Program) -> None:

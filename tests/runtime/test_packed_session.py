@@ -15,7 +15,7 @@ from penstock.plan.packed import BLOCK_BYTES
 from penstock.plan.plan import Plan
 from tests.native.session import HostSource
 from tests.runtime.packed_models import PackedModel, random_packed, write_packed
-from tests.runtime.rig import INLINE, MS, PAGE, Rig, RunFailed, chain, staged
+from tests.runtime.session_harness import INLINE, MS, PAGE, RunFailed, SessionHarness, chain, staged
 from tests.runtime.test_driver_faults import Life, live_and_fail
 
 FAST_SEEDS = 2
@@ -59,41 +59,41 @@ def test_the_plans_are_of_every_kind(model: PackedModel) -> None:
 def test_every_budget_from_the_floor_up(model: PackedModel, source: str, poison: bool) -> None:
     methods = range(len(model.schedules))
     for seed, (budget_bytes, plan) in enumerate(plans(model), 1):
-        with Rig(model, source=SOURCES[source], poison=poison, seed=seed, kernel_ns=MS // 50) as rig:
-            rig.install_plan(plan)
-            rig.check_memory(budget_bytes)
-            rig.driver.set_delays(seed, MS // 50)
-            streams = [rig.stream(), INLINE, rig.stream(late=True)]
+        with SessionHarness(model, source=SOURCES[source], poison=poison, seed=seed, kernel_ns=MS // 50) as harness:
+            harness.install_plan(plan)
+            harness.check_memory(budget_bytes)
+            harness.driver.set_delays(seed, MS // 50)
+            streams = [harness.stream(), INLINE, harness.stream(late=True)]
             for run, method in enumerate((*methods, *methods, 0, 0)):
-                rig.run(method, streams[run % 3])
+                harness.run(method, streams[run % 3])
             for run in range(4):
-                rig.run(run % len(methods), streams[run % 3], check=False)
-            rig.check()
-            rig.check_counters()
-            rig.check_memory(budget_bytes)
+                harness.run(run % len(methods), streams[run % 3], check=False)
+            harness.check()
+            harness.check_counters()
+            harness.check_memory(budget_bytes)
 
 
 def test_replays_read_what_runs_read(model: PackedModel) -> None:
     choose = random.Random(7)
     methods = range(len(model.schedules))
     for budget_bytes, plan in plans(model):
-        with Rig(model, kernel_ns=MS // 20) as rig:
-            rig.install_plan(plan)
-            graphs = [rig.capture(method) for method in (*methods, *methods)]
-            streams = [rig.stream(), rig.stream(late=True)]
+        with SessionHarness(model, kernel_ns=MS // 20) as harness:
+            harness.install_plan(plan)
+            graphs = [harness.capture(method) for method in (*methods, *methods)]
+            streams = [harness.stream(), harness.stream(late=True)]
             for order, graph in itertools.product(ORDERS, graphs):
-                rig.replay(graph, streams[0], order=order, seed=order + 1)
-            for late in (rig.late_copies, rig.late_link):
+                harness.replay(graph, streams[0], order=order, seed=order + 1)
+            for late in (harness.late_copies, harness.late_link):
                 with late():
                     for _ in range(8):
                         if choose.random() < 0.4:
-                            rig.run(choose.choice(methods), choose.choice(streams), check=False)
+                            harness.run(choose.choice(methods), choose.choice(streams), check=False)
                         else:
                             order = choose.choice(ORDERS)
-                            rig.replay(choose.choice(graphs), choose.choice(streams), order=order, check=False)
-                    rig.check()
-                    rig.check_counters()
-            rig.check_memory(budget_bytes)
+                            harness.replay(choose.choice(graphs), choose.choice(streams), order=order, check=False)
+                    harness.check()
+                    harness.check_counters()
+            harness.check_memory(budget_bytes)
 
 
 def test_another_budget_between_runs(model: PackedModel) -> None:
@@ -101,17 +101,17 @@ def test_another_budget_between_runs(model: PackedModel) -> None:
     made = list(plans(model))
     order = [*made, *reversed(made)]
     random.Random(3).shuffle(order)
-    with Rig(model, kernel_ns=MS // 10) as rig:
-        stream = rig.stream()
+    with SessionHarness(model, kernel_ns=MS // 10) as harness:
+        stream = harness.stream()
         for _, plan in order:
-            rig.install_plan(plan)
-            graph = rig.capture()
+            harness.install_plan(plan)
+            graph = harness.capture()
             for _ in range(2):
-                rig.run(stream=stream, check=False)
-                rig.replay(graph, stream, check=False)
-            rig.check_memory(max(budget_bytes for budget_bytes, _ in made))
-        rig.check()
-        rig.check_counters()
+                harness.run(stream=stream, check=False)
+                harness.replay(graph, stream, check=False)
+            harness.check_memory(max(budget_bytes for budget_bytes, _ in made))
+        harness.check()
+        harness.check_counters()
 
 
 # ---- faults
@@ -140,9 +140,9 @@ class PackedLife(Life):
         assert plan.stores and plan.methods[0].warm.bytes_streamed
         return plan, self.model.plan(self.model.full_bytes)
 
-    def _install(self, rig: Rig, budget_bytes: int) -> None:
+    def _install(self, harness: SessionHarness, budget_bytes: int) -> None:
         first, second = self._plans
-        plan = rig.install_plan(first if budget_bytes == self.model.floor_bytes else second)
+        plan = harness.install_plan(first if budget_bytes == self.model.floor_bytes else second)
         assert self.driver.counts().block_bytes == plan.device_bytes
 
 
@@ -175,52 +175,52 @@ def test_a_call_that_fails_does_not_let_go_of_what_is_in_use(small: PackedModel,
 
 def test_every_driver_call_of_a_capture_may_fail(small: PackedModel) -> None:
     plan = small.divided(stored_bytes=STORED_BYTES)
-    with Rig(small) as rig:
-        rig.install_plan(plan)
-        stream, side = rig.stream(), rig.stream()
-        rig.run(stream=stream)
+    with SessionHarness(small) as harness:
+        harness.install_plan(plan)
+        stream, side = harness.stream(), harness.stream()
+        harness.run(stream=stream)
         failed = set()
         # The first time each call makes an event that stays, and so there is one call less the next time.
         for again in (False, True):
             for n in itertools.count(1):
-                rig.driver.fail_at(n)
+                harness.driver.fail_at(n)
                 try:
-                    rig.capture(0, side)
+                    harness.capture(0, side)
                 except (DriverCallError, RunFailed):
-                    failed.add(rig.driver.failed_call())
+                    failed.add(harness.driver.failed_call())
                 else:
                     break
-                rig.driver.fail_at(0)
+                harness.driver.fail_at(0)
                 if again or n % 5 == 0:
-                    rig.run(stream=stream)
-                    assert rig.last == plan.methods[0].warm
-            rig.driver.fail_at(0)
+                    harness.run(stream=stream)
+                    assert harness.last == plan.methods[0].warm
+            harness.driver.fail_at(0)
         assert failed >= {"decode", "create_event", "record", "wait", "copy_to_device", "fill"}
         assert failed >= {"record_external", "wait_external"}
-        graph = rig.capture(0, side)
+        graph = harness.capture(0, side)
         for order in ORDERS:
-            rig.replay(graph, stream, order=order)
+            harness.replay(graph, stream, order=order)
 
 
 def test_every_driver_call_of_a_replay_may_fail(small: PackedModel) -> None:
     plan = small.divided(stored_bytes=STORED_BYTES)
-    with Rig(small) as rig:
-        rig.install_plan(plan)
-        stream = rig.stream()
-        graph = rig.capture()
+    with SessionHarness(small) as harness:
+        harness.install_plan(plan)
+        stream = harness.stream()
+        graph = harness.capture()
         failed = set()
         for cold in (False, True):
             for n in itertools.count(1):
-                rig.run(1 if cold else 0, stream)
-                rig.driver.fail_at(n)
+                harness.run(1 if cold else 0, stream)
+                harness.driver.fail_at(n)
                 try:
-                    rig.replay(graph, stream, check=False)
+                    harness.replay(graph, stream, check=False)
                 except DriverCallError:
-                    failed.add(rig.driver.failed_call())
+                    failed.add(harness.driver.failed_call())
                 else:
                     break
                 finally:
-                    rig.driver.fail_at(0)
-                rig.check()
-                rig.replay(graph, stream)
+                    harness.driver.fail_at(0)
+                harness.check()
+                harness.replay(graph, stream)
         assert failed >= {"decode", "copy_to_device", "wait", "record", "fill", "launch_graph"}

@@ -20,7 +20,7 @@ from penstock.record import VERSION
 from penstock.runtime.plan_installer import FIRST_RUNS
 from penstock.runtime.records import Numbers, plan_numbers
 from tests.runtime.modules import SCRIPTS, floor_of, play
-from tests.runtime.rig import PAGE, Model, Rig, chain, write_model
+from tests.runtime.session_harness import PAGE, Model, SessionHarness, chain, write_model
 
 NAMES = [f"w{index}" for index in range(6)]
 
@@ -37,6 +37,19 @@ def a_planner_that_errs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(Planner, "plan", wrong)
         yield
+
+
+def test_under_a_cap_no_plan_reads_weights_in_host_memory(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Planner.__init__
+
+    def wrong(planner: Planner, *arguments: Any, **options: Any) -> None:
+        right(planner, *arguments, **{**options, "placement": "in-place"})
+
+    monkeypatch.setattr(Planner, "__init__", wrong)
+    with penstock.Module(chain, 0) as module:
+        assert module.plan is not None and module.plan.direct_weights
+    with pytest.raises(PlanError, match="is read in host memory, where under a cap it does not stay"):
+        penstock.Module(chain, 0, host_memory="1MiB")
 
 
 def test_every_way_to_a_session_leads_through_the_check(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,15 +174,15 @@ def longer_stay(plan: Plan) -> Plan:
 )
 def test_the_core_refuses(model: Model, change: Callable[[Plan], Plan], message: str) -> None:
     plan = model.plan(model.floor_bytes)
-    with Rig(model) as rig:
-        rig.install_plan(plan)
+    with SessionHarness(model) as harness:
+        harness.install_plan(plan)
         broken = change(plan)
         with pytest.raises(PlanError):
             check_plan(broken, model.schedules, model.weights)
         with pytest.raises(PenstockError, match=message):
-            rig.session.install(plan_numbers(broken, model.weights))
+            harness.session.install(plan_numbers(broken, model.weights))
         # What was installed still is.
-        rig.run()
+        harness.run()
 
 
 def changed(numbers: Numbers, change: Callable[[list[int]], None]) -> Numbers:
@@ -216,12 +229,12 @@ def test_the_core_refuses_numbers_that_no_plan_makes(model: Model) -> None:
         (beyond, r"needs to be in \[1, 2\)"),
         (odd_block, r"block 0 has 4097 bytes, a page has 4096"),
     ]
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         for change, message in cases:
             with pytest.raises(PenstockError, match=message):
-                rig.session.install(changed(numbers, change))
-        rig.install_plan(plan)
-        rig.run()
+                harness.session.install(changed(numbers, change))
+        harness.install_plan(plan)
+        harness.run()
 
 
 def test_weights_that_do_not_lie_in_the_file_are_refused(model: Model) -> None:
@@ -230,7 +243,7 @@ def test_weights_that_do_not_lie_in_the_file_are_refused(model: Model) -> None:
         with pytest.raises(
             PenstockError, match=rf"is truncated: it has \d+ bytes, and {extent[1]} bytes from byte {extent[0]} on"
         ):
-            Rig(broken)
+            SessionHarness(broken)
 
 
 def replace_first(model: Model, extent: tuple[int, int]) -> Model:

@@ -20,7 +20,7 @@ from penstock.runtime.records import plan_numbers
 from penstock.schedule import Access, Schedule, Step
 from tests.native.session import copy_stream
 from tests.plan.test_check import inherited_wait
-from tests.runtime.rig import PAGE, Model, Rig, write_model
+from tests.runtime.session_harness import PAGE, Model, SessionHarness, write_model
 
 US = 1000
 COPIES_FIRST, KERNELS_FIRST, AT_RANDOM = 0, 1, 2
@@ -206,28 +206,28 @@ def run_hostile(model: Model, plan: Plan, seed: int) -> None:
     """Cold and warm runs and replays of all methods in turn, with late copies and late kernels; every byte is looked
     at. What the plan says of its traffic is not: a mutant may be sound and say something else."""
     choose = random.Random(seed)
-    with Rig(model, seed=seed) as rig:
-        rig.session.install(plan_numbers(plan, model.weights))
-        streams = [rig.stream(), rig.stream()]
+    with SessionHarness(model, seed=seed) as harness:
+        harness.session.install(plan_numbers(plan, model.weights))
+        streams = [harness.stream(), harness.stream()]
         methods = range(len(model.schedules))
-        graphs = [rig.capture(method) for method in methods]
-        late_kernels = [rig.capture(method, delay_ns=300 * US) for method in methods]
+        graphs = [harness.capture(method) for method in methods]
+        late_kernels = [harness.capture(method, delay_ns=300 * US) for method in methods]
         turns: list[Callable[[], None]] = []
         for method in methods:
             for _ in range(2):
-                turns.append(lambda m=method: rig.run(m, streams[0], delay_ns=300 * US, check=False))  # type: ignore[misc]
+                turns.append(lambda m=method: harness.run(m, streams[0], delay_ns=300 * US, check=False))  # type: ignore[misc]
             for order in (COPIES_FIRST, KERNELS_FIRST, AT_RANDOM):
                 graph = choose.choice((graphs, late_kernels))[method]
                 turns.append(
-                    lambda g=graph, o=order: rig.replay(g, streams[1], order=o, seed=seed, check=False)  # type: ignore[misc]
+                    lambda g=graph, o=order: harness.replay(g, streams[1], order=o, seed=seed, check=False)  # type: ignore[misc]
                 )
-            turns.append(lambda m=method: rig.run(m, streams[1], check=False))  # type: ignore[misc]
+            turns.append(lambda m=method: harness.run(m, streams[1], check=False))  # type: ignore[misc]
         for turn in [*turns, *choose.sample(turns, len(turns))]:
             turn()
             if choose.random() < 0.3:
                 # A busy link.
-                rig.driver.launch_sleep(copy_stream(rig.session), 500 * US)
-        rig.check()
+                harness.driver.launch_sleep(copy_stream(harness.session), 500 * US)
+        harness.check()
 
 
 def play_mutants(folder: Path, seed: int, programs: int, mutants: int) -> Counter[str]:
@@ -271,9 +271,9 @@ def refuse_or_survive(model: Model, plan: Plan) -> None:
         numbers = plan_numbers(plan, model.weights)
     except (KeyError, IndexError, TypeError, ValueError):
         return
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         try:
-            rig.session.install(numbers)
+            harness.session.install(numbers)
         except PenstockError:
             return
 
@@ -291,9 +291,9 @@ def test_an_inherited_wait_is_wrong_in_replays(tmp_path: Path) -> None:
     schedule, weights, plan = inherited_wait()
     model = write_model(tmp_path / "w.ptd", [schedule], {name: weight.nbytes for name, weight in weights.items()})
     link_is_free, landed = threading.Event(), threading.Event()
-    with Rig(model, poison=False) as rig:
-        rig.install_plan(plan)
-        stream, steps = rig.stream(), rig.steps
+    with SessionHarness(model, poison=False) as harness:
+        harness.install_plan(plan)
+        stream, steps = harness.stream(), harness.steps
 
         def meet() -> None:
             link_is_free.set()
@@ -305,20 +305,20 @@ def test_an_inherited_wait_is_wrong_in_replays(tmp_path: Path) -> None:
         def steps_with_a_busy_link(*args: Any, **options: Any) -> Iterator[int]:
             for index in steps(*args, **options):
                 if index == 2:  # w3 is copied, and not read yet
-                    rig.driver.call(capturing, meet)
+                    harness.driver.call(capturing, meet)
                 yield index
 
         for _ in range(3):
-            rig.run(stream=stream)
-        capturing = rig.stream()
-        rig.steps = steps_with_a_busy_link  # type: ignore[method-assign]
-        captured = rig.capture(stream=capturing)
-        rig.driver.call(copy_stream(rig.session), hold)
-        rig.replay(captured, stream, order=COPIES_FIRST, check=False)
-        rig.driver.call(copy_stream(rig.session), landed.set)
+            harness.run(stream=stream)
+        capturing = harness.stream()
+        harness.steps = steps_with_a_busy_link  # type: ignore[method-assign]
+        captured = harness.capture(stream=capturing)
+        harness.driver.call(copy_stream(harness.session), hold)
+        harness.replay(captured, stream, order=COPIES_FIRST, check=False)
+        harness.driver.call(copy_stream(harness.session), landed.set)
         with pytest.raises(AssertionError, match=r"kernels of graphs that read other bytes.*w3"):
-            rig.check()
-        rig._compared.clear()
+            harness.check()
+        harness._compared.clear()
 
 
 if __name__ == "__main__":

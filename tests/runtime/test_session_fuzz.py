@@ -13,7 +13,7 @@ from penstock.errors import DriverCallError
 from penstock.plan.floor import floor_bytes
 from penstock.schedule import Access, Schedule, Step
 from tests.native.session import HostSource
-from tests.runtime.rig import INLINE, PAGE, Model, Rig, RunFailed, staged, write_model
+from tests.runtime.session_harness import INLINE, PAGE, Model, RunFailed, SessionHarness, staged, write_model
 
 US = 1000
 
@@ -67,19 +67,19 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def play(rig: Rig, case: Case) -> None:
-    streams = [rig.stream(), rig.stream(), INLINE]
-    rig.driver.set_delays(case.seed, 60 * US)
+def play(harness: SessionHarness, case: Case) -> None:
+    streams = [harness.stream(), harness.stream(), INLINE]
+    harness.driver.set_delays(case.seed, 60 * US)
     for method, stream, failing in case.runs:
         if failing is not None:
-            rig.driver.fail_at(failing)
+            harness.driver.fail_at(failing)
         try:
-            rig.run(method, streams[stream], check=False)
+            harness.run(method, streams[stream], check=False)
         except (RunFailed, DriverCallError) as error:
             if "a test asked for this failure" not in str(error):
                 raise
-        rig.driver.fail_at(0)
-    rig.check()
+        harness.driver.fail_at(0)
+    harness.check()
 
 
 @settings(max_examples=300, deadline=None)
@@ -89,11 +89,11 @@ def test_planned(case: Case, source: HostSource | None) -> None:
         model = case.model(Path(folder))
         spare = model.full_bytes - model.floor_bytes
         budget = model.floor_bytes + int(spare * case.budget_part)
-        with Rig(model, source=source, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as rig:
-            rig.install(budget)
-            play(rig, case)
-            rig.run(case.runs[-1][0])
-            rig.check_memory(budget)
+        with SessionHarness(model, source=source, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as harness:
+            harness.install(budget)
+            play(harness, case)
+            harness.run(case.runs[-1][0])
+            harness.check_memory(budget)
 
 
 @settings(max_examples=150, deadline=None)
@@ -106,12 +106,12 @@ def test_lru(case: Case) -> None:
         # Each pinned weight has pages of its own in a pool; the floor packs them.
         held = sum(-(-case.sizes[name] // PAGE) * PAGE for name in pinned)
         budget = floor.transient_bytes + held + int(8 * case.budget_part) * PAGE
-        with Rig(model, lru=True, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as rig:
-            rig.install_lru(budget)
-            play(rig, case)
-            rig.run(case.runs[-1][0])
-            rig.check()
-            assert rig.session.memory()[1] <= budget
+        with SessionHarness(model, lru=True, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as harness:
+            harness.install_lru(budget)
+            play(harness, case)
+            harness.run(case.runs[-1][0])
+            harness.check()
+            assert harness.session.memory()[1] <= budget
 
 
 @settings(max_examples=250, deadline=None)
@@ -121,24 +121,24 @@ def test_replays(case: Case, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = case.model(Path(folder))
         budget = model.floor_bytes + int((model.full_bytes - model.floor_bytes) * case.budget_part)
-        with Rig(model, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as rig:
-            rig.install(budget)
-            streams = [rig.stream(), rig.stream(), rig.stream()]
-            graphs = [rig.capture(method) for method in range(len(case.schedules))]
-            rig.driver.set_delays(case.seed, 60 * US)
+        with SessionHarness(model, poison=case.poison, seed=case.seed, kernel_ns=100 * US) as harness:
+            harness.install(budget)
+            streams = [harness.stream(), harness.stream(), harness.stream()]
+            graphs = [harness.capture(method) for method in range(len(case.schedules))]
+            harness.driver.set_delays(case.seed, 60 * US)
             for method, stream, failing in case.runs:
                 order = data.draw(st.integers(-1, 3))
                 if failing is not None:
-                    rig.driver.fail_at(failing)
+                    harness.driver.fail_at(failing)
                 try:
                     if order < 0:
-                        rig.run(method, streams[stream], check=False)
+                        harness.run(method, streams[stream], check=False)
                     else:
-                        rig.replay(graphs[method], streams[stream], order=order, seed=case.seed, check=False)
+                        harness.replay(graphs[method], streams[stream], order=order, seed=case.seed, check=False)
                 except (RunFailed, DriverCallError) as error:
                     if "a test asked for this failure" not in str(error):
                         raise
-                rig.driver.fail_at(0)
-            rig.check()
-            rig.replay(graphs[case.runs[-1][0]], streams[0])
-            rig.check_memory(budget)
+                harness.driver.fail_at(0)
+            harness.check()
+            harness.replay(graphs[case.runs[-1][0]], streams[0])
+            harness.check_memory(budget)

@@ -28,7 +28,7 @@ from tests.runtime.linears import (
     torch_library,
     write_linears,
 )
-from tests.runtime.rig import PAGE, Model, Rig, slow_copies, staged
+from tests.runtime.session_harness import PAGE, Model, SessionHarness, slow_copies, staged
 
 ROWS, DEPTH = 200, 40
 DTYPES = [torch.bfloat16, torch.float16]
@@ -72,18 +72,18 @@ def test_every_row_is_multiplied_wherever_it_lies(tmp_path: Path, dtype: torch.d
     x, bias = whole_numbers(tokens, DEPTH, seed=2, dtype=dtype), whole_numbers(ROWS, seed=3, dtype=dtype)
     wanted = (x.double() @ weight.double().T + bias.double()).to(dtype)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
-    with Rig(model) as rig:
-        for head_rows in [*SPLITS, STREAMED]:
-            plan = rig.install_plan(split_plan(model, {"a": head_rows}))
-            assert plan.methods[0].placements[0].is_split == (head_rows > 0)
-            assert rig.session.memory()[0] == plan.device_bytes == -(-_prefix_bytes(head_rows) // PAGE) * PAGE
+    with SessionHarness(model) as harness:
+        for prefix_rows in [*SPLITS, STREAMED]:
+            plan = harness.install_plan(split_plan(model, {"a": prefix_rows}))
+            assert plan.methods[0].placements[0].is_split == (prefix_rows > 0)
+            assert harness.session.memory()[0] == plan.device_bytes == -(-_prefix_bytes(prefix_rows) // PAGE) * PAGE
             for _ in range(3):
-                assert torch.equal(products(rig, [Call(x, bias)])[0], wanted)
-                rig.check_counters()
+                assert torch.equal(products(harness, [Call(x, bias)])[0], wanted)
+                harness.check_counters()
 
 
-def _prefix_bytes(head_rows: int) -> int:
-    return (ROWS if head_rows in (WHOLE, STREAMED) else head_rows) * DEPTH * 2
+def _prefix_bytes(prefix_rows: int) -> int:
+    return (ROWS if prefix_rows in (WHOLE, STREAMED) else prefix_rows) * DEPTH * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,12 +91,12 @@ def test_bits_do_not_depend_on_the_split(tmp_path: Path, dtype: torch.dtype) -> 
     weight, x = numbers(ROWS, DEPTH, seed=1, dtype=dtype), numbers(11, DEPTH, seed=2, dtype=dtype)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
     found = []
-    with Rig(model) as rig:
-        for head_rows in SPLITS:
-            rig.install_plan(split_plan(model, {"a": head_rows}))
-            found += products(rig, [Call(x)])
+    with SessionHarness(model) as harness:
+        for prefix_rows in SPLITS:
+            harness.install_plan(split_plan(model, {"a": prefix_rows}))
+            found += products(harness, [Call(x)])
             # A token's sums are the same whatever other tokens there are.
-            assert torch.equal(products(rig, [Call(x[:3])])[0], found[0][:3])
+            assert torch.equal(products(harness, [Call(x[:3])])[0], found[0][:3])
     assert all(torch.equal(bits(y), bits(found[0])) for y in found)
     torch.testing.assert_close(found[0], x @ weight.T)
 
@@ -115,9 +115,9 @@ def test_sums_are_rounded_once_and_to_nearest_even(tmp_path: Path, dtype: torch.
     x[:, 0], x[:, 1] = every, torch.where(shuffled.isfinite(), shuffled, 0.0)
     x[~every.isfinite(), 1] = 0.0
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": WHOLE}))
-        (found,) = products(rig, [Call(x, bias)])
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": WHOLE}))
+        (found,) = products(harness, [Call(x, bias)])
     # A product of two is exact in 32 bits, so the order in which they are rounded is the whole result.
     sums = x[:, :1].float() * scales.float() + x[:, 1:2].float()
     wanted = (sums + bias.float()).to(dtype)
@@ -138,46 +138,46 @@ def test_operands_that_lie_otherwise_are_copied_first(model: Model) -> None:
     odd = memory[1:].view(5, DEPTH).copy_(x)
     sparse = torch.zeros(ROWS, 3, dtype=torch.bfloat16)
     sparse[:, 1] = bias
-    with Rig(model) as rig:
-        for heads in ({"a": 48, "b": 16}, {"a": WHOLE, "b": WHOLE}):
-            rig.install_plan(split_plan(model, heads))
-            wanted = products(rig, CALLS)
+    with SessionHarness(model) as harness:
+        for prefixes in ({"a": 48, "b": 16}, {"a": WHOLE, "b": WHOLE}):
+            harness.install_plan(split_plan(model, prefixes))
+            wanted = products(harness, CALLS)
             for left in (x, x.T.contiguous().T, odd):
                 for added in (bias, sparse[:, 1]):
-                    assert same(products(rig, [Call(left, added), *CALLS[1:]]), wanted)
-            empty = products(rig, [Call(x[:0], bias), *CALLS[1:]])
+                    assert same(products(harness, [Call(left, added), *CALLS[1:]]), wanted)
+            empty = products(harness, [Call(x[:0], bias), *CALLS[1:]])
             assert empty[0].shape == (0, ROWS) and same(empty[1:], wanted[1:])
 
 
 def test_copies_are_waited_for(model: Model) -> None:
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": 48, "b": 16}))
-        wanted = products(rig, CALLS)
-        with slow_copies(rig.driver, 3_000_000):
-            rig.install_plan(split_plan(model, {"a": 64, "b": STREAMED}))
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": 48, "b": 16}))
+        wanted = products(harness, CALLS)
+        with slow_copies(harness.driver, 3_000_000):
+            harness.install_plan(split_plan(model, {"a": 64, "b": STREAMED}))
             for _ in range(4):
-                assert same(products(rig, CALLS), wanted)
-                rig.check_counters()
+                assert same(products(harness, CALLS), wanted)
+                harness.check_counters()
 
 
 def test_what_is_split_is_counted_as_read_in_place(model: Model) -> None:
-    with Rig(model) as rig:
-        plan = rig.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
-        products(rig, CALLS)
-        rig.check_counters()
+    with SessionHarness(model) as harness:
+        plan = harness.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
+        products(harness, CALLS)
+        harness.check_counters()
         a, b = model.weights["a"], model.weights["b"]
         in_place_bytes = 2 * (a.nbytes - 48 * a.nbytes // a.shape[0])
-        assert rig.last == Traffic(0, 0, b.nbytes, in_place_bytes)
-        rig.check_memory(plan.device_bytes)
+        assert harness.last == Traffic(0, 0, b.nbytes, in_place_bytes)
+        harness.check_memory(plan.device_bytes)
 
 
 def test_the_policy_lru_multiplies_with_the_library(model: Model) -> None:
     weights = [_tensor(model, name) for name in "aba"]
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(model.full_bytes)
-        found = products(rig, CALLS)
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(model.full_bytes)
+        found = products(harness, CALLS)
         with pytest.raises(PenstockError, match="offered to the policy lru, which keeps every weight in one"):
-            rig.session.offer_linear(Preparing())
+            harness.session.offer_linear(Preparing())
     wanted = [torch.nn.functional.linear(c.x, w, c.bias) for c, w in zip(CALLS, weights, strict=True)]
     assert same(found, wanted)
 
@@ -185,24 +185,24 @@ def test_the_policy_lru_multiplies_with_the_library(model: Model) -> None:
 # ---- what is refused
 
 
-def refused(rig: Rig, match: str, kind: type[Exception] = PenstockError) -> None:
+def refused(harness: SessionHarness, match: str, kind: type[Exception] = PenstockError) -> None:
     """The run has failed in the session: it is given up, with this reason, and the next one works."""
-    error = rig.session.abort()
-    rig._owner = None
+    error = harness.session.abort()
+    harness._owner = None
     assert isinstance(error, kind) and match in str(error), error
 
 
 def test_only_what_was_fetched_can_be_multiplied_with(model: Model) -> None:
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": 48, "b": 16}))
-        wanted = products(rig, CALLS)
-        rig.begin()
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": 48, "b": 16}))
+        wanted = products(harness, CALLS)
+        harness.begin()
         lent = fetched(10, (ROWS, DEPTH), torch.bfloat16)
         with pytest.raises(RuntimeError):
             multiplied(CALLS[1].x, lent, None, 11)
-        refused(rig, "access 11 was multiplied with before it was fetched", ScheduleDivergedError)
+        refused(harness, "access 11 was multiplied with before it was fetched", ScheduleDivergedError)
         torch_library().aoti_torch_delete_tensor_object(lent)
-        assert same(products(rig, CALLS), wanted)
+        assert same(products(harness, CALLS), wanted)
     outside = c_call_outside_of_a_session()
     assert outside == 1
 
@@ -227,18 +227,18 @@ def c_call_outside_of_a_session() -> int:
 def test_tensors_that_do_not_fit_the_plan(
     model: Model, x: Tensor, bias: Tensor | None, shape: tuple[int, int], message: str
 ) -> None:
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": 48, "b": 16}))
-        rig.begin()
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": 48, "b": 16}))
+        harness.begin()
         lent = fetched(10, shape, torch.bfloat16)
         if message:
             with pytest.raises(RuntimeError):
                 multiplied(x, lent, bias, 10)
-            refused(rig, message)
+            refused(harness, message)
         else:
             # The same bytes as other whole rows: the session cannot know better.
             multiplied(x, lent, bias, 10)
-            rig.session.abort()
+            harness.session.abort()
         torch_library().aoti_torch_delete_tensor_object(lent)
 
 
@@ -246,50 +246,50 @@ def test_no_plan_leaves_a_linear_to_the_library(tmp_path: Path) -> None:
     """Which may sum in the same order: results do not tell the two apart, but it takes floats of any size."""
     weight, x = torch.randn(32, 8), torch.randn(2, 8)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
-    with Rig(model) as rig:
-        for head_rows in (16, 0, WHOLE, STREAMED):
-            rig.install_plan(split_plan(model, {"a": head_rows}))
+    with SessionHarness(model) as harness:
+        for prefix_rows in (16, 0, WHOLE, STREAMED):
+            harness.install_plan(split_plan(model, {"a": prefix_rows}))
             with pytest.raises(RuntimeError):
-                products(rig, [Call(x)])
-            refused(rig, "needs bfloat16 (")
+                products(harness, [Call(x)])
+            refused(harness, "needs bfloat16 (")
 
 
 def test_on_a_gpu_no_weight_is_split_without_a_kernel(model: Model) -> None:
     call = core_library().aoti_torch_cuda_penstock_linear
     x, out = Handle(CALLS[0].x), ctypes.c_void_p()
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
-        rig.begin()
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
+        harness.begin()
         lent = fetched(10, (ROWS, DEPTH), torch.bfloat16)
         assert call(x.pointer, lent, None, 10, ctypes.byref(out)) == 1
         torch_library().aoti_torch_delete_tensor_object(lent)
-        refused(rig, "the weight of access 10 is split, and no kernel was offered that reads it in two places")
+        refused(harness, "the weight of access 10 is split, and no kernel was offered that reads it in two places")
 
 
 def test_what_torch_refuses_is_torchs_to_tell(tmp_path: Path) -> None:
     """Generated code raises for it as for any other call of torch's; the session has nothing against the run."""
     weight = torch.ones(32, 8, dtype=torch.bool)
     model = write_linears(tmp_path / "weights", {"a": weight}, ["a"])
-    with Rig(model, lru=True) as rig:
-        rig.install_lru(model.full_bytes)
+    with SessionHarness(model, lru=True) as harness:
+        harness.install_lru(model.full_bytes)
         with pytest.raises(RuntimeError, match="the linear failed"):
-            products(rig, [Call(weight[:2])])
-        assert rig.session.abort() is None
+            products(harness, [Call(weight[:2])])
+        assert harness.session.abort() is None
 
 
 def test_the_calling_thread_computes_for_itself_alone(model: Model) -> None:
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
         with pytest.raises(RuntimeError):
-            products(rig, CALLS, rig.stream())
-        refused(rig, "was asked for on a stream, and without a kernel the calling thread makes it")
+            products(harness, CALLS, harness.stream())
+        refused(harness, "was asked for on a stream, and without a kernel the calling thread makes it")
 
 
 def test_staged_memory_has_no_tail_to_read(model: Model) -> None:
-    with Rig(model, source=staged()) as rig:
+    with SessionHarness(model, source=staged()) as harness:
         with pytest.raises(PenstockError, match="needs registered host memory"):
-            rig.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
-        assert rig.session.memory()[0] == 0
+            harness.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
+        assert harness.session.memory()[0] == 0
 
 
 def test_records_that_make_no_split(model: Model) -> None:
@@ -313,15 +313,15 @@ def test_records_that_make_no_split(model: Model) -> None:
         ({2: nbytes - 1}, f"is {nbytes - 1}, needs to be in [{nbytes}, {nbytes + 1})"),
         ({2: nbytes + 1}, f"is {nbytes + 1}, needs to be in [{nbytes}, {nbytes + 1})"),
     ]
-    with Rig(model) as rig:
+    with SessionHarness(model) as harness:
         for changes, message in wrong:
             bad = list(good)
             for at, value in changes.items():
                 bad[first + at] = value
             with pytest.raises(PenstockError) as caught:
-                rig.session.install((ctypes.c_int64 * len(bad))(*bad))
+                harness.session.install((ctypes.c_int64 * len(bad))(*bad))
             assert message in str(caught.value), changes
-        rig.session.install((ctypes.c_int64 * len(good))(*good))
+        harness.session.install((ctypes.c_int64 * len(good))(*good))
 
 
 def test_a_head_that_streams_is_refused(model: Model) -> None:
@@ -332,8 +332,8 @@ def test_a_head_that_streams_is_refused(model: Model) -> None:
     first = next(at for at in range(len(good)) if good[at : at + 3] == [11, weight, nbytes])
     assert good[first + 5] == 0
     good[first + 6] = ROWS * 2 * 16
-    with Rig(model) as rig, pytest.raises(PenstockError, match=r"is 0, needs to be in \[-1, 0\)"):
-        rig.session.install((ctypes.c_int64 * len(good))(*good))
+    with SessionHarness(model) as harness, pytest.raises(PenstockError, match=r"is 0, needs to be in \[-1, 0\)"):
+        harness.session.install((ctypes.c_int64 * len(good))(*good))
 
 
 # ---- recipes: how a kernel is asked for
@@ -353,18 +353,18 @@ class Preparing:
             self._action(asked, LinearRecipe.from_address(recipe))
 
 
-def launch_fails(rig: Rig, call: Call = CALLS[0]) -> None:
+def launch_fails(harness: SessionHarness, call: Call = CALLS[0]) -> None:
     """The soft driver has no kernels: how far it comes is up to the launch."""
-    rig.begin()
+    harness.begin()
     lent = fetched(10, (ROWS, DEPTH), torch.bfloat16)
     with pytest.raises(RuntimeError):
         multiplied(call.x, lent, call.bias, 10)
     torch_library().aoti_torch_delete_tensor_object(lent)
 
 
-def prepared(rig: Rig, plan: Plan, preparing: Preparing) -> None:
-    rig.session.offer_linear(preparing)
-    rig.install_plan(plan)
+def prepared(harness: SessionHarness, plan: Plan, preparing: Preparing) -> None:
+    harness.session.offer_linear(preparing)
+    harness.install_plan(plan)
 
 
 def test_a_recipe_is_asked_for_once_for_each_case(model: Model) -> None:
@@ -372,50 +372,50 @@ def test_a_recipe_is_asked_for_once_for_each_case(model: Model) -> None:
         assert ctypes.addressof(recipe) % 128 == 0 and not any(bytes(recipe))
 
     preparing = Preparing(fill)
-    with Rig(model) as rig:
-        prepared(rig, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
+    with SessionHarness(model) as harness:
+        prepared(harness, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
         for _ in range(2):
             for call in (CALLS[0], CALLS[2]):
-                launch_fails(rig, call)
-                refused(rig, "the soft driver launches no kernels")
+                launch_fails(harness, call)
+                refused(harness, "the soft driver launches no kernels")
         assert [(case.access, case.tokens) for case in preparing.cases] == [(10, 5), (10, 9)]
         case = preparing.cases[0]
-        assert (case.method, case.rows, case.depth, case.head_rows, case.is_bf16) == (0, ROWS, DEPTH, 48, 1)
+        assert (case.method, case.rows, case.depth, case.prefix_rows, case.is_bf16) == (0, ROWS, DEPTH, 48, 1)
         nbytes = model.weights["a"].nbytes
         prefix_bytes = 48 * DEPTH * 2
-        assert ctypes.string_at(case.head_address, prefix_bytes) == model.content["a"][:prefix_bytes]
-        assert ctypes.string_at(case.tail_address, nbytes - prefix_bytes) == model.content["a"][prefix_bytes:]
+        assert ctypes.string_at(case.prefix_address, prefix_bytes) == model.content["a"][:prefix_bytes]
+        assert ctypes.string_at(case.rest_address, nbytes - prefix_bytes) == model.content["a"][prefix_bytes:]
         # Another plan has other addresses, also of as many rows; and another offer other kernels.
-        for head_rows in (0, 48):
-            rig.install_plan(split_plan(model, {"a": head_rows, "b": WHOLE}))
-            launch_fails(rig)
-            refused(rig, "the soft driver launches no kernels")
-            assert preparing.cases[-1].head_rows == head_rows
+        for prefix_rows in (0, 48):
+            harness.install_plan(split_plan(model, {"a": prefix_rows, "b": WHOLE}))
+            launch_fails(harness)
+            refused(harness, "the soft driver launches no kernels")
+            assert preparing.cases[-1].prefix_rows == prefix_rows
         case = preparing.cases[2]
-        assert (case.head_rows, case.head_address) == (0, 0)
-        assert ctypes.string_at(case.tail_address, nbytes) == model.content["a"]
-        rig.session.offer_linear(preparing)
-        launch_fails(rig)
-        refused(rig, "the soft driver launches no kernels")
+        assert (case.prefix_rows, case.prefix_address) == (0, 0)
+        assert ctypes.string_at(case.rest_address, nbytes) == model.content["a"]
+        harness.session.offer_linear(preparing)
+        launch_fails(harness)
+        refused(harness, "the soft driver launches no kernels")
         assert len(preparing.cases) == 5
         # What lies whole in device memory is ours too.
-        rig.install_plan(split_plan(model, {"a": WHOLE, "b": WHOLE}))
-        launch_fails(rig)
-        refused(rig, "the soft driver launches no kernels")
+        harness.install_plan(split_plan(model, {"a": WHOLE, "b": WHOLE}))
+        launch_fails(harness)
+        refused(harness, "the soft driver launches no kernels")
         case = preparing.cases[5]
-        assert (case.head_rows, case.tail_address) == (ROWS, 0)
-        assert ctypes.string_at(case.head_address, nbytes) == model.content["a"]
+        assert (case.prefix_rows, case.rest_address) == (ROWS, 0)
+        assert ctypes.string_at(case.prefix_address, nbytes) == model.content["a"]
 
 
-def failed_run(rig: Rig) -> tuple[PenstockError | None, RuntimeError]:
+def failed_run(harness: SessionHarness) -> tuple[PenstockError | None, RuntimeError]:
     """The core's error, and what generated code makes of it."""
-    rig.begin()
+    harness.begin()
     lent = fetched(10, (ROWS, DEPTH), torch.bfloat16)
     try:
         multiplied(CALLS[0].x, lent, None, 10)
     except RuntimeError as reduced:
-        rig._owner = None
-        return rig.session.abort(), reduced
+        harness._owner = None
+        return harness.session.abort(), reduced
     finally:
         torch_library().aoti_torch_delete_tensor_object(lent)
     pytest.fail("a recipe was used that was not made")
@@ -426,10 +426,10 @@ def test_why_there_is_no_recipe_is_the_cause(model: Model) -> None:
         raise ValueError(f"{case.tokens} tokens are too many")
 
     preparing = Preparing(refuse)
-    with Rig(model) as rig:
-        prepared(rig, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
+    with SessionHarness(model) as harness:
+        prepared(harness, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
         for _ in range(2):
-            error, reduced = failed_run(rig)
+            error, reduced = failed_run(harness)
             assert isinstance(error, RuntimeFailure)
             assert str(error) == (
                 "the linear of access 10 with 5 tokens, 200 rows of which 48 are in device memory, depth 40, has no "
@@ -438,34 +438,34 @@ def test_why_there_is_no_recipe_is_the_cause(model: Model) -> None:
             assert isinstance(reduced.__cause__, ValueError)
         # It is asked for again, and an error is told once.
         assert len(preparing.cases) == 2
-        rig.begin()
-        assert rig.session.abort() is None
-        rig.begin()
+        harness.begin()
+        assert harness.session.abort() is None
+        harness.begin()
         with pytest.raises(RuntimeError):
             fetched(11, (3 * DEPTH, ROWS), torch.bfloat16)
-        error = rig.session.abort()
+        error = harness.session.abort()
         assert error is not None and "too many" not in str(error)
 
 
 def test_nothing_is_prepared_while_a_stream_is_captured(model: Model) -> None:
     preparing = Preparing()
-    with Rig(model) as rig:
-        prepared(rig, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
-        stream = rig.stream()
-        rig.session.begin_capture(0, stream)
+    with SessionHarness(model) as harness:
+        prepared(harness, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
+        stream = harness.stream()
+        harness.session.begin_capture(0, stream)
         lent = fetched(10, (ROWS, DEPTH), torch.bfloat16)
         with pytest.raises(RuntimeError):
             multiplied(CALLS[0].x, lent, None, 10)
-        refused(rig, "the linear of access 10 with 5 tokens", CaptureError)
+        refused(harness, "the linear of access 10 with 5 tokens", CaptureError)
         assert not preparing.cases
-        launch_fails(rig)
-        refused(rig, "the soft driver launches no kernels")
+        launch_fails(harness)
+        refused(harness, "the soft driver launches no kernels")
         # The case has its recipe now, and the capture comes as far as the launch.
-        rig.session.begin_capture(0, stream)
+        harness.session.begin_capture(0, stream)
         again = fetched(10, (ROWS, DEPTH), torch.bfloat16)
         with pytest.raises(RuntimeError):
             multiplied(CALLS[0].x, again, None, 10)
-        refused(rig, "the soft driver launches no kernels")
+        refused(harness, "the soft driver launches no kernels")
         assert len(preparing.cases) == 1
         for handle in (lent, again):
             torch_library().aoti_torch_delete_tensor_object(handle)
@@ -475,12 +475,12 @@ def test_recipes_are_not_kept_without_end(model: Model) -> None:
     most = 2**14
     preparing = Preparing()
     x = numbers(most + 2, DEPTH, seed=1)
-    with Rig(model) as rig:
-        prepared(rig, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
+    with SessionHarness(model) as harness:
+        prepared(harness, split_plan(model, {"a": 48, "b": WHOLE}), preparing)
 
         def run(tokens: int) -> None:
-            launch_fails(rig, Call(x[:tokens]))
-            rig.session.abort()
+            launch_fails(harness, Call(x[:tokens]))
+            harness.session.abort()
 
         for tokens in range(1, most + 2):
             run(tokens)
@@ -494,9 +494,9 @@ def test_recipes_are_not_kept_without_end(model: Model) -> None:
 
 
 def test_plans_change_only_between_runs(model: Model) -> None:
-    with Rig(model) as rig:
-        rig.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
-        rig.begin()
+    with SessionHarness(model) as harness:
+        harness.install_plan(split_plan(model, {"a": 48, "b": WHOLE}))
+        harness.begin()
         with pytest.raises(PenstockError, match="while a run has not ended"):
-            rig.session.offer_linear(Preparing())
-        rig.session.abort()
+            harness.session.offer_linear(Preparing())
+        harness.session.abort()

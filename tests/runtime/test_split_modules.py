@@ -22,7 +22,7 @@ from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.options import Asked, judge
 from penstock.verify.module import PoisonedModule
 from tests.harness import bits, compiled, offloaded
-from tests.runtime.rig import PAGE
+from tests.runtime.session_harness import PAGE
 
 VOCABULARY, WIDTH, WIDE = 608, 64, 176
 DTYPES = (torch.bfloat16, torch.float16, torch.bfloat16)

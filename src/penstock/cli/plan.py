@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.output import console, emit, json_option, line
-from penstock.cli.renamed import renamed_option
+from penstock.cli.renamed import PlacementChoice, renamed_option
 from penstock.cli.units import FiniteRange, budget_option, bytes_option, rate_option, short_rate
+from penstock.placement_names import PLANNED
 from penstock.printable import printable
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _LINK_SHARE_ONLY = (
     "no step times were given: predicted times are the link's share only, as if computing took no time; give "
     "--step-times or --compute-bandwidth"
 )
-_SPLIT_AT_LINK_RATE = "kernels are taken to read host memory as fast as the link copies, which is the most they can"
+_AT_LINK_RATE = "kernels are taken to read host memory as fast as the link copies, which is the most they can"
 _NO_LINK = "no link was given, so no time is predicted; give --link (penstock doctor measures it), as in --link 25GB/s"
 
 
@@ -47,12 +48,12 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
 )
 @click.option(
     "--placement",
-    type=click.Choice(["auto", "stream", "split"]),
+    type=PlacementChoice(PLANNED),
     default="auto",
     show_default=True,
     help="As penstock.Module's placement. auto reads weights in place, in host memory, if only some of their rows are "
-    "read. split also reads there what the budget does not hold of linear weights, if the program was exported with "
-    "--split-linear.",
+    "read. in-place reads there all that the budget does not hold. split does so with linear weights alone, if the "
+    "program was exported with --split-linear.",
 )
 @renamed_option("--mode")
 @click.option("--method", help="This method alone. Default: one run of each.")
@@ -107,9 +108,9 @@ def plan(
             f"{program} has no weight that can be split; it needs to be exported with --split-linear",
             param_hint="--placement",
         )
-    if placement == "split" and subject.begins:
+    if placement in ("in-place", "split") and subject.begins:
         raise click.BadParameter(
-            f"split does not go with packed weights ({subject.weights_file}): kernels read weights as they are",
+            f"{placement} does not go with packed weights ({subject.weights_file}): kernels read weights as they are",
             param_hint="--placement",
         )
     chosen = names if method is None else [method]
@@ -160,7 +161,7 @@ def plan(
         notes=(
             *_packed_notes(subject, link),
             *_notes(read, link, source, [name for name in names if name not in times], gpu),
-            *([_SPLIT_AT_LINK_RATE] if placement == "split" and link is not None else []),
+            *([_AT_LINK_RATE] if placement in ("in-place", "split") and link is not None else []),
         ),
     )
     if curve is not None:

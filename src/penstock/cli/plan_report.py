@@ -14,8 +14,10 @@ from typing import Literal
 
 from penstock.cli.empty_gpu import GpuRow
 from penstock.cli.subject import Subject
+from penstock.errors import BelowFloorError
 from penstock.plan.calibration import Calibration, Link, lower_bound_s
 from penstock.plan.plan import MethodPlan, Plan, Slots
+from penstock.plan.planner import lower_placements_text
 from penstock.plan.simulator import in_place_by_step, simulate
 from penstock.report.data import CurvePoint, WeightResidency
 from penstock.schedule import Schedule, Step
@@ -90,6 +92,7 @@ class Predictor:
         self.subject = subject
         self.link = link
         self._page_bytes = page_bytes
+        self._placement = placement
         self.step_times = step_times
         self._methods = methods
         self._schedules: dict[str, Schedule] = {schedule.method: schedule for schedule in subject.schedules}
@@ -112,7 +115,14 @@ class Predictor:
         return max(self.planner.floor_bytes, self.planner.full_bytes)
 
     def plan(self, budget_bytes: int) -> Plan:
-        return self.planner.plan(budget_bytes, self._calibration)
+        try:
+            return self.planner.plan(budget_bytes, self._calibration)
+        except BelowFloorError as refusal:
+            # As when a module is loaded.
+            can_read = self._placement == "auto" and not self.subject.begins
+            others = self.planner.lower_placements() if can_read else {}
+            refusal.args = (f"{refusal}{lower_placements_text(others)}",)
+            raise
 
     def predictions(self, plan: Plan, budget_bytes: int) -> tuple[MethodPrediction, ...]:
         return tuple(

@@ -1,4 +1,4 @@
-"""Former command line options: each is refused with a sentence that names the new one."""
+"""Former command line options and their values: each is refused with a sentence that names the new one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from penstock.renamed import OPTIONS
+from penstock.renamed import OPTIONS, value_hint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,3 +23,13 @@ def renamed_option(name: str) -> Callable[[F], F]:
             raise click.UsageError(f"{name} is no option any more: {_SENTENCES[name]}")
 
     return click.option(name, hidden=True, expose_value=False, callback=refuse)
+
+
+class PlacementChoice(click.Choice[str]):
+    """The values of --placement."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            raise click.BadParameter(f"{error.message}{value_hint('placement', value)}", ctx, param) from error

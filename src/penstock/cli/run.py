@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli.output import emit, facts, json_option, only_json_on_stdout
-from penstock.cli.renamed import renamed_option
+from penstock.cli.renamed import PlacementChoice, renamed_option
 from penstock.cli.units import bytes_option, registered_or_bytes, short_bytes, short_rate, short_time
 from penstock.cli.whole_file import refuse_unwritable, whole_file, write_whole
 from penstock.errors import InputError, PackageError, RuntimeFailure, WeightsFileError
@@ -66,7 +66,7 @@ class RunReport:
 @click.option("--method", help="Default: forward, or the only one.")
 @click.option(
     "--placement",
-    type=click.Choice(PLACEMENTS),
+    type=PlacementChoice(PLACEMENTS),
     default="auto",
     show_default=True,
     help="How the program gets weights that do not fit: as penstock.Module's placement.",

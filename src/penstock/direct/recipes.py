@@ -18,8 +18,8 @@ class LinearCase(ctypes.Structure):
     """What a recipe is for; csrc/linear/linear_recipe.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("method", "access", "tokens", "rows", "depth", "head_rows")),
-        *((name, ctypes.c_uint64) for name in ("head_address", "tail_address")),
+        *((name, ctypes.c_int64) for name in ("method", "access", "tokens", "rows", "depth", "prefix_rows")),
+        *((name, ctypes.c_uint64) for name in ("prefix_address", "rest_address")),
         ("is_bf16", ctypes.c_int32),
     ]
 
@@ -56,9 +56,9 @@ class Recipes:
         case, recipe = LinearCase.from_address(case_address), LinearRecipe.from_address(recipe_address)
         bf16 = bool(case.is_bf16)
         dtype = torch.bfloat16 if bf16 else torch.float16
-        shape = self._kernel.shape(case.tokens, case.rows, case.depth, case.head_rows, dtype, self._options)
-        prefix = Side(case.head_address, case.head_rows, case.depth)
-        rest = Side(case.tail_address, case.rows - case.head_rows, case.depth)
+        shape = self._kernel.shape(case.tokens, case.rows, case.depth, case.prefix_rows, dtype, self._options)
+        prefix = Side(case.prefix_address, case.prefix_rows, case.depth)
+        rest = Side(case.rest_address, case.rows - case.prefix_rows, case.depth)
         self._kernel.fill_weight(recipe.params, shape, prefix, rest, bf16=bf16)
         tile = shape.tile
         recipe.function = self._kernel.function(tile, self._options, bf16=bf16)

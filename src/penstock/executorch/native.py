@@ -56,8 +56,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_executorch_states": (_i32, [_pointer, _text, _VISIT_TEXT]),
     "penstock_executorch_state": (_i32, [_pointer, _text, _text, _VISIT_VALUE]),
     "penstock_executorch_payloads": (_i32, [_pointer, _VISIT_PAYLOAD]),
-    "penstock_executorch_lend": (_i32, [_text, _pointer, _i32, ctypes.POINTER(_i64), _i64]),
-    "penstock_executorch_lend_states": (_i32, [_text, _text, _i32, ctypes.POINTER(Value), _i64]),
+    "penstock_executorch_share_session": (_i32, [_text, _pointer, _i32, ctypes.POINTER(_i64), _i64]),
+    "penstock_executorch_share_states": (_i32, [_text, _text, _i32, ctypes.POINTER(Value), _i64]),
     "penstock_executorch_reclaim": (None, [_text]),
     "penstock_executorch_read_state": (_i32, [_text, _text, _pointer, _i64]),
     "penstock_executorch_write_state": (_i32, [_text, _text, _pointer, _i64]),
@@ -120,7 +120,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What delegates that were lent no session chose. `plan`: the number of the plan in the file that they took."""
+    """What delegates that share no session of ours chose. `plan`: the number of the plan in the file that they took."""
 
     floor_bytes: int
     full_bytes: int
@@ -204,14 +204,16 @@ class NativeModule:
     def share_session(self, session: int, device_index: int, delegates: Sequence[int]) -> None:
         """For methods loaded from now on: delegates, by number, run in this session of the core. It outlives them."""
         numbers = (_i64 * len(delegates))(*delegates)
-        status = self._library.penstock_executorch_lend(self._group, session, device_index, numbers, len(delegates))
+        status = self._library.penstock_executorch_share_session(
+            self._group, session, device_index, numbers, len(delegates)
+        )
         self._check("sharing a session", status)
 
     def share_states(self, device: torch.device, states: Sequence[torch.Tensor]) -> None:
         """For methods loaded from now on: the program's states, in its order, in memory that outlives them."""
         values = (Value * max(1, len(states)))()
         kept = [_fill(value, tensor) for value, tensor in zip(values, states, strict=False)]
-        status = self._library.penstock_executorch_lend_states(
+        status = self._library.penstock_executorch_share_states(
             self._group, device.type.encode(), device.index or 0, values, len(states)
         )
         del kept

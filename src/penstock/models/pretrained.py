@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.budget import format_bytes
-from penstock.errors import BelowFloorError, ModelError, PenstockError
+from penstock.errors import BelowFloorError, ModelError
 from penstock.export.target import target_device
 from penstock.models.building import build_on_meta, derived_buffers, model_dtype
 from penstock.models.compile_time import CompileTime, countdown, past_times, predicted_s, write_time
@@ -83,16 +83,11 @@ def from_pretrained(
     quiet              print nothing to standard error. Otherwise a first start reports for minutes what it compiles
     options            those of penstock.Module: placement, calibration, cuda_graph, host_memory, ...
     """
-    if host_cache and options.get("device_memory") is None:
-        raise PenstockError(
-            "host_cache=True divides one total between weights and the KV cache; give it as device_memory= in the "
-            "place of a budget"
-        )
     say: Callable[[str], None] = (lambda line: None) if quiet else _to_standard_error
     target = target_device(device)
     # Check these before minutes of compiling and writing. Models are compiled without our linears.
     refuse_unknown("from_pretrained", options)
-    judge(Asked(budget, **options), target, LinearChoice(), is_packed=pack)
+    judge(Asked(budget, **options), target, LinearChoice(), is_packed=pack, host_cache=host_cache)
     checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
     kind = model_dtype(checkpoint.config, dtype)
     model = build_on_meta(checkpoint, kind, trust_remote_code=trust_remote_code)

@@ -38,11 +38,13 @@ def check_plan(
     *,
     budget_bytes: int | None = None,
     packed: Mapping[str, Sequence[int]] | None = None,
+    is_staged: bool = False,
 ) -> None:
     """Raises PlanError, naming the access, stay or piece, if the plan is not safe for these schedules.
 
     The schedules must be sound: `floor.check_schedules` has seen them. `packed`: by weight that is packed in the file,
-    where its blocks begin, and where the last ends.
+    where its blocks begin, and where the last ends. `is_staged`: weights pass through buffers in host memory, and none
+    stays there.
     """
     layout = Layout(plan)
     if budget_bytes is not None and plan.device_bytes > budget_bytes:
@@ -56,6 +58,19 @@ def check_plan(
         _Run(schedule, method, pages, len(plan.blocks)).act_out()
     check_packed(plan, weights, packed or {})
     check_experts(plan, schedules, weights, packed or {})
+    if is_staged:
+        _check_staged(plan)
+
+
+def _check_staged(plan: Plan) -> None:
+    """Buffers are filled in the order of the copies, which is checked for all plans. Kernels read none of them."""
+    for method in plan.methods:
+        for placed in method.placements:
+            if placed.in_place_bytes or placed.has_slots:
+                raise PlanError(
+                    f"method {method.method!r}, access {placed.number}: {placed.weight!r} is read in host memory, "
+                    "where under a cap it does not stay"
+                )
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import PlanError
-from penstock.plan.floor import RESIDENT_ALIGNMENT_BYTES
 from penstock.plan.plan import Piece, Plan
 from penstock.weight import Weight
+
+# What device allocators give and kernels expect. The planner has a number of its own.
+_ALIGNMENT_BYTES = 256
 
 # Consecutive ring pages: the first block, and the one after the last.
 Pages = tuple[int, int]
@@ -42,8 +44,8 @@ class Layout:
         if type(page_bytes) is not int or page_bytes < 1:
             raise PlanError(f"the plan's pages have {page_bytes!r} bytes; a page has one at the least")
         self.page_bytes = page_bytes
-        # What device allocators give and kernels expect. Where pages are finer, ranges begin on a page and no more.
-        self.alignment_bytes = page_bytes if page_bytes % RESIDENT_ALIGNMENT_BYTES else RESIDENT_ALIGNMENT_BYTES
+        # Where pages are finer, ranges begin on a page and no more.
+        self.alignment_bytes = page_bytes if page_bytes % _ALIGNMENT_BYTES else _ALIGNMENT_BYTES
         for index, block in enumerate(plan.blocks):
             if type(block.nbytes) is not int or block.nbytes <= 0 or block.nbytes % page_bytes:
                 raise PlanError(f"block {index} has {block.nbytes!r} bytes, which is not a number of pages")

@@ -291,9 +291,11 @@ def _sizes_tried(sizes: Collection[int]) -> list[int]:
     return list(dict.fromkeys([*largest_first[:SIZES_TRIED], *largest_first[-1:]]))
 
 
-def lower_placements_text(found: Mapping[str, int]) -> str:
-    """A sentence to append to a refusal of placement="auto"; empty if no placement needs less."""
+def lower_placements_text(found: Mapping[str, int], beside_bytes: int = 0) -> str:
+    """A sentence to append to a refusal of placement="auto"; empty if no placement needs less. `beside_bytes`: what the
+    amount that was refused has to cover besides weights."""
     if not found:
         return ""
-    listed = " and ".join(f'placement="{placement}" needs {nbytes} bytes' for placement, nbytes in found.items())
+    needs = {placement: nbytes + beside_bytes for placement, nbytes in found.items()}
+    listed = " and ".join(f'placement="{placement}" needs {nbytes} bytes' for placement, nbytes in needs.items())
     return f'. That is for placement="auto"; {listed}, because kernels then read weights over the link'

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -25,7 +26,7 @@ from penstock.runtime.automatic_budget import AutomaticTerms, automatic_terms
 from penstock.runtime.budget_choice import BudgetChoice, choose_budget, choose_new_budget
 from penstock.runtime.calibration import check_calibration
 from penstock.runtime.compatibility import check_build, read_offloaded, resolve_device
-from penstock.runtime.device_memory import grant, weights_range
+from penstock.runtime.device_memory import Grant, grant, weights_range
 from penstock.runtime.driver import open_cuda_driver, open_soft_driver
 from penstock.runtime.expert_rates import ExpertUse, expert_uses, slots_summary
 from penstock.runtime.failures import last_exception
@@ -34,7 +35,7 @@ from penstock.runtime.interrupts import HeldInterrupts, deliver_interrupt
 from penstock.runtime.linear_choice import choose_linear
 from penstock.runtime.loaded import LoadedProgram
 from penstock.runtime.method_runner import MethodRunner, OomCounter
-from penstock.runtime.options import REGISTERED, Asked, judge, judged, refuse_unknown
+from penstock.runtime.options import REGISTERED, Asked, goes_with_rest, judge, judged, refuse_unknown
 from penstock.runtime.packed_weights import read_packed_weights
 from penstock.runtime.plan_installer import PlanInstaller
 from penstock.runtime.policy import LruPolicy, PlannedPolicy, Policy
@@ -139,17 +140,28 @@ class Module(LoadedProgram):
             stack.callback(driver.close)
             packed = read_packed_weights(self.program, index, self._entries)
             self._policy: Policy = (LruPolicy if options.is_lru else PlannedPolicy)(
-                self.program, driver, packed, options.planned_as, can_split=options.can_split
+                self.program,
+                driver,
+                packed,
+                options.planned_as,
+                can_split=options.can_split,
+                is_staged=options.is_capped,
             )
             self._driver = driver
             schedules = [method.schedule for method in self.program.methods]
             known = self._given_times = check_calibration(asked.calibration, schedules)
             self._split: tuple[SplitState, ...] = split_states(self.program)
-            with self._policy.naming_lower_placements():
+            total = (
+                None
+                if asked.device_memory is None
+                else grant(asked.device_memory, self.program, self.device, cuda_graph=asked.cuda_graph)
+            )
+            beside_bytes = 0 if total is None else total.beside_weights_bytes
+            with self._policy.naming_lower_placements(self._could_place, beside_bytes):
                 self._choice: BudgetChoice = choose_budget(
                     budget=asked.budget,
                     weight_offload_budget_mb=asked.weight_offload_budget_mb,
-                    granted=None if asked.device_memory is None else self._granted_budget,
+                    granted=None if total is None else partial(self._granted_budget, total),
                     baked_bytes=self.program.budget_bytes,
                     automatic=self._automatic_terms,
                     floor_bytes=self._policy.floor_for(known),
@@ -314,7 +326,7 @@ class Module(LoadedProgram):
         """Replans, between runs. Never holds more than the larger of the two budgets. If the new plan cannot be
         installed, reinstalls the old one and raises the error."""
         with self._operation():
-            with self._policy.naming_lower_placements():
+            with self._policy.naming_lower_placements(self._could_place):
                 choice = choose_new_budget(
                     budget,
                     automatic=self._automatic_terms,
@@ -469,10 +481,10 @@ class Module(LoadedProgram):
 
     # ------------------------------------------------------------------------------------------------------- helpers
 
-    def _granted_budget(self) -> int:
-        asked = self._options.asked
-        assert asked.device_memory is not None
-        granted = grant(asked.device_memory, self.program, self.device, cuda_graph=asked.cuda_graph)
+    def _could_place(self, placement: str) -> bool:
+        return goes_with_rest(self._options, placement)
+
+    def _granted_budget(self, granted: Grant) -> int:
         floor_bytes, full_bytes = self._policy.floor_for(self._times), self._policy.full_bytes
         division = granted.divided(weights_range(self.program, floor_bytes, full_bytes, self._times))
         self._split = split_states(self.program, granted.device_positions(division))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -55,6 +55,8 @@ class Options:
     linear: LinearChoice
     # Known once the index of the weights file has been read.
     is_packed: bool = False
+    # An option of from_pretrained, which makes the program: its KV cache can lie on both sides.
+    host_cache: bool = False
     # The call that is judged; None for the load.
     call: Literal["calibrate()", "calibrate(in_place=True)"] | None = None
 
@@ -99,6 +101,8 @@ _HOLDS: dict[str, Callable[[Options], bool]] = {
     "split_limits=": lambda o: o.asked.split_limits is not None,
     "calibrate()": lambda o: o.call == "calibrate()",
     "calibrate(in_place=True)": lambda o: o.call == "calibrate(in_place=True)",
+    "host_cache=True": lambda o: o.host_cache,
+    "a budget for weights alone": lambda o: o.asked.device_memory is None,
     "a .pte": lambda o: o.is_delegate,
     "a CPU": lambda o: o.device.type != "cuda",
     "a cap on host memory": lambda o: o.is_capped,
@@ -146,6 +150,11 @@ REFUSALS = (
         'calibration="first-runs"',
         "a .pte",
         "it is ExecuTorch that runs the delegates, so nobody counts their first runs; use calibrate()",
+    ),
+    Refusal(
+        "host_cache=True",
+        "a budget for weights alone",
+        "it divides one total between weights and the KV cache; give that as device_memory=",
     ),
     Refusal('placement="in-place"', "calibration=", "a calibration is to plan copies by, and nothing is copied"),
     Refusal(
@@ -216,9 +225,22 @@ def refuse_unknown(caller: str, given: Mapping[str, Any]) -> None:
 
 
 def judge(
-    asked: Asked, device: torch.device, linear: LinearChoice, *, is_delegate: bool = False, is_packed: bool = False
+    asked: Asked,
+    device: torch.device,
+    linear: LinearChoice,
+    *,
+    is_delegate: bool = False,
+    is_packed: bool = False,
+    host_cache: bool = False,
 ) -> Options:
     """Raises the error of a refusal that applies, before anything is loaded."""
+    _check_values(asked)
+    options = Options(asked, device, is_delegate, _cap_bytes(asked.host_memory), linear, is_packed, host_cache)
+    return judged(options)
+
+
+def _check_values(asked: Asked) -> None:
+    """Whether each option by itself has a value that it can have: a mistyped one must not pass for another."""
     if asked.placement not in PLACEMENTS:
         known = ", ".join(map(repr, PLACEMENTS))
         hint = value_hint("placement", asked.placement)
@@ -227,10 +249,18 @@ def judge(
         asked.calibration is None or asked.calibration == "first-runs" or isinstance(asked.calibration, Calibration)
     ):
         raise PenstockError(f'calibration is {asked.calibration!r:.80}; it must be a Calibration, "first-runs" or None')
+    if not (asked.split_limits is None or asked.split_limits == "measured" or isinstance(asked.split_limits, Limits)):
+        raise PenstockError(f'split_limits is {asked.split_limits!r:.80}; it must be Limits, "measured" or None')
+    for name in ("cuda_graph", "check_indices", "verify"):
+        value = getattr(asked, name)
+        if not isinstance(value, bool):
+            raise PenstockError(f"{name} is {value!r:.80}; it must be True or False")
     asked_bytes(asked.budget, asked.weight_offload_budget_mb)
     if asked.device_memory is not None:
-        parse_bytes(asked.device_memory)
-    return judged(Options(asked, device, is_delegate, _cap_bytes(asked.host_memory), linear, is_packed))
+        try:
+            parse_bytes(asked.device_memory)
+        except BudgetError as error:
+            raise BudgetError(f"device_memory: {error}") from error
 
 
 def judged(options: Options) -> Options:
@@ -240,6 +270,12 @@ def judged(options: Options) -> Options:
             reason = refusal.reason.format(obstacle=options.linear.obstacle)
             raise refusal.error(f"{refusal.option} does not go with {refusal.beside}: {reason}")
     return options
+
+
+def goes_with_rest(options: Options, placement: str) -> bool:
+    """Whether this placement could have been asked for with all other options as they are."""
+    other = replace(options, asked=replace(options.asked, placement=placement))
+    return not any(refusal.applies(other) for refusal in REFUSALS)
 
 
 def _cap_bytes(host_memory: int | str) -> int | None:

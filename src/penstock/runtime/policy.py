@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,12 +39,21 @@ class InstalledPlan:
 
 class Policy(ABC):
     def __init__(
-        self, program: Program, driver: Driver, packed: PackedWeights, placement: str, *, can_split: bool
+        self,
+        program: Program,
+        driver: Driver,
+        packed: PackedWeights,
+        placement: str,
+        *,
+        can_split: bool,
+        is_staged: bool,
     ) -> None:
+        """`is_staged`: a cap on host memory, so no weight stays there."""
         self._program = program
         self._packed = packed
         self._placement = placement
         self._can_split = can_split
+        self._is_staged = is_staged
         self._driver = driver
         self._page_bytes = driver.page_bytes
         self._schedules = [method.schedule for method in program.methods]
@@ -68,16 +77,18 @@ class Policy(ABC):
         return 0
 
     @contextmanager
-    def naming_lower_placements(self) -> Iterator[None]:
-        """If a budget is refused inside the block, the error also names the placements that need less."""
+    def naming_lower_placements(self, is_allowed: Callable[[str], bool], beside_bytes: int = 0) -> Iterator[None]:
+        """If a budget is refused inside the block, the error also names the placements that need less, of those that
+        go with the other options. `beside_bytes`: what a total has to cover besides weights; 0 for a budget."""
         try:
             yield
         except BelowFloorError as refusal:
-            refusal.args = (f"{refusal}{self._in_other_placements()}",)
+            found = {name: nbytes for name, nbytes in self._lower_placements().items() if is_allowed(name)}
+            refusal.args = (f"{refusal}{lower_placements_text(found, beside_bytes)}",)
             raise
 
-    def _in_other_placements(self) -> str:
-        return ""
+    def _lower_placements(self) -> dict[str, int]:
+        return {}
 
 
 class PlannedPolicy(Policy):
@@ -123,7 +134,14 @@ class PlannedPolicy(Policy):
 
     def _proved(self, plan: Plan, budget_bytes: int) -> InstalledPlan:
         """The only way from a plan to what a session installs, so the check has seen every plan."""
-        check_plan(plan, self._schedules, self._weights, budget_bytes=budget_bytes, packed=self._packed.begins)
+        check_plan(
+            plan,
+            self._schedules,
+            self._weights,
+            budget_bytes=budget_bytes,
+            packed=self._packed.begins,
+            is_staged=self._is_staged,
+        )
         return InstalledPlan(self._program, plan_numbers(plan, self._weights), plan)
 
     def seconds(self, plan: Plan, calibration: Calibration) -> float:
@@ -133,11 +151,9 @@ class PlannedPolicy(Policy):
     def predicted_s(self, plan: Plan, calibration: Calibration) -> float:
         return self._planner.predicted_s(plan, calibration)
 
-    def _in_other_placements(self) -> str:
+    def _lower_placements(self) -> dict[str, int]:
         # "stream" was asked for by name, or "auto" became it because weights cannot be read in place.
-        if self._placement != "auto" or self._packed.begins:
-            return ""
-        return lower_placements_text(self._planner.lower_placements())
+        return self._planner.lower_placements() if self._placement == "auto" and not self._packed.begins else {}
 
     def arrange_in_place(self) -> InstalledPlan:
         """A plan that reads everything in place, whatever the budget, to measure how long that takes."""

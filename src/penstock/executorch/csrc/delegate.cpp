@@ -176,12 +176,12 @@ std::unique_ptr<Delegate> load(const BackendInitContext& context, const Freeable
   auto delegate = std::make_unique<Delegate>();
   delegate->method = payload.methods[(size_t)delegate_ref.number];
   delegate->device = payload.device;
-  delegate->session = sessions().take_lent(request.group, delegate_ref.number);
+  delegate->session = sessions().take_shared(request.group, delegate_ref.number);
   const bool has_state = !delegate->method.states.empty();
   if (delegate->session) {
-    if (has_state) delegate->state = states().take_lent(request.group, delegate_ref.number);
+    if (has_state) delegate->state = states().take_shared(request.group, delegate_ref.number);
     if (has_state && !delegate->state) throw LoadError(Kind::package, "no state was made for the delegates of the program");
-  } else if (sessions().is_lent(request.group)) {
+  } else if (sessions().is_shared(request.group)) {
     throw LoadError(Kind::package, "no session was made for delegate " + std::to_string(delegate_ref.number) +
                                      " of the program");
   } else {

@@ -250,23 +250,23 @@ int32_t penstock_executorch_payloads(void* handle, void (*visit)(const char*, in
 }
 
 // Makes delegates of the group, by number, use this session of the core. It counts them from 0 and outlives them.
-int32_t penstock_executorch_lend(const char* group, void* session, int32_t device_index, const int64_t* delegates,
-                                 int64_t count) {
+int32_t penstock_executorch_share_session(const char* group, void* session, int32_t device_index,
+                                          const int64_t* delegates, int64_t count) {
   return to_status([&] {
-    penstock_executorch::sessions().lend(group, std::make_shared<ProgramSession>(session, device_index),
-                                         {delegates, delegates + count});
+    penstock_executorch::sessions().share(group, std::make_shared<ProgramSession>(session, device_index),
+                                          {delegates, delegates + count});
     return Error::Ok;
   });
 }
-// Lends the program's states, in its order and in the caller's memory, to all delegates of the group.
-int32_t penstock_executorch_lend_states(const char* group, const char* device, int32_t device_index,
-                                        const Value* states, int64_t count) {
+// Shares the program's states, in its order and in the caller's memory, with all delegates of the group.
+int32_t penstock_executorch_share_states(const char* group, const char* device, int32_t device_index,
+                                         const Value* states, int64_t count) {
   return to_status([&] {
     std::vector<TensorView> views;
     for (const Value* state = states; state != states + count; ++state)
       views.push_back({state->data, state->scalar_type, {state->sizes, state->sizes + state->rank},
                        {state->strides, state->strides + state->rank}});
-    penstock_executorch::states().lend(group, std::make_shared<StateTable>(views, device, device_index), {});
+    penstock_executorch::states().share(group, std::make_shared<StateTable>(views, device, device_index), {});
     return Error::Ok;
   });
 }

@@ -22,7 +22,7 @@ template <typename Key, typename Thing>
 class Sharing {
   struct Shared {
     std::shared_ptr<Thing> thing;
-    // Of what was lent: the delegates that have a place, by number; empty: every delegate.
+    // Of what was made outside: the delegates that have a place, by number; empty: every delegate.
     std::vector<int64_t> places{};
     // Delegates that have a place now.
     std::set<int64_t> taken{};
@@ -48,7 +48,7 @@ class Sharing {
     std::shared_ptr<Shared> shared_;
     int64_t method_;
     int64_t number_;
-    std::optional<Key> key_;  // none: it was lent
+    std::optional<Key> key_;  // none: it was made outside
   };
   using PlaceRef = std::unique_ptr<Place>;
 
@@ -68,19 +68,19 @@ class Sharing {
     return std::make_unique<Place>(*this, std::move(shared), method, number, key);
   }
 
-  // Lends something that was made outside: delegate `places[i]` of the group uses it, and is number i there.
-  void lend(const std::string& group, std::shared_ptr<Thing> thing, std::vector<int64_t> places) {
+  // Shares something that was made outside: delegate `places[i]` of the group uses it, and is number i there.
+  void share(const std::string& group, std::shared_ptr<Thing> thing, std::vector<int64_t> places) {
     std::lock_guard<std::mutex> hold(lock_);
-    lent_.emplace(group, std::make_shared<Shared>(Shared{std::move(thing), std::move(places)}));
+    outside_.emplace(group, std::make_shared<Shared>(Shared{std::move(thing), std::move(places)}));
   }
   void reclaim(const std::string& group) {
     std::lock_guard<std::mutex> hold(lock_);
-    lent_.erase(group);
+    outside_.erase(group);
   }
-  // Null if nothing was lent to this delegate of the group.
-  PlaceRef take_lent(const std::string& group, int64_t method) {
+  // Null if nothing from outside is shared with this delegate of the group.
+  PlaceRef take_shared(const std::string& group, int64_t method) {
     std::lock_guard<std::mutex> hold(lock_);
-    auto [begin, end] = lent_.equal_range(group);
+    auto [begin, end] = outside_.equal_range(group);
     for (auto it = begin; it != end; ++it) {
       const std::vector<int64_t>& places = it->second->places;
       auto found = std::find(places.begin(), places.end(), method);
@@ -89,9 +89,9 @@ class Sharing {
     }
     return nullptr;
   }
-  bool is_lent(const std::string& group) {
+  bool is_shared(const std::string& group) {
     std::lock_guard<std::mutex> hold(lock_);
-    return lent_.count(group) != 0;
+    return outside_.count(group) != 0;
   }
 
   // What was made for a group. Whoever gives one up waits until the caller of this lets it go.
@@ -160,7 +160,7 @@ class Sharing {
 
   std::mutex lock_;
   std::multimap<Key, std::shared_ptr<Shared>> made_;
-  std::multimap<std::string, std::shared_ptr<Shared>> lent_;
+  std::multimap<std::string, std::shared_ptr<Shared>> outside_;
   // Keys of what is being made or given up.
   std::set<Key> busy_;
   std::condition_variable changed_;

@@ -69,11 +69,11 @@ StateTable::StateTable(const std::vector<StateFacts>& states, const FirstValue& 
   reset();
 }
 
-StateTable::StateTable(const std::vector<TensorView>& lent, const std::string& device, int32_t device_index)
-    : tensors_(std::make_unique<StateTensors>()), is_lent_(true) {
+StateTable::StateTable(const std::vector<TensorView>& shared, const std::string& device, int32_t device_index)
+    : tensors_(std::make_unique<StateTensors>()), is_shared_(true) {
   tensors_->device = device_of(device, device_index);
   c10::OptionalDeviceGuard on(guarded(tensors_->device));
-  for (const TensorView& view : lent)
+  for (const TensorView& view : shared)
     tensors_->each.push_back(at::from_blob(
         view.data, view.sizes, view.strides,
         at::TensorOptions().dtype(static_cast<c10::ScalarType>(view.scalar_type)).device(tensors_->device)));
@@ -87,7 +87,7 @@ void StateTable::require_valid() const {
 }
 
 void StateTable::mark_invalid(const std::string& method, const char* failure) noexcept {
-  if (is_lent_) return;
+  if (is_shared_) return;
   invalid_ = "a run failed";  // short enough to need no allocation
   try {
     invalid_ = "method '" + method + "' failed: " + failure;

@@ -26,7 +26,7 @@ class StateTable {
   StateTable(const std::vector<StateFacts>& states, const FirstValue& first, const std::string& device,
              int32_t device_index);
   // Device memory of somebody else, who also tracks whether its content is whole.
-  StateTable(const std::vector<TensorView>& lent, const std::string& device, int32_t device_index);
+  StateTable(const std::vector<TensorView>& shared, const std::string& device, int32_t device_index);
   ~StateTable();
   StateTable(const StateTable&) = delete;
   StateTable& operator=(const StateTable&) = delete;
@@ -50,7 +50,7 @@ class StateTable {
   std::unique_ptr<StateTensors> tensors_;
   std::vector<StateFacts> states_;
   std::vector<std::vector<char>> first_;
-  bool is_lent_ = false;
+  bool is_shared_ = false;
   std::string invalid_;
   std::mutex running_;
 };

@@ -147,7 +147,7 @@ class Captured:
     launches: int = 0
 
 
-class Rig:
+class SessionHarness:
     """One session on one driver. `kernel_ns`: each kernel first sleeps a random time of at most this."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Rig:
         if self._own_driver:
             self.driver.close()
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> SessionHarness:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -23,7 +23,7 @@ from penstock.schedule import Access, Schedule, Step
 from penstock.weight import Weight
 from tests.experts.reference import ReferenceTable
 from tests.native.session import take_rows
-from tests.runtime.rig import INLINE, PAGE, Captured, Model, Rig, RunFailed
+from tests.runtime.session_harness import INLINE, PAGE, Captured, Model, RunFailed, SessionHarness
 
 EXPERTS = 16
 # Of the two weights of a layer: pages and experts do not end together.
@@ -122,7 +122,7 @@ class Routed:
 Ask = Callable[[int], Sequence[int]]
 
 
-class ExpertRig(Rig):
+class ExpertHarness(SessionHarness):
     """`ask`: by routing, what the next run's index holds. By default some experts, more often those of the last run."""
 
     model: ExpertModel
