@@ -218,6 +218,7 @@ def test_damaged_files_have_codes(cli: Cli, tmp_path: Path, by_hand: Path) -> No
     assert cli("inspect", path).code == 8
     (tmp_path / "n.pte").write_bytes(b"no payload in it")
     assert "no Penstock delegate" in cli("inspect", tmp_path / "n.pte").stderr
+    assert cli("inspect", tmp_path / "none.pte").stderr.count("none.pte") == 1
     (tmp_path / "empty.pte").touch()
     (tmp_path / "w.ptd").write_bytes(bytes(100))
     (tmp_path / "p.pt2").write_bytes(bytes(100))
