@@ -74,7 +74,7 @@ def read_archive(file: BinaryIO, shown: str) -> Archive:
         names = [info.filename for info in members]
         described = [name for name in names if name.endswith(f"/extra/{METADATA_FILE}")]
         if len(described) != 1:
-            text = f"{shown} is no weightless program: it has {len(described)} {METADATA_FILE}, needs one"
+            text = f"{shown} is not a weightless program: it has {len(described)} {METADATA_FILE}, needs one"
             # If the name is somewhere in the file and no member has it, the archive's directory is damaged.
             if described or _mentions(file, f"/extra/{METADATA_FILE}".encode()):
                 raise PackageError(f"{text}: it is damaged")

@@ -39,7 +39,7 @@ def parse_call(spec: str, leaf_count: int) -> Node:
     if root.kind != "builtins.tuple" or [child.kind for child in root.children] != ["builtins.tuple", "builtins.dict"]:
         raise PackageError(f"the inputs nest as {_shown(spec)}, which is not a tuple of positional ones and a dict")
     if not all(isinstance(key, str) for key in root.children[1].keys):
-        raise PackageError(f"the inputs nest as {_shown(spec)}, where a keyword is no text")
+        raise PackageError(f"the inputs nest as {_shown(spec)}, where a keyword is not text")
     return root
 
 
@@ -47,7 +47,7 @@ def parse_nesting(spec: str, leaf_count: int) -> Node:
     try:
         document = parse_json(spec)
         if type(document) is not list or len(document) != 2:
-            raise SchemaError("it is no list of a protocol and a tree")
+            raise SchemaError("it is not a list of a protocol and a tree")
         if document[0] != _PROTOCOL or type(document[0]) is not int:
             raise SchemaError(f"its protocol is {document[0]!r:.40}; this release reads {_PROTOCOL}")
         root = _node(document[1], 0)
@@ -64,7 +64,7 @@ def _node(row: Any, depth: int) -> Node:
     if depth > _DEEPEST:
         raise SchemaError(f"it is nested more than {_DEEPEST} deep")
     if type(row) is not dict or not {"type", "context", "children_spec"} <= row.keys():
-        raise SchemaError("a part of it is no object with a type, a context and children_spec")
+        raise SchemaError("a part of it is not an object with a type, a context and children_spec")
     kind, rows = row["type"], row["children_spec"]
     if type(rows) is not list:
         raise SchemaError("the children of a part are no list")
@@ -73,7 +73,7 @@ def _node(row: Any, depth: int) -> Node:
             raise SchemaError("a leaf has children")
         return Node(LEAF, (), ())
     if type(kind) is not str:
-        raise SchemaError("the type of a part is no text")
+        raise SchemaError("the type of a part is not text")
     children = tuple(_node(child, depth + 1) for child in rows)
     return Node(kind, _keys(row["context"], len(children)) if kind == "builtins.dict" else (), children)
 

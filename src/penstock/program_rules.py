@@ -77,7 +77,7 @@ def check_signature(signature: Signature) -> None:
     tensors = [spec for spec in signature.inputs if _is_tensor(spec)]
     for name in signature.written:
         if name not in {spec.name for spec in tensors}:
-            _refuse(f"it writes {_quoted(name)}, which is no tensor among its inputs")
+            _refuse(f"it writes {_quoted(name)}, which is not a tensor among its inputs")
     for spec in (*signature.inputs, *signature.outputs):
         if _is_tensor(spec):
             check_tensor(spec)  # type: ignore[arg-type]
@@ -140,7 +140,8 @@ def _check_caches(states: Iterable[State]) -> None:
         near = by_name.get(state.near or "")
         if near is None or near.host or near.near is not None or not state.host:
             _refuse(
-                f"state {_quoted(state.name)} goes on from {_quoted(state.near or '')}, which is no state on the device"
+                f"state {_quoted(state.name)} goes on from {_quoted(state.near or '')}, which is not a state on the "
+                "device"
             )
         plain = tuple(range(CACHE_DIMS))
         if (

@@ -130,4 +130,4 @@ class _Reader:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise SchemaError(f"{where} is no text: {error}") from error
+            raise SchemaError(f"{where} is not text: {error}") from error

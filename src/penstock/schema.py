@@ -48,7 +48,7 @@ def parse_json(text: str) -> Any:
     except SchemaError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: also a whole number of absurd length
-        raise SchemaError(f"it is no JSON: {printable(str(error))[:_SHOWN]}") from error
+        raise SchemaError(f"it is not JSON: {printable(str(error))[:_SHOWN]}") from error
 
 
 def decode(kind: type[T], value: Any, where: str = "", *, rows: tuple[type, ...] = ()) -> T:

@@ -35,4 +35,4 @@ def unsealed(raw: bytes, outside: bytes = b"") -> str:
     try:
         return (body + b"}").decode()
     except UnicodeDecodeError as error:
-        raise SchemaError(f"it is no UTF-8: {error}") from error
+        raise SchemaError(f"it is not UTF-8: {error}") from error

@@ -49,7 +49,7 @@ def sweep(base: Path) -> None:
         try:
             lock = _lock(path)
         except OSError:
-            continue  # it has an owner, is gone already, is no folder, or is on a file system without locks
+            continue  # it has an owner, is gone already, is not a folder, or is on a file system without locks
         try:
             if lock is not None:
                 # What cannot be removed now is left for the next sweep.

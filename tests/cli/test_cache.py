@@ -88,6 +88,12 @@ def test_clear_one_kind(cli: Cli, store: Store, option: str, left: str) -> None:
     assert told.code == 0 and told.stdout.startswith("freed ") and kinds(store) == [left]
 
 
+def test_one_kind_and_the_other_are_not_both(cli: Cli, store: Store) -> None:
+    for options in (("--programs", "--weights"), ("--weights", "--programs")):
+        assert cli("cache", "clear", "--yes", *options).code == 2
+    assert kinds(store) == ["programs", "weights"]
+
+
 def test_it_asks(cli: Cli, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("n\n", "\n", "perhaps\n"):
         answer(monkeypatch, text)

@@ -162,4 +162,4 @@ def test_a_module_that_lacks_something_is_no_usage_error(
 def test_files_that_are_there_are_replaced_by_an_option_of_the_command(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"")
     told = cli("export", "tests.cli.models:small", "-o", tmp_path / "model.pt2", "--json")
-    assert told.code == 9 and told.document["error"]["message"].endswith("exist; pass --overwrite to replace")
+    assert told.code == 9 and told.document["error"]["message"].endswith("exists; pass --overwrite to replace")

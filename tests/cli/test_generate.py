@@ -93,7 +93,19 @@ def test_how_tokens_are_drawn(cli: Cli, folder: Path, loads: Loads, options: tup
     assert loads.generated[0]["max_new_tokens"] == 4
 
 
-@pytest.mark.parametrize("options", [("--greedy", "--top-k", "3"), ("--temperature", "0", "--top-p", "0.5")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--greedy", "--top-k", "3"),
+        ("--temperature", "0", "--top-p", "0.5"),
+        ("--greedy", "--seed", "0"),
+        ("--temperature", "0", "--seed", "1"),
+        ("--host-cache",),
+        ("--host-cache", "--budget", "1GiB"),
+        ("--budget", "1GiB", "--device-memory", "2GiB"),
+    ],
+    ids=" ".join,
+)
 def test_options_that_contradict_one_another(cli: Cli, folder: Path, options: tuple[str, ...]) -> None:
     assert cli("generate", folder, "hello", *options).code == USAGE
 
@@ -203,7 +215,7 @@ def test_without_transformers(cli: Cli, folder: Path, command: str, monkeypatch:
 
     monkeypatch.setattr(builtins, "__import__", without)
     told = cli(command, folder, *(["hello"] if command == "generate" else []))
-    assert told.code == 1 and "pip install penstock[transformers]" in told.stderr and told.stderr.count("\n") == 1
+    assert told.code == 1 and "pip install 'penstock[transformers]'" in told.stderr and told.stderr.count("\n") == 1
 
 
 def test_an_old_transformers(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,11 @@ def test_top_shows_the_largest(cli: Cli, by_hand: Path) -> None:
     assert [row[:2] for row in rows] == [["1", "mix"]]
 
 
+def test_top_and_schedule_exclude_each_other(cli: Cli, by_hand: Path) -> None:
+    told = cli("inspect", by_hand, "--schedule", "--top", "1")
+    assert told.code == 2 and "--top has no effect" in told.stderr
+
+
 def test_a_compiled_program(cli: Cli, program: Path) -> None:
     told, read = cli("inspect", program, "--json").document, read_program(program)
     assert told["built_with"] == read.built_with and told["identity"] == read.identity
@@ -212,7 +217,8 @@ def test_damaged_files_have_codes(cli: Cli, tmp_path: Path, by_hand: Path) -> No
     path.write_bytes(content)
     assert cli("inspect", path).code == 8
     (tmp_path / "n.pte").write_bytes(b"no payload in it")
-    assert "no delegate of ours" in cli("inspect", tmp_path / "n.pte").stderr
+    assert "no Penstock delegate" in cli("inspect", tmp_path / "n.pte").stderr
+    assert cli("inspect", tmp_path / "none.pte").stderr.count("none.pte") == 1
     (tmp_path / "empty.pte").touch()
     (tmp_path / "w.ptd").write_bytes(bytes(100))
     (tmp_path / "p.pt2").write_bytes(bytes(100))

@@ -274,6 +274,7 @@ def test_where_nothing_can_be_split_the_mode_is_refused(cli: Cli, program: Path)
         ("--budget", "1GB", "--link", "25GB/s", "--copy-latency-us", "inf"),
         ("--budget", "1GB", "--link", "25GB/s", "--copy-latency-us", "-1"),
         ("--budget", "1GB", "--points", "9" * 5000),
+        ("--budget", "1GB", "--points", "5"),
         ("--budget", "1GB", "--link", "25GB"),
         ("--budget", "1GB", "--link", "0GB/s"),
         ("--budget", "1GB", "--copy-latency-us", "3"),
@@ -304,6 +305,7 @@ SOUND = {"bytes_per_s": 1e9, "copy_latency_s": 0.0}
     [
         b"",
         b"\xff\xfe",
+        b"PK\x03\x04\xff",
         b"[" * 100_000,
         json.dumps({"link": SOUND, "step_s": {"forward": [float("nan")]}}).encode(),
         json.dumps({"link": SOUND, "step_s": {"forward": [float("inf")]}}).encode(),
@@ -321,6 +323,7 @@ def test_step_times_that_are_none(cli: Cli, program: Path, tmp_path: Path, conte
     told = cli("plan", program, "--budget", "1GB", "--step-times", tmp_path / "times.json", "--json")
     assert told.code == 1 and told.document["error"]["class"] == "PenstockError"
     assert "times.json" in told.document["error"]["message"]
+    assert "\\x" not in told.document["error"]["message"], "bytes of the file say nothing"
 
 
 def test_a_png_takes_any_name_as_its_title(cli: Cli, program: Path, tmp_path: Path) -> None:

@@ -204,13 +204,17 @@ def test_refusals(cli: Cli, program: Path, inputs: Path, tmp_path: Path) -> None
     assert cli("run", program, "--inputs", inputs, "--trace", "t", "--write-step-times", "s").code == 2
     assert cli("run", program, "--inputs", inputs, "--host-memory", "pinned").code == 2
     assert cli("run", program, "--inputs", inputs, "--device-memory", "8 parsecs").code == 2
+    both = cli("run", program, "--inputs", inputs, "--device-memory", "1GiB", "--budget", "1GiB")
+    assert both.code == 2 and "--budget and --device-memory both limit device memory" in both.stderr
     assert cli("run", program, "--weights", program, "--budget", "1GB", "--inputs", inputs).code == 7
 
 
 def test_split_is_the_modules_business(cli: Cli, program: Path, inputs: Path) -> None:
     """This program was compiled without."""
     told = cli("run", program, "--budget", "1GB", "--inputs", inputs, "--placement", "split")
-    assert told.code and "does not go with a program without linears of ours" in " ".join(told.stderr.split())
+    assert told.code and "does not go with a program compiled without split_linear=True" in " ".join(
+        told.stderr.split()
+    )
 
 
 def test_host_memory_may_be_capped(cli: Cli, program: Path, inputs: Path) -> None:

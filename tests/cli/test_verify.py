@@ -66,6 +66,7 @@ def test_without_running(cli: Cli, program: Path, monkeypatch: pytest.MonkeyPatc
     told = cli("verify", program, "--no-run", "--json")
     assert told.code == 0
     assert statuses(told.document) == dict.fromkeys(CHECKS[:5], "pass") | dict.fromkeys(CHECKS[5:], "skip")
+    assert told.document["inputs"] == "none: nothing was run"
 
 
 def _must_not_be_loaded(*arguments: object) -> None:
@@ -197,8 +198,12 @@ def test_usage(cli: Cli, program: Path) -> None:
     assert cli("verify", program.with_suffix(".ptd")).code == 2
     assert cli("verify", program, "--method", "forward").code == 2
     assert cli("verify", program.with_name("none.pt2")).code == 8
+    inputs = ("--inputs", program.with_name("inputs.pt"))
+    for options in ((*inputs, "--seed", 0), ("--no-run", "--seed", 0), ("--no-run", *inputs)):
+        told = cli("verify", program, *options)
+        assert told.code == 2 and str(options[-2]) in told.stderr, "an option that would do nothing"
     for seed in ("9" * 23, "9" * 5000, "-1", "nan", "1.5", str(2**63)):
-        assert cli("verify", program, "--no-run", "--seed", seed).code == 2
+        assert cli("verify", program, "--seed", seed).code == 2
 
 
 def test_made_inputs_have_the_recorded_layout() -> None:

@@ -177,7 +177,7 @@ def test_what_is_no_program_of_ours_is_refused(raw: Path, tmp_path: Path) -> Non
     to_edge(exported).to_executorch().save(str(tmp_path / "plain.pte"))
     (tmp_path / "text.pte").write_text("no program at all")
     for name in ("plain.pte", "text.pte"):
-        with pytest.raises(PackageError, match=rf"{name} has no delegate of ours"):
+        with pytest.raises(PackageError, match=rf"{name}: it has no Penstock delegate"):
             penstock.pack(raw, target, program=tmp_path / name)
     with pytest.raises(PackageError, match=r"none\.pte"):
         penstock.pack(raw, target, program=tmp_path / "none.pte")

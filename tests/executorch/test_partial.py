@@ -60,5 +60,5 @@ def test_leaving_out_an_op_that_is_not_there_is_refused() -> None:
     ours = CudaPartitioner(device="cpu", leave=["aten::conv2d"])
     with pytest.raises(ProgramError, match="leave: the lowered program has no op aten::conv2d; it has .*aten::softmax"):
         to_edge_transform_and_lower(split(), partitioner=[ours])
-    with pytest.raises(ProgramError, match="'softmax' is no op"):
+    with pytest.raises(ProgramError, match="'softmax' is not an op"):
         CudaPartitioner(device="cpu", leave=["softmax"])

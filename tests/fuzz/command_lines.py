@@ -102,7 +102,7 @@ def _check(line: list[str], code: int, stdout: str, stderr: str) -> None:
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 def _is_flag(line: list[str], flag: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def test_what_is_refused(folder: Path, change: Callable[[Path], None], error: ty
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no folder; give the one that holds config.json"):
+    with pytest.raises(CheckpointError, match="is not a folder; give the one that holds config.json"):
         open_checkpoint(folder / "config.json")
 
 
@@ -130,3 +131,14 @@ def test_a_name_is_found_in_the_cache_of_transformers(saved: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     here = open_checkpoint(saved)
     assert done.stdout.split() == ["LlamaForCausalLM", str(len(here.shards)), str(len(here.tensors)), "CheckpointError"]
+
+
+@pytest.mark.parametrize("name", ["./none", "../none", "~/none", "some/folder/none", "/none", Path("none")], ids=str)
+def test_a_path_that_is_not_there_is_not_looked_up(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.models.folder._read_config", _must_not_be_asked)
+    with pytest.raises(CheckpointError, match=rf"^there is no folder {re.escape(str(name))}; give the one"):
+        open_checkpoint(name)
+
+
+def _must_not_be_asked(*arguments: object) -> None:
+    raise AssertionError("transformers was asked for it")

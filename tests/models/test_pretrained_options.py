@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.errors import BudgetError, CaptureError, CheckpointError, DeviceError, HostMemoryError, PenstockError
+from penstock.errors import (
+    BudgetError,
+    CaptureError,
+    CheckpointError,
+    DeviceError,
+    HostMemoryError,
+    ModelError,
+    PenstockError,
+)
+from tests.models.checkpoints import save_checkpoint
 
 
 def load(tmp_path: Path, **options: Any) -> None:
@@ -25,7 +34,11 @@ def load(tmp_path: Path, **options: Any) -> None:
         ({"bugdet": "8GiB"}, TypeError, "from_pretrained() got an unexpected keyword argument 'bugdet'"),
         ({"weights": "model.ptd"}, TypeError, "from_pretrained() got an unexpected keyword argument 'weights'"),
         ({"placement": "fast"}, PenstockError, "placement is 'fast'; it must be one of"),
-        ({"placement": "split"}, PenstockError, 'placement="split" does not go with a program without linears of ours'),
+        (
+            {"placement": "split"},
+            PenstockError,
+            'placement="split" does not go with a program compiled without split_linear=True',
+        ),
         ({"split_limits": "measured"}, PenstockError, "split_limits= does not go with a module without the kernel"),
         (
             {"pack": True, "placement": "in-place"},
@@ -43,7 +56,7 @@ def load(tmp_path: Path, **options: Any) -> None:
         ({"budget": "8GiB", "device_memory": "8GiB"}, BudgetError, "device_memory= does not go with budget="),
         ({"budget": "8GiB", "host_cache": True}, PenstockError, "host_cache=True does not go with a budget"),
         ({"check_indices": "no"}, PenstockError, "check_indices is 'no'; it must be True or False"),
-        ({"device": "gpu"}, DeviceError, "'gpu' is no device"),
+        ({"device": "gpu"}, DeviceError, "'gpu' is not a device"),
     ],
     ids=str,
 )
@@ -69,3 +82,21 @@ def test_options_are_judged_before_anything_is_compiled(
 def test_what_goes_together_comes_to_the_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="none"):
         load(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "text"),
+    [
+        ("llama", {"cache_length": "64"}, "cache_length is '64'; it must be an int of at least 2"),
+        ("llama", {"cache_length": 64.0}, "cache_length is 64.0; it must be an int of at least 2"),
+        ("llama", {"batch": 0}, "batch is 0; it must be an int of at least 1"),
+        ("llama", {"prefill_tokens": 1}, "prefill_tokens is 1; it must be an int of at least 2"),
+        ("llama", {"cache_length": 512}, "was made for up to 256 positions"),
+        ("mamba", {"prefill_tokens": 8}, "models of the type mamba run prompts token by token; leave it out"),
+    ],
+)
+def test_lengths_are_judged_by_the_checkpoint(tmp_path: Path, family: str, options: dict[str, Any], text: str) -> None:
+    save_checkpoint(family, tmp_path / "none")
+    with pytest.raises(ModelError, match=re.escape(text)):
+        load(tmp_path, **options)
+    assert not (tmp_path / "cache").exists()

@@ -68,6 +68,9 @@ def test_a_floor_is_never_more_than_everything() -> None:
     """Where two slots are more than what streaming saves, everything is resident."""
     few = Planner([chain("w0", "w1")], WEIGHTS, page_bytes=PAGE, begins={name: BEGINS[name] for name in ("w0", "w1")})
     assert few.floor_bytes == few.full_bytes
+    with pytest.raises(BelowFloorError, match=f": {few.floor_bytes} bytes for (all|2 resident) weights") as refused:
+        few.plan(few.floor_bytes - 1)
+    assert "on their way" not in str(refused.value), "terms that add up to more than the floor"
     plan = few.plan(few.floor_bytes)
     assert plan.slots is None and not plan.stores and not plan.methods[0].copies
 

@@ -177,7 +177,7 @@ def test_one_byte_below_the_floor_is_refused_and_says_what_sets_it() -> None:
 
 
 def test_below_the_floor_of_what_is_always_held() -> None:
-    with pytest.raises(BelowFloorError, match=r"11 bytes for weights held all the time \(2 of them\)"):
+    with pytest.raises(BelowFloorError, match="11 bytes for 2 resident weights"):
         make_plan([chain("a", "b")], weights_of(a=5, b=6), budget_bytes=10, page_bytes=1)
 
 

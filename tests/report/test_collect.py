@@ -176,5 +176,5 @@ def test_what_does_not_belong_together_is_refused(decoder: Path, tmp_path: Path)
             collect(module, trace, [elsewhere], method="prefill")
         for content in ("[]", "no JSON", "{}"):
             (tmp_path / "other.json").write_text(content)
-            with pytest.raises(PenstockError, match=r"other\.json is no trace"):
+            with pytest.raises(PenstockError, match=r"other\.json is not a trace"):
                 collect(module, tmp_path / "other.json", [a_point(module)], method="prefill")

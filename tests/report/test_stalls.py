@@ -97,5 +97,5 @@ def test_the_file_of_a_trace_is_read_to_the_nanosecond() -> None:
 
 @pytest.mark.parametrize("document", [{}, {"traceEvents": {}}, {"traceEvents": [{"ph": "X"}]}, {"traceEvents": [3]}])
 def test_another_file_is_refused_by_its_name(document: dict[str, object]) -> None:
-    with pytest.raises(PenstockError, match=r"^t\.json is no trace of Module\.trace"):
+    with pytest.raises(PenstockError, match=r"^t\.json is not a trace of Module\.trace"):
         read_events(document, "t.json")

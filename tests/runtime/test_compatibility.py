@@ -71,7 +71,7 @@ def test_another_kind_of_device_is_refused(compiled_for: str, device: str) -> No
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", 1.5, "cpu:"])
 def test_what_is_no_device_is_refused(device: Any) -> None:
-    with pytest.raises(DeviceError, match="is no device"):
+    with pytest.raises(DeviceError, match="is not a device"):
         resolve_device(a_program(), device)
 
 
@@ -254,7 +254,7 @@ def test_a_budget_for_a_program_without_offload_metadata_is_an_error(tmp_path: P
     path = a_package(tmp_path / "plain.pt2", {"plain/version": "1"})
     with pytest.raises(BudgetError, match=r"budget '8GiB' was given for .*plain.pt2, which has no offload metadata"):
         read_offloaded(path, budget="8GiB")
-    with pytest.raises(PackageError, match="is no weightless program"):
+    with pytest.raises(PackageError, match="is not a weightless program"):
         read_offloaded(path, budget=None)
 
 

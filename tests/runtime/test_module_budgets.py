@@ -120,7 +120,7 @@ def test_a_budget_for_a_program_without_offload_metadata_is_refused(tmp_path: Pa
     for given in ({"budget": "8GiB"}, {"weight_offload_budget_mb": 512}):
         with pytest.raises(BudgetError, match=r"was given for .*plain.pt2, which has no offload metadata"):
             penstock.Module(plain, **given)
-    with pytest.raises(PackageError, match="is no weightless program"):
+    with pytest.raises(PackageError, match="is not a weightless program"):
         penstock.Module(plain)
 
 

@@ -293,7 +293,7 @@ def test_another_torch_or_machine(
 def test_another_device(chain: Path, kept: KeptDrivers, works: Callable[[], None]) -> None:
     with pytest.raises(errors.BuildMismatchError, match="compiled for cpu, and cannot run on cuda"):
         penstock.Module(chain, device="cuda")
-    with pytest.raises(errors.DeviceError, match="'abacus' is no device"):
+    with pytest.raises(errors.DeviceError, match="'abacus' is not a device"):
         penstock.Module(chain, device="abacus")
     with penstock.Module(chain, device="cpu") as module:
         assert module.device == torch.device("cpu")

@@ -70,7 +70,7 @@ def cache() -> None:
     """
 
 
-@cache.command("list", short_help="What is in the cache.")
+@cache.command("list", short_help="List what is in the cache.")
 @_cache_dir_option
 @json_option
 def list_cache(cache_dir: Path | None, as_json: bool) -> int:
@@ -92,11 +92,11 @@ def list_cache(cache_dir: Path | None, as_json: bool) -> int:
 
 @cache.command("clear", short_help="Remove what is in the cache.")
 @_cache_dir_option
-@click.option("--programs", "kind", flag_value="programs", help="Compiled programs only.")
-@click.option("--weights", "kind", flag_value="weights", help="Weights files only.")
+@click.option("--programs", is_flag=True, help="Compiled programs only.")
+@click.option("--weights", is_flag=True, help="Weights files only.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @json_option
-def clear_cache(cache_dir: Path | None, kind: str | None, yes: bool, as_json: bool) -> int:
+def clear_cache(cache_dir: Path | None, programs: bool, weights: bool, yes: bool, as_json: bool) -> int:
     """Remove what is in the cache, and what killed processes left there. What a process uses or makes stays.
 
     Asks first, and ends with exit code 1 if the answer is no.
@@ -105,6 +105,9 @@ def clear_cache(cache_dir: Path | None, kind: str | None, yes: bool, as_json: bo
     penstock cache clear
     penstock cache clear --weights --yes
     """
+    if programs and weights:
+        raise click.UsageError("--programs and --weights each leave out the other; give one, or neither to clear both")
+    kind = "programs" if programs else "weights" if weights else None
     store = _store(cache_dir)
     found = [entry for entry in store.list() if kind in (None, entry.kind)]
     if found and not yes:

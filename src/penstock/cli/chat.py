@@ -26,6 +26,7 @@ from penstock.cli.output import (
 from penstock.cli.pretrained import (
     Sampling,
     check_folder,
+    check_memory,
     check_text,
     import_transformers,
     load_model,
@@ -64,7 +65,7 @@ class ChatReport:
 
 @click.command(short_help="Talk to a checkpoint.")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of one answer. Default: as many as there is room.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of one answer. Default: as many as fit.")
 @model_options
 @sampling_options
 @json_option
@@ -76,14 +77,15 @@ def chat(
 ) -> None:
     """Talk to the transformers checkpoint in FOLDER, line by line. It must have a chat template.
 
-    The conversation stays on one KV cache, so only what is new is computed. /help lists what else can be typed. Ctrl-C
-    stops an answer, Ctrl-D leaves. With --json the talk goes to stderr, and the conversation to stdout at the end.
+    The conversation stays on one KV cache, so only what is new is computed. /help lists the commands. Ctrl-C stops an
+    answer, Ctrl-D leaves. With --json the chat goes to stderr, and the conversation to stdout at the end.
 
     \b
     penstock chat ./Llama-3.1-8B-Instruct --budget 8GiB
     penstock chat ./Llama-3.1-8B-Instruct --budget 8GiB --cache-length 16384 --temperature 0.7
     """
     chosen = Sampling.taken_from(options)
+    check_memory(options)
     check_folder(folder)
     with only_json_on_stdout(as_json):
         transformers = import_transformers("chat")
@@ -216,7 +218,7 @@ def _check_template(tokenizer: Any, folder: Path) -> None:
     try:
         import jinja2  # noqa: F401  # transformers imports it when the first message is sent
     except ImportError as error:
-        raise PenstockError("chat templates need jinja2: pip install penstock[transformers]") from error
+        raise PenstockError("chat templates need jinja2: pip install 'penstock[transformers]'") from error
 
 
 def _read_line() -> str | None:

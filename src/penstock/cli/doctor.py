@@ -34,8 +34,8 @@ class DoctorReport:
 def doctor(folder: Path, as_json: bool) -> int:
     """Check this machine: Python, torch, compiler, driver, GPU, link, memory, disk.
 
-    Each line passes, warns or fails, with the remedy. Without a GPU that is a warning: programs for the CPU work.
-    Fails (exit code 1) if any line does.
+    Each line passes, warns or fails, with the remedy. A missing GPU is a warning: programs for the CPU work. If any
+    line fails, the exit code is 1.
 
     \b
     penstock doctor

@@ -221,7 +221,7 @@ class Doctor:
             limit = memory_limit_bytes()
         except HostMemoryError as error:
             return Line("host memory", "fail", str(error), "mount /proc")
-        found = f"{short_bytes(limit.available_bytes)} can be held, by {limit.source}"
+        found = f"{short_bytes(limit.available_bytes)} can be held, according to {limit.source}"
         if limit.available_bytes < _LEAST_FREE_BYTES:
             return Line("host memory", "warn", found, 'free memory, raise the limit, or use host_memory="1GiB"')
         return Line("host memory", "pass", found)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.cli.checkpoint_size import CheckpointSize
 
 _ASSUMED_LINK = 25e9
-_ASSUMED = "assumed (--link-gb-per-s says another)"
+_ASSUMED = "assumed (--link-gb-per-s sets it)"
 _ASSUMED_DTYPE = "float32"
 _DEFAULT_LENGTH = 4096
 _SHORTEST_LENGTH, _LONGEST_LENGTH = 2048, 32768
@@ -82,18 +82,24 @@ class EstimateReport:
     notes: tuple[str, ...]
 
 
-@click.command(short_help="What a checkpoint will take, and how fast it can be.")
+@click.command(short_help="Show what memory a checkpoint needs.")
 @click.argument("folder", type=click.Path(path_type=Path))
-@bytes_option("--gpu-memory", help="Memory of the GPU to estimate for, which need not be in this machine: 12GiB.")
-@click.option("--cache-length", type=click.IntRange(min=1), help="Tokens in the KV cache. Default: 4096 at most.")
-@click.option("--link-gb-per-s", type=_GB_PER_S, help="Default: measured, if there is a GPU.")
+@bytes_option("--gpu-memory", help="Memory of the GPU, which need not be in this machine: 12GiB.")
+@click.option(
+    "--cache-length",
+    type=click.IntRange(min=1),
+    help="Tokens in the KV cache. Default: 4096, or what the model was made for, if less.",
+)
+@click.option(
+    "--link-gb-per-s", type=_GB_PER_S, help="Rate of the host link. Default: measured if there is a GPU, else 25."
+)
 @click.option(
     "--memory-gb-per-s",
     type=_GB_PER_S,
     help="Memory bandwidth of that GPU. Without it, only the link limits the speed.",
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that the checkpoint brings.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @json_option
 def estimate(
     folder: Path,
@@ -105,10 +111,10 @@ def estimate(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """What the transformers checkpoint in FOLDER will take, and how fast it can be. Nothing is compiled.
+    """Show what memory the transformers checkpoint in FOLDER needs, and how fast it can be. Nothing is compiled.
 
-    Only config.json is needed: no weight is read. Says how many bytes weights and KV cache take, about how large the
-    floor is, and how many tokens per second the link allows at a few budgets, for one conversation at a time.
+    Only config.json is needed: no weight is read. You get the bytes of weights and KV cache, the approximate floor, and
+    the tokens per second that the link allows at a few budgets, for one conversation at a time.
 
     \b
     penstock estimate ./Llama-3.1-8B --gpu-memory 12GiB
@@ -178,8 +184,8 @@ def estimate_report(
     if experts is not None:
         notes.append(
             f"each token uses {experts.per_token} of {experts.experts} experts in each layer. Tokens/s is the lower "
-            "figure, for a program that reads all experts. The figure for routed ones alone takes the hit rates that "
-            "plans begin with"
+            "figure, for a program that reads all experts. The figure for routed experts only assumes the hit rates "
+            "that plans begin with"
         )
     return EstimateReport(
         folder=folder,
@@ -219,7 +225,7 @@ def _link(given_gb_per_s: float | None) -> tuple[float, str]:
     if given_gb_per_s is not None:
         return given_gb_per_s * 1e9, "as given"
     if not torch.cuda.is_available():
-        return _ASSUMED_LINK, f"{_ASSUMED}: no GPU is here to measure it on"
+        return _ASSUMED_LINK, f"{_ASSUMED}: there is no GPU to measure it on"
     try:
         return measured_link_bytes_per_s(), "measured on this machine"
     except ChildFailure as failure:
@@ -343,22 +349,22 @@ def _show_budgets(to: Console, report: EstimateReport) -> None:
 
 
 def _rate(tokens_per_s: float | None) -> str:
-    return "the GPU's" if tokens_per_s is None else f"{tokens_per_s:.2f}"
+    return "limited by the GPU" if tokens_per_s is None else f"{tokens_per_s:.2f}"
 
 
 def _show_gpu(to: Console, report: EstimateReport) -> None:
     named = next((gib for gib in _COMMON_GPUS_GIB if gib << 30 >= report.smallest_gpu_bytes), None)
-    common = "" if named is None else f", so one of {named} GiB"
+    common = "" if named is None else f": one of {named} GiB"
     smallest = f"about {short_bytes(report.smallest_gpu_bytes)}{common}, with a cache of {report.cache_length} tokens"
     rows: list[tuple[str, object]] = [("smallest GPU", smallest)]
     gpu = report.gpu
     if gpu is not None:
         left = (
-            f"{short_bytes(gpu.left_bytes)} for weights: less KV cache {short_bytes(gpu.state_bytes)}, activations "
-            f"{short_bytes(gpu.activation_bytes)} (an estimate), reserve {short_bytes(gpu.reserve_bytes)}"
+            f"{short_bytes(gpu.left_bytes)} for weights, after KV cache {short_bytes(gpu.state_bytes)}, activations "
+            f"{short_bytes(gpu.activation_bytes)} (an estimate) and reserve {short_bytes(gpu.reserve_bytes)}"
         )
         fits = "it fits" if gpu.enough else "it does not fit: the floor is larger than what is left"
         if gpu.enough and gpu.left_bytes >= report.read_bytes_per_token:
-            fits = "it fits, with every weight in place"
+            fits = "it fits, with every weight resident"
         rows += [(f"{short_bytes(gpu.memory_bytes)} GPU", fits), ("leaves", left)]
     facts(to, "\nGPU", rows)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,9 +74,9 @@ def export(
 ) -> None:
     """Export what MODULE:FUNCTION returns, and compile it into OUTPUT and the .ptd beside it.
 
-    FUNCTION takes nothing and returns (model, args), or (model, args, kwargs), or a torch.export.ExportedProgram. A
-    model is put into eval mode and exported for these arguments; for dynamic shapes return an ExportedProgram. With
-    --method, functions of several methods should return the same model. Modules are looked for here first.
+    FUNCTION takes no arguments and returns (model, args), (model, args, kwargs), or a torch.export.ExportedProgram. A
+    model is put into eval mode and exported for these arguments; for dynamic shapes, return an ExportedProgram. The
+    functions of several methods should return the same model. The current folder is searched for MODULE first.
 
     \b
     penstock export mymodel:small -o model.pt2
@@ -104,7 +105,9 @@ def export(
         "split_linear": split_linear,
         "pack": pack,
     }
-    with only_json_on_stdout(as_json), private_temporary_files():
+    with only_json_on_stdout(as_json), private_temporary_files(), warnings.catch_warnings():
+        # Raised inside torch while it copies a program.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         report = _export(named, output, options)
     emit(report, as_json, _show)
 
@@ -136,7 +139,7 @@ def _export(named: dict[str, str], output: Path, options: dict[str, Any]) -> Exp
             returned = function()
         programs[name] = penstock.apply_weight_offload(_exported(returned, text))
     traced_s = time.perf_counter()
-    line(screen, f"compiling {', '.join(programs)}; {short_time(traced_s - began_s)} so far")
+    line(screen, f"compiling {', '.join(programs)}; exporting took {short_time(traced_s - began_s)}")
     if output.suffix == ".pte":
         import penstock.executorch
 

@@ -14,6 +14,7 @@ from penstock.cli.output import console, json_option, line, only_json_on_stdout,
 from penstock.cli.pretrained import (
     Sampling,
     check_folder,
+    check_memory,
     check_text,
     import_transformers,
     load_model,
@@ -38,7 +39,7 @@ class GenerateReport:
     speed: Speed
 
 
-@click.command(short_help="Go on with a text.")
+@click.command(short_help="Continue a text with a checkpoint.")
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("prompt")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=100, show_default=True)
@@ -52,10 +53,11 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Go on with PROMPT, by the transformers checkpoint in FOLDER. A PROMPT of - is read from stdin.
+    """Continue PROMPT with the transformers checkpoint in FOLDER. A PROMPT of - is read from stdin.
 
-    Tokens are written as they come. The last line, on stderr, says how fast they came. Whether tokens are drawn, and
-    how, is as the checkpoint's generation_config says, unless an option says something else. Ctrl-C ends the text.
+    Tokens are written as they come. The last line, on stderr, says how fast they came. The checkpoint's
+    generation_config decides whether tokens are sampled, and how, unless an option says otherwise. Ctrl-C ends the
+    text.
 
     \b
     penstock generate ./Llama-3.1-8B "Once upon a time" --budget 8GiB
@@ -63,6 +65,7 @@ def generate(
     penstock generate ./Llama-3.1-8B "Once upon a time" --greedy --json
     """
     chosen = Sampling.taken_from(options)
+    check_memory(options)
     text = _read_stdin() if prompt == "-" else check_text(prompt, "PROMPT")
     check_folder(folder)
     with only_json_on_stdout(as_json):

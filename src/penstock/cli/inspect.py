@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from penstock.cli.program_report import ProgramReport, WeightsReport
 
 SUFFIXES = (".pt2", ".pte", ".ptd")
+_ROWS = 10
 
 
 @click.command(short_help="Show what is in a file.")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of the largest in tables.")
-@click.option("--schedule", "whole", is_flag=True, help="Show every step and every weight, not the largest alone.")
+@click.option("--top", type=click.IntRange(min=1), help="How many of the largest to show in each table. Default: 10.")
+@click.option("--schedule", "whole", is_flag=True, help="Show every step and weight, not only the largest.")
 @json_option
-def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
-    """What is in FILE (.pt2, .pte or .ptd): methods, weights, schedule, the floor and what sets it.
+def inspect(file: Path, top: int | None, whole: bool, as_json: bool) -> None:
+    """Show what is in FILE (.pt2, .pte or .ptd): methods, weights, schedule, the floor and what sets it.
 
     The JSON always holds all of it.
 
@@ -36,6 +37,9 @@ def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
     penstock inspect model.pt2 --schedule
     penstock inspect model.ptd --json | jq '.entries[].name'
     """
+    if whole and top is not None:
+        raise click.UsageError("--schedule shows every step and weight, so --top has no effect; give one of them")
+    rows = None if whole else top or _ROWS
     if file.suffix not in SUFFIXES:
         raise click.BadParameter(f"{file} must end in {', '.join(SUFFIXES)}", param_hint="FILE")
     if file.suffix == ".ptd":
@@ -48,13 +52,13 @@ def inspect(file: Path, top: int, whole: bool, as_json: bool) -> None:
             index = read_index(file)
         except OSError as error:
             raise WeightsFileError(f"the weights file {file} cannot be read: {error}") from error
-        emit(weights_report(index), as_json, lambda to, report: _show_weights(to, report, None if whole else top))
+        emit(weights_report(index), as_json, lambda to, report: _show_weights(to, report, rows))
     else:
         from penstock.cli.program_report import program_report
         from penstock.cli.subject import read_subject
 
         report = program_report(read_subject(file))
-        emit(report, as_json, lambda to, report: _show_program(to, report, None if whole else top))
+        emit(report, as_json, lambda to, report: _show_program(to, report, rows))
 
 
 def _show_program(to: Console, report: ProgramReport, top: int | None) -> None:

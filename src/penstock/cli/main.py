@@ -41,7 +41,7 @@ _LONGEST_LINE = 500
 )
 @click.version_option(VERSION, prog_name="penstock")
 def penstock() -> None:
-    """Runs a PyTorch model whose weights do not fit in GPU memory inside a byte budget."""
+    """Run a PyTorch model whose weights do not fit in GPU memory inside a byte budget."""
 
 
 for command in (doctor, estimate, generate, chat, export, pack, unpack, inspect, plan, run, verify, cache, bench):

@@ -42,14 +42,14 @@ class PackReport:
 @click.option(
     "--program",
     type=click.Path(path_type=Path),
-    help="The .pt2 or .pte of these weights: what it gathers from stays unpacked; for a .pte, plans are written, too.",
+    help="The .pt2 or .pte of these weights: what it gathers from stays unpacked. For a .pte, plans are written, too.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
 def pack(weights: Path, output: Path, program: Path | None, overwrite: bool, as_json: bool) -> None:
     """Pack WEIGHTS (.ptd) into OUTPUT: the same values to the bit, bfloat16 in 68% of the bytes, others in 78 to 91%.
 
-    Weights of other dtypes, small ones, states, and what would not get smaller by a twentieth stay as they are.
+    States, other dtypes, small weights, and weights that would not shrink by a twentieth stay as they are.
 
     \b
     penstock pack model.ptd -o packed.ptd
@@ -103,13 +103,13 @@ def report(source: WeightsIndex, written: WeightsIndex, packed: WeightsIndex, se
     )
 
 
-def show(to: Console, report: PackReport) -> None:
+def show(to: Console, report: PackReport, done: str = "packed") -> None:
     facts(
         to,
         printable(str(report.path)),
         [
             ("file", f"{short_bytes(report.file_bytes)}, from {short_bytes(report.source_bytes)}"),
-            ("packed", f"{report.packed_count} of {report.stored_count}, ratio {report.ratio:.3f} in all"),
+            (done, f"{report.packed_count} of {report.stored_count}, ratio {report.ratio:.3f} in all"),
             ("time", short_time(report.seconds)),
         ],
     )

@@ -26,40 +26,45 @@ _LINK_SHARE_ONLY = (
     "--step-times or --compute-bandwidth"
 )
 _AT_LINK_RATE = "kernels are taken to read host memory as fast as the link copies, which is the most they can"
+_POINTS = 21
 _NO_LINK = "no link was given, so no time is predicted; give --link (penstock doctor measures it), as in --link 25GB/s"
 
 
 @click.command(short_help="Show what a budget buys, on any GPU.")
 @click.argument("program", type=click.Path(path_type=Path))
 @budget_option(help="Device memory for weights: 8GiB. Default: the baked one.")
-@bytes_option("--gpu-memory", help="A GPU of this size, here or not: the budget is what it leaves.")
-@rate_option("--link", "link_rate", help="Host to device: 25GB/s.")
+@bytes_option(
+    "--gpu-memory",
+    help="Plan for a GPU of this size, here or not. The budget is what it has left for weights.",
+)
+@rate_option("--link", "link_rate", help="Rate of the host link: 25GB/s.")
 @click.option(
     "--copy-latency-us",
     # At most about a quarter of an hour, so that no sum of times is infinite.
     type=FiniteRange(min=0, max=1e9),
-    help="What each copy costs beside its bytes. Default: 0.",
+    help="What each copy costs in addition to its bytes. Default: 0.",
 )
 @click.option(
     "--step-times", type=click.Path(path_type=Path), help="Measured times: what run --write-step-times wrote."
 )
 @rate_option(
-    "--compute-bandwidth", help="Estimate each step as reading its weights from device memory at this rate: 3.3TB/s."
+    "--compute-bandwidth",
+    help="Rate of device memory: 3.3TB/s. A step is taken to last as long as reading its weights.",
 )
 @click.option(
     "--placement",
     type=PlacementChoice(PLANNED),
     default="auto",
     show_default=True,
-    help="As penstock.Module's placement. auto reads weights in place, in host memory, if only some of their rows are "
-    "read. in-place reads there all that the budget does not hold. split does so with linear weights alone, if the "
-    "program was exported with --split-linear.",
+    help="As penstock.Module's placement. auto reads a weight in place, in host memory, if only some of its rows are "
+    "read. in-place reads there all that the budget does not hold. split does so with the weights of linears alone; the "
+    "program must be exported with --split-linear.",
 )
 @renamed_option("--mode")
 @click.option("--method", help="This method alone. Default: one run of each.")
 @click.option("--weights", type=click.Path(path_type=Path), help="Default: the .ptd beside PROGRAM, if it is there.")
 @click.option("--curve", type=click.Path(path_type=Path), help="Time and throughput against budget: .png or .html.")
-@click.option("--points", type=click.IntRange(min=2, max=500), default=21, show_default=True, help="Of the curve.")
+@click.option("--points", type=click.IntRange(min=2, max=500), help="Budgets on the curve. Default: 21.")
 @json_option
 def plan(
     program: Path,
@@ -73,10 +78,10 @@ def plan(
     method: str | None,
     weights: Path | None,
     curve: Path | None,
-    points: int,
+    points: int | None,
     as_json: bool,
 ) -> None:
-    """Where the weights of PROGRAM (.pt2 or .pte) lie within a budget, what streams, and how long a run takes.
+    """Show where the weights of PROGRAM (.pt2 or .pte) lie within a budget, what streams, and how long a run takes.
 
     Nothing is loaded or run, and no GPU is needed. Without step times the predicted time is the link's share only.
 
@@ -98,6 +103,8 @@ def plan(
         raise click.UsageError("--step-times and --compute-bandwidth say the same thing twice; give one")
     if curve is not None and curve.suffix not in SUFFIXES:
         raise click.BadParameter(f"{curve} must end in {' or '.join(SUFFIXES)}", param_hint="--curve")
+    if points is not None and curve is None:
+        raise click.UsageError("--points belongs to --curve, which is not given")
     subject = read_subject(program, weights)
     read = subject.program
     names = [row.name for row in read.methods]
@@ -156,7 +163,7 @@ def plan(
         gpu=gpu,
         methods=predictor.predictions(made, budget_bytes),
         placements=places(made, read.weights, chosen),
-        curve=() if curve is None else predictor.curve(points),
+        curve=() if curve is None else predictor.curve(points or _POINTS),
         weights_file=subject.weights_file,
         notes=(
             *_packed_notes(subject, link),

@@ -23,7 +23,7 @@ def show_plan(to: Console, report: PlanReport) -> None:
         [
             ("budget", f"{report.budget_bytes} bytes ({short_bytes(report.budget_bytes)}, {report.budget_source})"),
             *(
-                [("", f"of {short_bytes(report.asked_bytes)}: all weights take no more")]
+                [("", f"cut from {short_bytes(report.asked_bytes)}: the weights take no more")]
                 if report.asked_bytes > report.budget_bytes
                 else []
             ),

@@ -15,7 +15,7 @@ from penstock.cli.units import FiniteRange, bytes_option
 from penstock.errors import CheckpointError, InputError, PenstockError
 from penstock.models.families import OLDEST
 
-_INSTALL = "pip install penstock[transformers]"
+_INSTALL = "pip install 'penstock[transformers]'"
 DTYPES = ("bfloat16", "float16", "float32")
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -38,7 +38,7 @@ def model_options(command: Decorated) -> Decorated:
             click.option(
                 "--pack", is_flag=True, help="Keep weights packed, without loss: faster where they do not fit."
             ),
-            click.option("--trust-remote-code", is_flag=True, help="Run Python code that the checkpoint brings."),
+            click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
         )
     ):
         command = option(command)
@@ -56,7 +56,7 @@ def sampling_options(command: Decorated) -> Decorated:
                 help="Sample from the likeliest tokens that add up to this probability.",
             ),
             click.option(
-                "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the random numbers: the same text each time."
+                "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed for sampling: the same text each time."
             ),
             click.option("--greedy", is_flag=True, help="Always the likeliest token."),
             click.option(
@@ -93,6 +93,9 @@ class Sampling:
             raise click.UsageError(f"--greedy does not sample, so {given[0]} has no effect; give one of them")
         if self.temperature == 0 and len(given) > 1:
             raise click.UsageError(f"--temperature 0 does not sample, so {given[1]} has no effect; give one of them")
+        if self.seed is not None and (self.greedy or self.temperature == 0):
+            how = "--greedy" if self.greedy else "--temperature 0"
+            raise click.UsageError(f"{how} does not sample, so --seed has no effect; give one of them")
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of generate(). Beams cannot be streamed, so there is one."""
@@ -106,6 +109,14 @@ class Sampling:
         if self.prompt_lookup is not None:
             found["prompt_lookup_num_tokens"] = self.prompt_lookup
         return found
+
+
+def check_memory(options: Mapping[str, Any]) -> None:
+    """Refuses options of memory that exclude or need one another; from_pretrained would, by its own names for them."""
+    if options["host_cache"] and options["device_memory"] is None:
+        raise click.UsageError("--host-cache belongs to --device-memory, which is not given")
+    if options["budget"] is not None and options["device_memory"] is not None:
+        raise click.UsageError("--budget and --device-memory both limit device memory; give one")
 
 
 def import_transformers(command: str) -> ModuleType:

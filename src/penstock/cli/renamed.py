@@ -20,7 +20,7 @@ _SENTENCES = {
 def renamed_option(name: str) -> Callable[[F], F]:
     def refuse(context: click.Context, option: click.Parameter, value: str | None) -> None:
         if value is not None:
-            raise click.UsageError(f"{name} is no option any more: {_SENTENCES[name]}")
+            raise click.UsageError(f"{name} is no longer an option: {_SENTENCES[name]}")
 
     return click.option(name, hidden=True, expose_value=False, callback=refuse)
 

@@ -120,6 +120,8 @@ def run(
     if program.suffix not in (".pt2", ".pte"):
         raise click.BadParameter(f"{program} must end in .pt2 or .pte", param_hint="PROGRAM")
     options: dict[str, Any] = {"placement": placement, "host_memory": host_memory}
+    if budget is not None and device_memory is not None:
+        raise click.UsageError("--budget and --device-memory both limit device memory; give one")
     if device_memory is not None:
         options["device_memory"] = device_memory
     if trace is not None and write_step_times is not None:

@@ -40,15 +40,16 @@ def read_step_times(path: Path) -> Calibration:
         )
         return Calibration(link, step_s, direct_step_s)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = "it is not text" if isinstance(error, UnicodeDecodeError) else f"{error!r:.200}"
         raise PenstockError(
-            f'{path} has no step times: {error!r:.200}; needs {{"link": {{"bytes_per_s": .., "copy_latency_s": ..}}, '
+            f'{path} has no step times: {what}; needs {{"link": {{"bytes_per_s": .., "copy_latency_s": ..}}, '
             '"step_s": {method: [seconds, ..]}}, as `penstock run --write-step-times` writes it'
         ) from error
 
 
 def _number(value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r:.80} is no number")
+        raise TypeError(f"{value!r:.80} is not a number")
     if not least <= value <= most:  # nan lies in no range
         raise ValueError(f"{value!r:.80} is not within {least:g} and {most:g}")
     return float(value)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from penstock.cli.curve_picture import MissingPackageError
+from penstock.cli.pretrained import one_line
 from penstock.errors import InputError, OutputPathError
 from penstock.export.safetensors_file import DTYPES, read_checkpoint, stored_pieces
 from penstock.regular_file import open_regular
@@ -32,12 +33,11 @@ def load_tensors(path: Path) -> Any:
     except Exception as error:
         if isinstance(error, InputError):
             raise
-        what = " as what torch.save writes" if path.suffix == ".pt" else ""
-        raise InputError(f"the inputs {path} cannot be read{what}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+        if path.suffix == ".pt":
+            raise InputError(
+                f"the inputs {path} cannot be read; write them with torch.save: {one_line(error)}"
+            ) from error
+        raise InputError(f"the inputs {path} cannot be read: {one_line(error)}") from error
 
 
 def dump_tensors(path: Path, result: Any, named: Mapping[str, torch.Tensor]) -> bytes:

@@ -91,5 +91,5 @@ def _parse_rate(context: click.Context, param: click.Parameter, value: str | Non
         raise click.BadParameter(f"{value!r} is not bytes per second, as in 25GB/s", context, param)
     rate = _parse_amount(context, param, match.group(1))
     if not rate:
-        raise click.BadParameter(f"{value!r} is no rate: nothing would ever arrive", context, param)
+        raise click.BadParameter(f"{value!r} is not a rate: nothing would ever arrive", context, param)
     return float(rate)

@@ -35,4 +35,8 @@ def unpack(weights: Path, output: Path, overwrite: bool, as_json: bool) -> None:
         tqdm(total=total_bytes, desc="unpacking", unit="B", unit_scale=True, disable=None) as bar,
     ):
         written = penstock.unpack(weights, output, on_bytes=bar.update, overwrite=overwrite)
-    emit(report(source, written, source, time.perf_counter() - began_s), as_json, show)
+    emit(
+        report(source, written, source, time.perf_counter() - began_s),
+        as_json,
+        lambda to, report: show(to, report, "unpacked"),
+    )

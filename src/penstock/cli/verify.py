@@ -36,9 +36,7 @@ class VerifyReport:
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of the random inputs that are used without --inputs.",
+    help="Seed of the random inputs that are used without --inputs. Default: 0.",
 )
 @click.option("--no-run", is_flag=True, help="Leave out what loads and runs the program.")
 @json_option
@@ -47,15 +45,15 @@ def verify(
     weights: Path | None,
     inputs: Path | None,
     method: str | None,
-    seed: int,
+    seed: int | None,
     no_run: bool,
     as_json: bool,
 ) -> int:
     """Check PROGRAM (.pt2): checksums, schedule against the generated code, floor, and poisoned runs at the floor.
 
     The runs are compared to the bit with runs in which every weight is resident. Without --inputs, inputs are made
-    from the recorded shapes: random numbers from a seed, whole numbers counting up from 0. Fails (exit code 1) if any
-    check does.
+    from the recorded shapes: random numbers from a seed, whole numbers counting up from 0. If any check fails, the exit
+    code is 1.
 
     \b
     penstock verify model.pt2
@@ -68,12 +66,17 @@ def verify(
         raise click.BadParameter(f"{program} must end in .pt2", param_hint="PROGRAM")
     if method is not None and inputs is None:
         raise click.UsageError("--method names the method that --inputs are for, and there are no --inputs")
+    if seed is not None and inputs is not None:
+        raise click.UsageError("--seed is for inputs that are made up, and --inputs gives them; give one")
+    if no_run and (inputs is not None or seed is not None):
+        raise click.UsageError(f"--no-run runs nothing, so {'--inputs' if seed is None else '--seed'} has no effect")
     weights_path = program.with_suffix(".ptd") if weights is None else weights
     with only_json_on_stdout(as_json), console(stderr=True).status("verifying"):
-        verifier = Verifier(program, weights_path, inputs, method, seed)
+        verifier = Verifier(program, weights_path, inputs, method, seed or 0)
         checks = tuple(verifier.checks(run=not no_run))
     ok = all(check.status != "fail" for check in checks)
-    report = VerifyReport(program, weights_path, verifier.inputs_text, checks, ok)
+    used = "none: nothing was run" if no_run else verifier.inputs_text
+    report = VerifyReport(program, weights_path, used, checks, ok)
     emit(report, as_json, _show)
     return OK if ok else FAILED
 

@@ -208,12 +208,12 @@ class Verifier:
         module = PoisonedModule(self._path, self._weights_path)
         _compare(wanted, self._play(module.run_method, resolve_device(self._program, None)))
         lent = max(session.peak_bytes for session in module.sessions.values())
-        return f"no weight is read after its recorded last reader; at most {format_bytes(lent)} lent at once"
+        return f"no weight is read after its recorded last reader; at most {format_bytes(lent)} in use at once"
 
     def _poisoned_run(self) -> str:
         """At the floor, with device bytes overwritten as soon as their last reader is done."""
         told = [self._poisoned(placement) for placement in self._placements]
-        return f"{len(self._resident)} outputs bit-identical to all resident: {'; '.join(told)}"
+        return f"{len(self._resident)} outputs bit-identical to those with everything resident: {'; '.join(told)}"
 
     def _poisoned(self, placement: str) -> str:
         import penstock

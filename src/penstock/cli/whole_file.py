@@ -47,7 +47,7 @@ def refuse_unwritable(*paths: Path | None) -> None:
         if stat.S_ISDIR(mode):
             raise OutputPathError(f"{path} cannot be written: it is a folder")
         if not stat.S_ISREG(mode):
-            raise OutputPathError(f"{path} cannot be written: it is no file, and one would take its place")
+            raise OutputPathError(f"{path} cannot be written: it is not a file, and one would take its place")
 
 
 def _is_folder(path: Path) -> bool:

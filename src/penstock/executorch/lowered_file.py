@@ -36,6 +36,7 @@ class LoweredFile:
 
 
 def read_lowered(path: Path) -> LoweredFile:
+    open_regular(path, PackageError).close()
     try:
         payload = read_payload(_payload(path))
         program = program_from_archive(io.BytesIO(payload.code), "its code")
@@ -55,7 +56,7 @@ def _payload(path: Path) -> bytes:
         with open_regular(path, PackageError) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             at = mapped.find(PAYLOAD_MAGIC)
             if at < 0 or at + HEADER_BYTES > len(mapped):
-                raise PackageError(f"{path} has no delegate of ours: there is no {PAYLOAD_MAGIC.decode()} in it")
+                raise PackageError(f"it has no Penstock delegate: there is no {PAYLOAD_MAGIC.decode()} in it")
             return mapped[at : at + payload_bytes(mapped[at : at + HEADER_BYTES])]
     except (OSError, ValueError) as error:  # an empty file, for one
-        raise PackageError(f"{path} cannot be read: {error}") from error
+        raise PackageError(f"it cannot be read: {error}") from error

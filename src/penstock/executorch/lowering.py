@@ -130,7 +130,9 @@ def export(
 def _refuse_own_names(methods: Iterable[str]) -> None:
     for name in methods:
         if name in OWN_METHODS:
-            raise PackageError(f"a method cannot be named {name!r}: that is one of ours ({', '.join(OWN_METHODS)})")
+            raise PackageError(
+                f"a method cannot be named {name!r}: that name is Penstock's own ({', '.join(OWN_METHODS)})"
+            )
 
 
 def _signatures(methods: Mapping[str, ExportedProgram], device: torch.device) -> dict[str, Signature]:

@@ -42,7 +42,7 @@ def _of_sharing(name: str) -> Any:
 
 
 class Module(LoadedProgram):
-    """Loads `path` (a .pte with delegates of ours) and its data files, and runs it within a budget of device bytes.
+    """Loads `path` (a .pte with Penstock delegates) and its data files, and runs it within a budget of device bytes.
 
     It has the interface of penstock.Module for a .pt2, and its options: `device`, `placement`, `host_memory`,
     `calibration`, `verify` and the others. Options that a .pte cannot have are refused by name.

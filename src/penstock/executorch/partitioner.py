@@ -192,7 +192,7 @@ def _stem(name: str) -> str:
     """The name without the underscore that an op's functional form may carry."""
     namespace, found, stem = name.partition("::")
     if not found:
-        raise ProgramError(f"{name!r} is no op; name it with its namespace, as in 'aten::softmax'")
+        raise ProgramError(f"{name!r} is not an op; name it with its namespace, as in 'aten::softmax'")
     return f"{namespace}::{stem.lstrip('_')}"
 
 

@@ -56,13 +56,13 @@ class Sessions:
         found = self._native.payloads()
         if not found and budget is not None:
             raise BudgetError(
-                f"the budget {budget} was given for {self._path}, which has no delegate of ours: its weights are not "
+                f"the budget {budget} was given for {self._path}, which has no Penstock delegate: its weights are not "
                 "offloaded"
             )
         if len(found) != 1:
             raise PackageError(
-                f"{self._path} has {len(found)} programs of ours, needs one: lower with one CudaPartitioner; without "
-                "delegates of ours, ExecuTorch's own runtime runs it"
+                f"{self._path} has {len(found)} Penstock programs, needs one: lower with one CudaPartitioner; without "
+                "Penstock delegates, ExecuTorch's own runtime runs it"
             )
         return found[0]
 

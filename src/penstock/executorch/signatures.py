@@ -35,7 +35,7 @@ def methods_from_json(text: str) -> dict[str, Method]:
     try:
         rows = parse_json(text)
         if type(rows) is not dict:
-            raise SchemaError("it is no object")
+            raise SchemaError("it is not an object")
         signatures = {name: decode(Signature, row, name) for name, row in rows.items()}
         for signature in signatures.values():
             check_signature(signature)

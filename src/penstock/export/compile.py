@@ -261,7 +261,8 @@ def output_paths(path: str | os.PathLike[str], suffix: str, overwrite: bool) -> 
     weights_path = program_path.with_suffix(".ptd")
     existing = [str(p) for p in (program_path, weights_path) if p.exists()]
     if existing and not overwrite:
-        raise OutputExistsError(f"{' and '.join(existing)} exist; pass overwrite=True to replace")
+        verb = "exist" if len(existing) > 1 else "exists"
+        raise OutputExistsError(f"{' and '.join(existing)} {verb}; pass overwrite=True to replace")
     folders = [str(p) for p in (program_path, weights_path) if p.is_dir()]
     if folders:
         raise OutputPathError(f"{' and '.join(folders)} cannot be replaced: a folder of that name is there")

@@ -201,7 +201,7 @@ def _read_json(path: Path, raw: bytes, kind: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not {kind}: {error}") from error
     if not isinstance(table, dict):
-        raise CheckpointError(f"{path} is not {kind}: its JSON is no table")
+        raise CheckpointError(f"{path} is not {kind}: its JSON is not a table")
     return table
 
 

@@ -11,7 +11,7 @@ def target_device(device: str | torch.device | None) -> torch.device:
     try:
         target = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"{device!r} is no device: {error}") from error
+        raise DeviceError(f"{device!r} is not a device: {error}") from error
     if target.type not in ("cpu", "cuda"):
         raise DeviceError(f"cannot compile for {target.type!r}; valid targets are 'cpu' and 'cuda'")
     if target.type == "cpu":

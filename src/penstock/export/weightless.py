@@ -375,7 +375,7 @@ def _rewrite_outputs(
             specs.append(ConstantSpec(getattr(spec.arg, "name", ""), value))
         else:
             raise UnsupportedProgramError(
-                f"output {spec.arg.name!r} ({spec.kind.name.lower()}) is no tensor; return it as a tensor"
+                f"output {spec.arg.name!r} ({spec.kind.name.lower()}) is not a tensor; return it as a tensor"
             )
     with graph.inserting_before(output):
         # A result that shares memory with state would change with the next run.

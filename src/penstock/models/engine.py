@@ -155,4 +155,4 @@ def _check_positions(position_ids: Tensor, mask: Tensor | None, before: int, cou
     wanted = (known.cumsum(1) - 1)[:, before:]
     given = position_ids.cpu()[..., -count:]
     if given.shape[-1] != count or bool(((given != wanted) & (known[:, before:] != 0)).any()):
-        raise ModelError("position_ids of one's own are not supported: they follow from attention_mask")
+        raise ModelError("position_ids do not match attention_mask, from which they follow; leave them out")

@@ -31,9 +31,16 @@ def open_checkpoint(name: str | os.PathLike[str], *, trust_remote_code: bool = F
     given = os.fspath(name)
     folder = Path(given)
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{given} is no folder; give the one that holds config.json and the .safetensors files")
+        raise CheckpointError(
+            f"{given} is not a folder; give the one that holds config.json and the .safetensors files"
+        )
     if folder.is_dir():
         _look_into(folder)
+    elif not isinstance(name, str) or given.startswith(("/", "./", "../", "~")) or given.count("/") > 1:
+        # No name of transformers looks like this, which would spend seconds on asking its hub.
+        raise CheckpointError(
+            f"there is no folder {given}; give the one that holds config.json and the .safetensors files"
+        )
     config = _read_config(given, trust_remote_code)
     model_class = _model_class(given, config, trust_remote_code)
     table = _table(given)

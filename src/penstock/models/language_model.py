@@ -65,8 +65,13 @@ class OnPenstock:
                 raise ModelError(f"{name} on Penstock does not take {given}: it gives logits for input_ids")
         if input_ids is None:
             raise InputError("input_ids are missing")
-        if not isinstance(logits_to_keep, int):
-            raise ModelError("logits_to_keep must be a number: the logits of so many last tokens")
+        if keywords.get("return_dict") is False:
+            raise ModelError(f"{name} on Penstock does not take return_dict=False: call to_tuple() on what it returns")
+        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+            raise ModelError(
+                f"logits_to_keep is {logits_to_keep!r:.80}; it must be the number of last tokens whose logits you "
+                "want, or 0 for all"
+            )
 
     def _base_arguments(self) -> frozenset[str]:
         raise NotImplementedError  # by the class that attach() makes

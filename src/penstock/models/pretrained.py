@@ -171,10 +171,14 @@ def _methods(
     """Sizes of the program; and whether the model has layers that cannot go back."""
     trained = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
     length = min(trained or DEFAULT_CACHE_LENGTH, DEFAULT_CACHE_LENGTH) if cache_length is None else cache_length
-    if length < 2 or batch < 1 or (prefill_tokens is not None and prefill_tokens < 2):
+    for name, given, least in (("cache_length", length, 2), ("batch", batch, 1), ("prefill_tokens", prefill_tokens, 2)):
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < least):
+            raise ModelError(f"{name} is {given!r:.80}; it must be an int of at least {least}")
+    kind = checkpoint.config.model_type
+    if prefill_tokens is not None and kind in TOKEN_BY_TOKEN:
         raise ModelError(
-            f"cache_length is {length}, batch {batch} and prefill_tokens {prefill_tokens}; they must be at least 2, 1 "
-            "and 2"
+            f"prefill_tokens is {prefill_tokens}, and models of the type {kind} run prompts token by token; leave it "
+            "out"
         )
     if trained and length > trained:
         raise ModelError(f"cache_length is {length}; {checkpoint.name} was made for up to {trained} positions")
@@ -184,7 +188,7 @@ def _methods(
         longest = min(length, prefill_tokens or PREFILL_TOKENS)
         methods = Methods(batch, length, decode_tokens, longest, takes_padding=not layers.is_recurrent)
         return methods, layers.is_recurrent
-    longest = 0 if checkpoint.config.model_type in TOKEN_BY_TOKEN else min(length, prefill_tokens or CHUNK_TOKENS)
+    longest = 0 if kind in TOKEN_BY_TOKEN else min(length, prefill_tokens or CHUNK_TOKENS)
     return Methods(batch, length, decode_tokens, longest, is_fixed=True, takes_padding=False), True
 
 

@@ -71,7 +71,7 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
         raise ValueError(f"a link is fitted to copies of at least two sizes, got {sizes}")
     for nbytes, seconds in samples:
         if nbytes < 0 or not (seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"a copy of {nbytes} bytes in {seconds} s is no measurement")
+            raise ValueError(f"a copy of {nbytes} bytes in {seconds} s is not a measurement")
     weights = [1 / seconds**2 for _, seconds in samples]
     total = math.fsum(weights)
     mean_bytes = math.fsum(w * nbytes for w, (nbytes, _) in zip(weights, samples, strict=True)) / total

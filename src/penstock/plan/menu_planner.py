@@ -171,13 +171,21 @@ class MenuPlanner:
         if self._sets.surely_fits((budget_bytes - slots_bytes) // self._page_bytes):
             return
         if budget_bytes < self.floor_bytes:
-            on_their_way = f", and {slots_bytes} bytes for packed ones on their way" if slots_bytes else ""
             raise BelowFloorError(
                 f"the budget is {budget_bytes} bytes, but the floor is {self.floor_bytes} bytes: "
-                f"{_reason(self._lowest)}{on_their_way}",
+                f"{self._floor_reason(slots_bytes)}",
                 budget_bytes=budget_bytes,
                 floor_bytes=self.floor_bytes,
             )
+
+    def _floor_reason(self, slots_bytes: int) -> str:
+        """Terms that add up to the floor."""
+        if not self._lowest.ring_pages:
+            return _reason(self._lowest)
+        if self.floor_bytes < self._streaming_floor_bytes + slots_bytes:
+            return f"{self.floor_bytes} bytes for all weights, resident (pages of {self._page_bytes} bytes)"
+        on_their_way = f", and {slots_bytes} bytes for packed ones on their way" if slots_bytes else ""
+        return f"{_reason(self._lowest)}{on_their_way}"
 
     def seconds(self, plan: Plan, calibration: Calibration | None) -> float:
         """What plans are compared by: measured times, or else the sum over all nominal machines."""
@@ -208,7 +216,8 @@ def _reason(lowest: Draft) -> str:
     """What sets the floor."""
     demand, suffixes = lowest.streaming.demand, lowest.suffixes
     held_bytes = lowest.streaming.resident_pages(suffixes) * demand.page_bytes
-    held = f"{held_bytes} bytes for weights held all the time ({len(demand.nbytes) - len(suffixes)} of them)"
+    count = len(demand.nbytes) - len(suffixes)
+    held = f"{held_bytes} bytes for {count} resident weight{'' if count == 1 else 's'}"
     method, step_index, names = lowest.worst_step()
     pages = f"(pages of {demand.page_bytes} bytes)"
     if method is None:
@@ -216,5 +225,5 @@ def _reason(lowest: Draft) -> str:
     listed = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"{held} and {lowest.ring_pages * demand.page_bytes} bytes for step {step_index} of method {method!r}, during "
-        f"which {listed} must be in place or on their way {pages}"
+        f"which {listed} must be on the device or on their way {pages}"
     )

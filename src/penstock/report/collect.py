@@ -199,7 +199,7 @@ def _parsed(text: str, path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise PenstockError(f"{path} is no trace: {error}") from error
+        raise PenstockError(f"{path} is not a trace: {error}") from error
     if not isinstance(document, dict):
-        raise PenstockError(f"{path} is no trace: it holds a {type(document).__name__}")
+        raise PenstockError(f"{path} is not a trace: it holds a {type(document).__name__}")
     return document

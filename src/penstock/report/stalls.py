@@ -49,7 +49,7 @@ def read_events(document: Mapping[str, object], where: str) -> list[TraceEvent]:
             if row["ph"] == "X"
         ]
     except (AssertionError, KeyError, TypeError) as error:
-        raise PenstockError(f"{where} is no trace of Module.trace: {error!r}") from error
+        raise PenstockError(f"{where} is not a trace of Module.trace: {error!r}") from error
 
 
 def find_stalls(events: Sequence[TraceEvent], schedules: Mapping[str, Schedule], plan: Plan | None) -> list[Stall]:

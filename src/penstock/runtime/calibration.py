@@ -26,7 +26,7 @@ def calibration_of(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], pl
     if not over_link:
         raise PenstockError(
             "nothing was copied in the runs to calibrate by: either there was none, or every weight is resident and "
-            "there is nothing to plan"
+            "there is nothing to plan: set a smaller budget"
         )
     decoded = [span for span in traced if not _copy(plan, span).link_bytes]
     samples = [(span.nbytes, span.end_ns - span.begin_ns) for span in over_link]

@@ -38,7 +38,7 @@ def resolve_device(program: Program, device: str | torch.device | None) -> torch
     try:
         wanted = torch.device(program.device if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"{device!r} is no device: {error}") from error
+        raise DeviceError(f"{device!r} is not a device: {error}") from error
     if wanted.type != program.device:
         raise BuildMismatchError(f"the program was compiled for {program.device}, and cannot run on {wanted}")
     if wanted.type == "cpu":

@@ -108,7 +108,7 @@ _HOLDS: dict[str, Callable[[Options], bool]] = {
     "a cap on host memory": lambda o: o.is_capped,
     "packed weights": lambda o: o.is_packed,
     "a program compiled with split_linear=True": lambda o: o.linear.has_linears,
-    "a program without linears of ours": lambda o: not o.linear.has_linears,
+    "a program compiled without split_linear=True": lambda o: not o.linear.has_linears,
     "a GPU without the kernel for it": lambda o: o.linear.obstacle is not None,
     "a module without the kernel that reads weights in two places": lambda o: not o.offers_kernel,
 }
@@ -131,7 +131,7 @@ _ONE_BUDGET = "both limit device memory; pass one"
 _NOT_IN_MEMORY = "kernels read weights in place in host memory, and under a cap no weight stays there"
 _AS_THEY_ARE = "it needs unpacked weights; `penstock unpack` writes a file of them"
 _IN_PLACE = "it times reads in place to choose by them, and "
-_LINEARS = "compile it with split_linear=True; bfloat16 and float16 weights that only linears read then have them"
+_LINEARS = "compile it with that option; weights in bfloat16 or float16 that only linears read can then be split"
 
 REFUSALS = (
     Refusal("weight_offload_budget_mb=", "budget=", _ONE_BUDGET, BudgetError),
@@ -143,20 +143,20 @@ REFUSALS = (
     Refusal(
         "cuda_graph=True",
         "a .pte",
-        "graphs are the delegates' own, and Module gives them other plans; a process in C++ has them by "
+        "graphs belong to the delegates, and Module gives them other plans; a C++ process gets graphs through "
         "weight_offload_cuda_graph",
     ),
     Refusal(
         'calibration="first-runs"',
         "a .pte",
-        "it is ExecuTorch that runs the delegates, so nobody counts their first runs; use calibrate()",
+        "ExecuTorch runs the delegates, so nothing counts their first runs; use calibrate()",
     ),
     Refusal(
         "host_cache=True",
         "a budget for weights alone",
         "it divides one total between weights and the KV cache; give that as device_memory=",
     ),
-    Refusal('placement="in-place"', "calibration=", "a calibration is to plan copies by, and nothing is copied"),
+    Refusal('placement="in-place"', "calibration=", "a calibration is for planning copies, and nothing is copied"),
     Refusal(
         'placement="split"',
         'calibration="first-runs"',
@@ -164,7 +164,7 @@ REFUSALS = (
     ),
     Refusal('placement="in-place"', "a cap on host memory", _NOT_IN_MEMORY),
     Refusal('placement="split"', "a cap on host memory", _NOT_IN_MEMORY),
-    Refusal('placement="split"', "a program without linears of ours", _LINEARS),
+    Refusal('placement="split"', "a program compiled without split_linear=True", _LINEARS),
     Refusal('placement="split"', "a GPU without the kernel for it", "{obstacle}", DeviceError),
     Refusal(
         'placement="lru"',

@@ -74,7 +74,7 @@ def size_expression(text: str) -> SizeExpression:
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PackageError(f"the size {printable(text)!r} is no expression: {printable(str(error))}") from error
+        raise PackageError(f"the size {printable(text)!r} is not an expression: {printable(str(error))}") from error
     powers = sum(isinstance(node, ast.Pow) for node in ast.walk(tree))
     if powers > _MAX_POWERS:
         raise PackageError(f"the size {printable(text)!r} has {powers} powers, needs to stay within {_MAX_POWERS}")

@@ -78,7 +78,9 @@ def pack_entries(source: WeightsIndex, target: Path, asked: PackedFor, on_bytes:
     """An older file is replaced."""
     for entry in source.unique_entries:
         if entry.packing is not None:
-            raise WeightsFileError(f"{source.path}: entry {printable(entry.name)!r} is packed already")
+            raise WeightsFileError(
+                f"{source.path}: entry {printable(entry.name)!r} is packed already; give the unpacked file"
+            )
     with open_regular(source.path, WeightsFileError) as file, workers() as held:
         plan = _source_plan(source, file.fileno())
         # The target needs less than the source. Reserving the source's size would refuse disks that have enough room,
@@ -103,7 +105,7 @@ def unpack(
     """
     source, target = read_index(source_path), _target(target_path, overwrite)
     if source.identity is None or not any(entry.packing for entry in source.entries):
-        raise WeightsFileError(f"{source.path} has no packed entry, needs one to be unpacked")
+        raise WeightsFileError(f"{source.path} has no packed entry, so there is nothing to unpack")
     sources = _sources(source)
     weights = [item for item in sources if isinstance(item, Weight)]
     states = [item for item in sources if isinstance(item, State)]
