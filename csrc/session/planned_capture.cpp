@@ -22,7 +22,7 @@ void PlannedSession::capture_begins() {
   before_capture_ = method.progress;
   capturing_ = true;
   next_copy_ = 0;
-  chosen_from_.assign(plan_.banks.size(), false);
+  begin_choices();
   for (StepState& step : method.steps) step.is_captured = false;
   forget_copies(method);
   for (int64_t copy : plan_.methods[method_].prologue) {

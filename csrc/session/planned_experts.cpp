@@ -44,8 +44,13 @@ void PlannedSession::empty_tables() {
   must_empty_tables_ = false;
 }
 
-void PlannedSession::begin_tables() {
+void PlannedSession::begin_choices() {
   chosen_from_.assign(plan_.banks.size(), false);
+  chosen_at_.clear();
+}
+
+void PlannedSession::begin_tables() {
+  begin_choices();
   if (!must_empty_tables_) return;
   empty_tables();
   driver_.synchronize_stream(copy_stream_);
@@ -53,6 +58,9 @@ void PlannedSession::begin_tables() {
 
 void PlannedSession::choose(const AccessRecord& access, Address index, int64_t rows, bool by_ends) {
   const auto bank = (size_t)access.bank;
+  // A second choice would find the experts of the first in their slots, which other weights have not filled yet (S11).
+  if (!chosen_at_.insert(access.number).second)
+    throw CoreError(Failure::divergence, "access " + std::to_string(access.number) + " asks for experts twice in a run");
   ChooseCall call{};
   call.table = table_of(access.bank);
   call.index = index;

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <map>
+#include <set>
 
 #include "experts/expert_calls.h"
 #include "linear/linear_recipe.h"
@@ -124,6 +125,7 @@ class PlannedSession final : public StreamingSession {
   void prepare_experts();
   void empty_tables();
   void begin_tables();
+  void begin_choices();
   void retire_expert_counts();
   bool uses_bank(int64_t method, size_t bank) const;
   std::vector<ExpertCounts> counts_now();
@@ -150,6 +152,8 @@ class PlannedSession final : public StreamingSession {
   std::map<std::array<int64_t, 4>, LinearRecipe> recipes_;
   // By bank: whether this run has chosen from it.
   std::vector<bool> chosen_from_;
+  // The accesses that this run has chosen by.
+  std::set<int64_t> chosen_at_;
   // Whether the plan's tables have been initialized.
   bool has_tables_ = false;
   // A run has failed, and the tables still hold what it left in them.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import fields
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -239,6 +242,18 @@ def numbers(tile: TileShape) -> tuple[int, ...]:
         *(tile.tile_tokens, tile.tile_warpgroups, tile.token_ctas, tile.row_ctas),
         *(tile.w_stages, tile.x_stages),
     )
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Limits)])
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, True, "4", None])
+def test_limits_that_no_gpu_has_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value!r}; it must be a (whole )?number above 0"):
+        Limits(**{field: value})
+
+
+def test_whole_numbers_of_limits_are_whole() -> None:
+    with pytest.raises(ValueError, match="host_ctas is 2.5; it must be a whole number above 0"):
+        Limits(host_ctas=2.5)  # type: ignore[arg-type]
 
 
 def test_hopper_keeps_its_tiles() -> None:

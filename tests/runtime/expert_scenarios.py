@@ -1,5 +1,5 @@
 """Scenarios of experts in slots: streams that run late on purpose, runs that fail wherever they can, graphs in hostile
-orders. Rows are compared with the file, hits and misses with a cache of the tests' own (tests/runtime/expert_rig.py).
+orders. Rows are compared with the file, hits and misses with a cache of the tests' own (expert_harness.py).
 
 S11: an entry of a table counts only after its fill is complete, in the order of the stream; a failed run empties the
 table; what the device has counted is what was filled; and results are the same whatever lies in slots.
@@ -142,6 +142,15 @@ def what_no_expert_is_asked_for_by_is_refused(folder: Path) -> None:
             assert take_rows(harness.session, number, one, out)
             _refused(harness._give_up, message)
             harness.run(stream=stream)
+        # Once in a run: the second time, experts would be hits whose slots other weights have not filled yet.
+        harness.begin(stream=stream)
+        harness.acquire(0)
+        harness.done(0)
+        harness.acquire(1)
+        access = model.schedules[0].accesses[1]
+        harness.take(access, stream)
+        _refused(lambda: harness.take(access, stream), "access 1 asks for experts twice in a run")
+        harness.run(stream=stream)
 
 
 def _refused(run: Callable[[], object], message: str) -> None:

@@ -57,7 +57,7 @@ _NO_LINK = "no link was given, so no time is predicted; give --link (penstock do
     default="auto",
     show_default=True,
     help="As penstock.Module's placement. auto reads a weight in place, in host memory, if only some of its rows are "
-    "read. in-place reads there all that the budget does not hold. split does so with the weights of linears alone; the "
+    "read. in-place reads there all that the budget does not hold, split the weights of linears alone; for that the "
     "program must be exported with --split-linear.",
 )
 @renamed_option("--mode")

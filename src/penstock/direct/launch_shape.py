@@ -8,7 +8,7 @@ its latency, and enough SMs to multiply what arrives.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.direct.failures import KernelInputError
 from penstock.direct.schedule import ELEMENT_BYTES, GRAIN, TileSchedule
@@ -32,6 +32,15 @@ class Limits:
     hbm_bytes_per_s: float = 3.6e12
     # How much faster than the link the host side should be able to multiply.
     compute_margin: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_whole = field.name in ("host_ctas", "host_inflight_bytes")
+            is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                kind = "whole number" if is_whole else "number"
+                raise ValueError(f"{field.name} is {value!r:.80}; it must be a {kind} above 0")
 
     def __str__(self) -> str:
         return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -85,10 +84,8 @@ def _path(key: dict[str, str]) -> Path:
 def _limits(found: Any) -> Limits | None:
     if not isinstance(found, dict) or found.keys() != asdict(Limits()).keys():
         return None
-    for name, value in found.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not 0 < value <= _MOST.get(name, 1e3):
-            return None
-    if not all(isinstance(found[name], int) for name in ("host_ctas", "host_inflight_bytes")):
+    try:
+        limits = Limits(**found)
+    except ValueError:
         return None
-    return Limits(**found)
+    return limits if all(value <= _MOST.get(name, 1e3) for name, value in found.items()) else None

@@ -25,8 +25,8 @@ def calibration_of(spans: Sequence[TraceSpan], schedules: Sequence[Schedule], pl
     over_link += [span for span in traced if _copy(plan, span).packed_bytes is None]
     if not over_link:
         raise PenstockError(
-            "nothing was copied in the runs to calibrate by: either there was none, or every weight is resident and "
-            "there is nothing to plan: set a smaller budget"
+            "nothing was copied in the runs to calibrate by: either no method ran, or no weight is copied at "
+            "this budget and there is nothing to plan: set a smaller one"
         )
     decoded = [span for span in traced if not _copy(plan, span).link_bytes]
     samples = [(span.nbytes, span.end_ns - span.begin_ns) for span in over_link]
