@@ -150,7 +150,7 @@ def budgets(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.usefixtures("no_gpu")
 def test_an_8b(cli: Cli, folder: Path) -> None:
-    told = cli("estimate", folder, "--gpu-memory", "12GiB", "--memory-gb-per-s", 1000, "--json").document
+    told = cli("estimate", folder, "--gpu-memory", "12GiB", "--compute-bandwidth", "1TB/s", "--json").document
     assert told["model"] == "LlamaForCausalLM" and told["parameters"] == 8030261248
     assert told["bytes_by_dtype"] == {"bfloat16": 16060522496} and told["weight_bytes"] == 16060522496
     assert [row["length"] for row in told["cache"]] == [2048, 4096, 8192, 16384, 32768]
@@ -210,7 +210,7 @@ def test_the_link(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         found = cli("estimate", tmp_path, "--json", *options).document
         return found["link_bytes_per_s"], found["link_source"]
 
-    assert told("--link-gb-per-s", 12.5) == (12.5e9, "as given")
+    assert told("--link", "12.5GB/s") == (12.5e9, "as given")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("penstock.cli.doctor_checks.ask_child", lambda code, timeout_s: {"bytes_per_s": 55e9})
     assert told() == (55e9, "measured on this machine")
@@ -235,3 +235,15 @@ def test_refusals(cli: Cli, tmp_path: Path) -> None:
     assert cli("estimate", tmp_path).code in (3, 6)
     FAMILIES["llama"].save_pretrained(tmp_path)
     assert cli("estimate", tmp_path, "--cache-length", 10**6).code == 12
+
+
+@pytest.mark.parametrize(
+    ("former", "sentence"),
+    [
+        ("--link-gb-per-s", "use --link, as in --link 25GB/s"),
+        ("--memory-gb-per-s", "use --compute-bandwidth, as in --compute-bandwidth 1TB/s"),
+    ],
+)
+def test_former_options_are_told_the_new_ones(cli: Cli, tmp_path: Path, former: str, sentence: str) -> None:
+    told = cli("estimate", tmp_path, former, 25)
+    assert told.code == 2 and sentence in told.stderr

@@ -11,7 +11,8 @@ import click
 from penstock.cli.empty_gpu import GpuRow, empty_gpu
 from penstock.cli.output import emit, facts, json_option, line, only_json_on_stdout, table
 from penstock.cli.pretrained import DTYPES, check_folder, import_transformers
-from penstock.cli.units import FiniteRange, bytes_option, short_bytes, short_rate
+from penstock.cli.renamed import renamed_option
+from penstock.cli.units import bytes_option, rate_option, short_bytes, short_rate
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from penstock.cli.checkpoint_size import CheckpointSize
 
 _ASSUMED_LINK = 25e9
-_ASSUMED = "assumed (--link-gb-per-s sets it)"
+_ASSUMED = "assumed (--link sets it)"
 _ASSUMED_DTYPE = "float32"
 _DEFAULT_LENGTH = 4096
 _SHORTEST_LENGTH, _LONGEST_LENGTH = 2048, 32768
 # Activations are counted for a prompt that is read in pieces of this many tokens.
 _PROMPT_PIECE = 512
 # Outside this range, quotients no longer fit a float.
-_GB_PER_S = FiniteRange(min=1e-6, max=1e6)
 _COMMON_GPUS_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 
 
@@ -90,14 +90,14 @@ class EstimateReport:
     type=click.IntRange(min=1),
     help="Tokens in the KV cache. Default: 4096, or what the model was made for, if less.",
 )
-@click.option(
-    "--link-gb-per-s", type=_GB_PER_S, help="Rate of the host link. Default: measured if there is a GPU, else 25."
+@rate_option(
+    "--link", "link_rate", help="Rate of the host link: 12GB/s. Default: measured if there is a GPU, else 25GB/s."
 )
-@click.option(
-    "--memory-gb-per-s",
-    type=_GB_PER_S,
-    help="Memory bandwidth of that GPU. Without it, only the link limits the speed.",
+@rate_option(
+    "--compute-bandwidth", help="Rate of that GPU's memory: 1TB/s. Without it, only the link limits the speed."
 )
+@renamed_option("--link-gb-per-s")
+@renamed_option("--memory-gb-per-s")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: the checkpoint's.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint.")
 @json_option
@@ -105,8 +105,8 @@ def estimate(
     folder: Path,
     gpu_memory: int | None,
     cache_length: int | None,
-    link_gb_per_s: float | None,
-    memory_gb_per_s: float | None,
+    link_rate: float | None,
+    compute_bandwidth: float | None,
     dtype: str | None,
     trust_remote_code: bool,
     as_json: bool,
@@ -118,7 +118,7 @@ def estimate(
 
     \b
     penstock estimate ./Llama-3.1-8B --gpu-memory 12GiB
-    penstock estimate ./Llama-3.1-8B --gpu-memory 8GiB --cache-length 16384 --link-gb-per-s 12 --json
+    penstock estimate ./Llama-3.1-8B --gpu-memory 8GiB --cache-length 16384 --link 12GB/s --json
     """
     check_folder(folder)
     with only_json_on_stdout(as_json):
@@ -139,9 +139,8 @@ def estimate(
             notes.append(f"the checkpoint is quantized: weights are counted as {str(kind).removeprefix('torch.')}")
         notes += _refusals(config, transformers.__version__)
         size = CheckpointSize(transformers, config, kind, trust_remote_code=trust_remote_code)
-        link, source = _link(link_gb_per_s)
-        memory = None if memory_gb_per_s is None else memory_gb_per_s * 1e9
-        report = estimate_report(folder, size, gpu_memory, cache_length, link, source, memory, notes)
+        link, source = _link(link_rate)
+        report = estimate_report(folder, size, gpu_memory, cache_length, link, source, compute_bandwidth, notes)
     emit(report, as_json, _show)
 
 
@@ -216,14 +215,14 @@ def estimate_report(
     )
 
 
-def _link(given_gb_per_s: float | None) -> tuple[float, str]:
+def _link(given: float | None) -> tuple[float, str]:
     import torch
 
     from penstock.cli.children import ChildFailure
     from penstock.cli.doctor_checks import measured_link_bytes_per_s
 
-    if given_gb_per_s is not None:
-        return given_gb_per_s * 1e9, "as given"
+    if given is not None:
+        return given, "as given"
     if not torch.cuda.is_available():
         return _ASSUMED_LINK, f"{_ASSUMED}: there is no GPU to measure it on"
     try:

@@ -14,6 +14,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SENTENCES = {
     "--mode": "use --placement, where streamed is now stream, and direct in-place",
     "--linear": OPTIONS["linear"],
+    "--link-gb-per-s": "use --link, as in --link 25GB/s",
+    "--memory-gb-per-s": "use --compute-bandwidth, as in --compute-bandwidth 1TB/s",
 }
 
 
