@@ -87,6 +87,7 @@ def test_runs_are_traced_and_calibrated(lowered: Paths, opened: Opened, tmp_path
         module(random_rows(3))
     assert module.calibration.direct_step_s
     assert module.plan_at(module.full_bytes).method("forward").warm.copies == 0
+    assert module.plan_at(f"{module.full_bytes} B") == module.plan_at(module.full_bytes)
     assert same(play(module.run_method, CALLS["chain"]), expected)
 
 

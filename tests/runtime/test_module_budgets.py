@@ -109,6 +109,14 @@ def test_nothing_parses_and_meets_the_floor(decoder: Path, kept: KeptDrivers) ->
         assert (below.value.budget_bytes, below.value.floor_bytes) == (0, floor)
 
 
+def test_a_plan_is_asked_for_with_every_form_of_a_budget(decoder: Path) -> None:
+    with penstock.Module(decoder, EVERYTHING) as module:
+        budget = module.floor_bytes + PAGE
+        assert module.plan_at(f"{budget} B") == module.plan_at(str(budget)) == module.plan_at(budget) != module.plan
+        with pytest.raises(BudgetError, match="'much' is not a number of bytes"):
+            module.plan_at("much")
+
+
 def test_two_budgets_are_refused(decoder: Path, kept: KeptDrivers) -> None:
     with pytest.raises(BudgetError, match="weight_offload_budget_mb= does not go with budget=: .*; pass one"):
         penstock.Module(decoder, "1GiB", weight_offload_budget_mb=512)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from penstock.budget import parse_bytes
 from penstock.errors import (
     InputError,
     PackageError,
@@ -172,9 +173,9 @@ class Module(LoadedProgram):
     def host_bytes(self) -> int:
         return self._sessions.host_bytes
 
-    def plan_at(self, budget_bytes: int) -> Plan | None:
+    def plan_at(self, budget: int | str) -> Plan | None:
         """The plan for another budget; nothing changes. None under placement="lru"."""
-        return self._sharing.plan_at(budget_bytes)
+        return self._sharing.plan_at(parse_bytes(budget))
 
     def stats(self) -> Stats:
         """Totals since load, over all delegates of the program. Waits for the device."""

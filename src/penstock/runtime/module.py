@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
+from penstock.budget import parse_bytes
 from penstock.direct.launch_shape import Limits
 from penstock.direct.recipes import Recipes
 from penstock.errors import PenstockError
@@ -282,9 +283,9 @@ class Module(LoadedProgram):
         """None under placement="lru", which decides while running."""
         return self._installer.plan
 
-    def plan_at(self, budget_bytes: int) -> Plan | None:
+    def plan_at(self, budget: int | str) -> Plan | None:
         """The plan for another budget; changes nothing. None under placement="lru"."""
-        return self._installer.plan_at(budget_bytes)
+        return self._installer.plan_at(parse_bytes(budget))
 
     @property
     def last_run(self) -> Stats:
