@@ -540,7 +540,7 @@ def a_run_that_fails(program: Program) -> None:
 def must_be_reset(narrow: Delegate, failure: str) -> None:
     """State that a failed run may have half written: neither run with, nor read, nor written into."""
     row, calls = whole_numbers(1, TWIN_WIDTH, seed=1), torch.zeros(4)
-    said = f"the state may be half written: method 'narrow' failed: {failure}; reset it first"
+    said = f"the state (calls) may be half written: method 'narrow' failed: {failure}; call reset_state() first"
     refused(lambda: narrow.execute((row,), room("narrow")), STATE, INVALID_STATE, said)
     for use in (lambda: narrow.read_state("calls", calls), lambda: narrow.write_state("calls", calls)):
         state_refused(use, STATE, said, INVALID_STATE)
