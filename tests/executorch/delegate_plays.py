@@ -590,7 +590,7 @@ def state_belongs_to_a_loading(program: Program) -> None:
     others = [place for place in program.places if place.name != "calls"]
     (stored,) = [place for place in program.places if place.name == "calls"]
     without = (program.data_path, others)
-    refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="lack 'calls'")
+    refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="program: 'calls'")
     short = (program.data_path, [*others, replace(stored, nbytes=12)])
     refused(lambda: Delegate(program, "narrow", options, file=short), MISMATCH, said="'calls' has 12 bytes")
     raw, path = program.data_path.read_bytes(), Path(os.environ["TMPDIR"]) / "packed-state"
