@@ -98,7 +98,8 @@ def test_it_changes_the_budget_of_a_loaded_program(run_model: Run, lowered: Call
     found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(3, 5, WIDTH // 2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert figures(done.stderr, "budget") == budgets
-    for name in ("bytes_streamed", "bytes_hit", "bytes_in_place", "bytes_decoded", "copies"):
+    experts = ("expert_hits", "expert_misses", "expert_bytes")
+    for name in ("bytes_streamed", "bytes_hit", "bytes_in_place", "bytes_decoded", "copies", *experts):
         assert figures(done.stderr, f"last_run_{name}") == [getattr(last, name) for last in lasts]
     assert lasts[0].bytes_streamed > 0 == lasts[1].bytes_streamed
     assert len(figures(done.stderr, "last_run_stall_ns")) == 3
