@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 from decimal import Decimal
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.budget import MAX_BYTES, format_bytes, mb_to_bytes, parse_bytes
 from penstock.errors import BudgetError
+from penstock.native import core
 
 
 def _short_id(value: object) -> str:
@@ -188,3 +190,49 @@ def test_mb_refused(mb: object) -> None:
 def test_an_amount_below_nothing_is_named_as_that(value: int | str) -> None:
     with pytest.raises(BudgetError, match="is negative"):
         parse_bytes(value)
+
+
+def of_core(text: str) -> int | str:
+    """What a process without Python takes it for, or says of it."""
+    found = ctypes.c_int64(-1)
+    if core().penstock_parse_bytes(text.encode(), ctypes.byref(found)):
+        return str(core().penstock_failure_text().decode())
+    return found.value
+
+
+def of_python(text: str) -> int | str:
+    try:
+        return parse_bytes(text)
+    except BudgetError as error:
+        return str(error)
+
+
+_DIGITS = st.text("0123456789", min_size=1, max_size=42)
+_UNITS = ["", "B", "kB", *(p + u for p in "KMGTkmgt" for u in ("", "B", "b", "iB", "IB", "ib", "Ib", "i")), "abc"]
+
+
+@settings(derandomize=True)
+@given(
+    st.one_of(
+        st.builds(
+            "".join,
+            st.tuples(
+                st.sampled_from(["", "-", "+", " ", "\t\n"]),
+                _DIGITS,
+                st.one_of(st.just(""), _DIGITS.map(".{}".format)),
+                st.sampled_from(["", " ", " \t", "\n"]),
+                st.sampled_from(_UNITS),
+                st.sampled_from(["", " ", "\r\x1f", "2"]),
+            ),
+        ),
+        st.text(st.characters(min_codepoint=1, max_codepoint=127), max_size=100),
+        st.text("'\"\\\n8GiB .-", max_size=12),
+    )
+)
+def test_the_core_reads_amounts_in_the_same_way_and_refuses_them_in_the_same_words(text: str) -> None:
+    assert of_core(text) == of_python(text)
+
+
+@pytest.mark.parametrize("text", ["9223372036854775807", "9223372036854775808", "8796093022207.99999999999MiB", "9" * 41])
+def test_the_core_knows_the_largest_amount(text: str) -> None:
+    assert of_core(text) == of_python(text)

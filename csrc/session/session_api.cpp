@@ -220,6 +220,10 @@ const char* penstock_format_bytes(int64_t bytes) {
   text = format_bytes(bytes);
   return text.c_str();
 }
+// The number of bytes that a text stands for, as penstock.budget reads it.
+int32_t penstock_parse_bytes(const char* text, int64_t* bytes) {
+  return guarded([&] { *bytes = parse_bytes(text); });
+}
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu) { return reserve_bytes(total_bytes, on_gpu != 0); }
 int32_t penstock_choose_budget(PenstockBudget* budget) {
   return guarded([&] { choose_budget(*budget); });

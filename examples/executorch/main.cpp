@@ -74,7 +74,8 @@ constexpr const char* kFigures[] = {
     "weight_offload_budget", "weight_offload_plan", "weight_offload_plan_count", "weight_offload_device_bytes",
     "weight_offload_peak_device_bytes", "weight_offload_runs", "weight_offload_replays", "weight_offload_last_run_bytes_streamed",
     "weight_offload_last_run_bytes_hit", "weight_offload_last_run_bytes_in_place", "weight_offload_last_run_bytes_decoded",
-    "weight_offload_last_run_copies", "weight_offload_last_run_stall_ns", "weight_offload_link_bytes_per_s"};
+    "weight_offload_last_run_copies", "weight_offload_last_run_stall_ns", "weight_offload_last_run_expert_hits",
+    "weight_offload_last_run_expert_misses", "weight_offload_last_run_expert_bytes", "weight_offload_link_bytes_per_s"};
 using Text = std::array<char, executorch::runtime::kMaxOptionValueLength>;
 
 // Every figure is a decimal number in a string: an int of ExecuTorch's has 32 bits.

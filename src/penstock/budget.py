@@ -25,7 +25,7 @@ _UNIT_BYTES["kB"] = 1000
 _AMOUNT = re.compile(r"(-?[0-9]{1,40}(?:\.[0-9]{1,40})?)[ \t]*([A-Za-z]*)")
 
 _VALID_FORMS = (
-    "valid: a whole number of bytes (8589934592, as int or str), or a number and a unit: "
+    "valid: a whole number of bytes (8589934592), or a number and a unit: "
     "KiB, MiB, GiB, TiB (powers of 1024) or B, KB, MB, GB, TB (powers of 1000), "
     "as in '8GiB', '2.3 GiB', '512MiB', '8 GB'"
 )
@@ -59,7 +59,9 @@ def mb_to_bytes(mb: int) -> int:
     """Bytes of `weight_offload_budget_mb`, in which 1 MB is 2**20 bytes."""
     if isinstance(mb, bool) or not isinstance(mb, int):
         raise BudgetError(f"weight_offload_budget_mb is {mb!r} ({type(mb).__name__}); valid: an int of 0 or more (MiB)")
-    if not 0 <= mb <= MAX_BYTES >> 20:
+    if mb < 0:
+        raise BudgetError(f"weight_offload_budget_mb is {_shown(mb)}; valid: an int of 0 or more (MiB)")
+    if mb > MAX_BYTES >> 20:
         raise BudgetError(f"weight_offload_budget_mb is {_shown(mb)}; valid: 0 to {MAX_BYTES >> 20} (MiB)")
     return mb << 20
 

@@ -44,6 +44,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "penstock_check_build": (_i32, [_pointer, _pointer]),
     "penstock_budget_origin": (_i64, [_i64, _i64, _i64]),
     "penstock_format_bytes": (_text, [_i64]),
+    "penstock_parse_bytes": (_i32, [_text, _pointer]),
     "penstock_reserve_bytes": (_i64, [_i64, _i32]),
     "penstock_choose_budget": (_i32, [_pointer]),
     "penstock_clamp_sentence": (_text, [_pointer]),

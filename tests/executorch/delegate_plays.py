@@ -472,10 +472,23 @@ def inputs_are_checked(program: Program) -> None:
     with loaded(program, at_floor(program, "inputs"), "wide", "narrow") as (wide, narrow):
         x, mix = inputs_of("wide", 1)
         row = inputs_of("narrow", 1)[1]
-        for wrong in ((x.double(), mix), (x.int(), mix), (x[:, 1:].contiguous(), mix), (x[None], mix), (x[0], mix)):
-            refused(lambda: wide.execute(wrong, room("wide")), INPUT, INVALID_ARGUMENT, "input 0 of wide")  # noqa: B023
-        refused(lambda: wide.execute((x, mix[0]), room("wide")), INPUT, said="input 1 of wide")
-        refused(lambda: narrow.execute((row[:, 1:].contiguous(),), room("narrow")), INPUT, said="input 0 of narrow")
+        names = {method.name: [given.name for given in method.inputs] for method in program.description.methods}
+        first, second = names["wide"]
+        # As penstock.Module words them, which has a name for a size that may be any, and the signature behind.
+        sizes, short = f"[any, {TWIN_WIDTH}]", x[:, 1:].contiguous()
+        where = f"dimension 1 is {TWIN_WIDTH - 1}, needs {TWIN_WIDTH}"
+        for wrong, said in (
+            ((x.double(), mix), f"'{first}' has dtype float64, needs float32"),
+            ((x.int(), mix), f"'{first}' has dtype int32, needs float32"),
+            ((short, mix), f"'{first}' has shape {[*short.shape]}, needs {sizes}: {where}"),
+            ((x[None], mix), f"'{first}' has 3 dimensions, shape {[1, *x.shape]}; needs 2, shape {sizes}"),
+            ((x[0], mix), f"'{first}' has 1 dimensions, shape [{TWIN_WIDTH}]; needs 2, shape {sizes}"),
+            ((x, mix[0]), f"'{second}' has 1 dimensions, shape [3]; needs 2, shape [any, any]"),
+        ):
+            refusal = refused(lambda: wide.execute(wrong, room("wide")), INPUT, INVALID_ARGUMENT)  # noqa: B023
+            assert refusal.text == f"method 'wide': input {said}", refusal
+        said = f"method 'narrow': input '{names['narrow'][-1]}' has shape [1, {TWIN_WIDTH - 1}], needs [1, {TWIN_WIDTH}]"
+        refused(lambda: narrow.execute((row[:, 1:].contiguous(),), room("narrow")), INPUT, said=said)
         refused(lambda: wide.execute((x, 3), room("wide")), INPUT, said="value 1 of wide is no tensor")
         refused(lambda: wide.execute((x, mix), [room("wide")[0], 3]), INPUT, said="value 3 of wide is no tensor")
         for given in ((x,), (x, mix, mix)):
@@ -483,7 +496,7 @@ def inputs_are_checked(program: Program) -> None:
         few = [torch.zeros(2, TWIN_WIDTH), room("wide")[1]]
         refused(lambda: wide.execute((x, mix), few), PACKAGE, INVALID_PROGRAM, "planned no room")
         other = [room("wide")[0].int(), room("wide")[1]]
-        refused(lambda: wide.execute((x, mix), other), PACKAGE, said="ExecuTorch expects 3")
+        refused(lambda: wide.execute((x, mix), other), PACKAGE, said="ExecuTorch expects int32")
         # None of them has left anything behind, and strides are as the caller has them.
         check_run(wide, 1)
         strided = tuple(one.t().contiguous().t() for one in (x, mix))
@@ -520,7 +533,7 @@ def a_run_that_fails(program: Program) -> None:
                 assert number > 3, "a run has several copies"
         # What the run has computed cannot be returned.
         few, row = [torch.zeros(1, TWIN_WIDTH).int()], whole_numbers(1, TWIN_WIDTH, seed=1)
-        refusal = refused(lambda: narrow.execute((row,), few), PACKAGE, said="ExecuTorch expects 3")
+        refusal = refused(lambda: narrow.execute((row,), few), PACKAGE, said="ExecuTorch expects int32")
         must_be_reset(narrow, refusal.text)
         check_run(narrow, 1)
         for call in ("session_begin", "session_end"):
@@ -540,7 +553,7 @@ def a_run_that_fails(program: Program) -> None:
 def must_be_reset(narrow: Delegate, failure: str) -> None:
     """State that a failed run may have half written: neither run with, nor read, nor written into."""
     row, calls = whole_numbers(1, TWIN_WIDTH, seed=1), torch.zeros(4)
-    said = f"the state may be half written: method 'narrow' failed: {failure}; reset it first"
+    said = f"the state (calls) may be half written: method 'narrow' failed: {failure}; call reset_state() first"
     refused(lambda: narrow.execute((row,), room("narrow")), STATE, INVALID_STATE, said)
     for use in (lambda: narrow.read_state("calls", calls), lambda: narrow.write_state("calls", calls)):
         state_refused(use, STATE, said, INVALID_STATE)
@@ -590,7 +603,7 @@ def state_belongs_to_a_loading(program: Program) -> None:
     others = [place for place in program.places if place.name != "calls"]
     (stored,) = [place for place in program.places if place.name == "calls"]
     without = (program.data_path, others)
-    refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="lack 'calls'")
+    refused(lambda: Delegate(program, "narrow", options, file=without), MISSING_WEIGHT, said="program: 'calls'")
     short = (program.data_path, [*others, replace(stored, nbytes=12)])
     refused(lambda: Delegate(program, "narrow", options, file=short), MISMATCH, said="'calls' has 12 bytes")
     raw, path = program.data_path.read_bytes(), Path(os.environ["TMPDIR"]) / "packed-state"
@@ -815,7 +828,7 @@ def records_that_do_not_fit_the_code(program: Program) -> None:
             f"has dim order {list(order)}",
         )
     with loaded(program, at_floor(program, "record"), "wide", changes=with_flat_order(program)) as (wide,):
-        refused(lambda: wide.execute(inputs, outputs), INPUT, said="input 0 of wide")
+        refused(lambda: wide.execute(inputs, outputs), PACKAGE, said="has a dim order of")
 
 
 def with_flat_order(program: Program) -> dict[str, Any]:

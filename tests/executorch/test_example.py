@@ -98,7 +98,8 @@ def test_it_changes_the_budget_of_a_loaded_program(run_model: Run, lowered: Call
     found = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(3, 5, WIDTH // 2)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert figures(done.stderr, "budget") == budgets
-    for name in ("bytes_streamed", "bytes_hit", "bytes_in_place", "bytes_decoded", "copies"):
+    experts = ("expert_hits", "expert_misses", "expert_bytes")
+    for name in ("bytes_streamed", "bytes_hit", "bytes_in_place", "bytes_decoded", "copies", *experts):
         assert figures(done.stderr, f"last_run_{name}") == [getattr(last, name) for last in lasts]
     assert lasts[0].bytes_streamed > 0 == lasts[1].bytes_streamed
     assert len(figures(done.stderr, "last_run_stall_ns")) == 3
@@ -170,7 +171,7 @@ def test_a_budget_that_cannot_be_set_leaves_the_old_one(run_model: Run, lowered:
     refusals = {
         # Word for word; what other placements would take, only Python knows.
         floor_bytes - 1: str(refused.value).partition(". That is for placement")[0],
-        "1 GiB": "is no number of bytes",
+        "1 Gib": "weight_offload_budget: '1 Gib' has the unit 'Gib', which is unknown or ambiguous; valid: ",
     }
     for budget, said in refusals.items():
         done = run_model(lowered("chain"), full_bytes, random_rows(5), budget)
@@ -200,8 +201,8 @@ def test_what_it_refuses(run_model: Run, lowered: Callable[[str], Path]) -> None
         floor_bytes = module.floor_bytes
     refusals = {
         floor_bytes - 1: f"it needs at least {floor_bytes} bytes".encode(),
-        "-1": b"is no number of bytes",
-        "12abc": b"is no number of bytes",
+        "-1": b"weight_offload_budget: '-1' is negative; valid: ",
+        "12abc": b"weight_offload_budget: '12abc' has the unit 'abc', which is unknown or ambiguous; valid: ",
         "9" * 300: b"255 characters or more",
     }
     for budget, said in refusals.items():

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.budget import mb_to_bytes, parse_bytes
+from penstock.errors import BudgetError
 from penstock.runtime.options import REFUSALS
 from tests.executorch.cpp_program import build_program
 
@@ -19,6 +21,19 @@ Probe = Callable[..., tuple[int, str]]
 
 # A C++ program is built for them.
 pytestmark = pytest.mark.slow
+
+
+def refusal(budget: str) -> str:
+    """What Python says of it."""
+    with pytest.raises(BudgetError) as refused:
+        parse_bytes(budget)
+    return str(refused.value)
+
+
+def mb_refusal(budget_mb: int) -> str:
+    with pytest.raises(BudgetError) as refused:
+        mb_to_bytes(budget_mb)
+    return str(refused.value)
 
 
 def sessions(log: str, origin: str) -> int:
@@ -62,6 +77,7 @@ def test_options_that_there_are(probe: Probe) -> None:
         ("int", "weight_offload_budget_mb", "1"),
         ("text", "weight_offload_budget", "1048576"),
         ("text", "weight_offload_budget", "200000"),
+        ("text", "weight_offload_budget", "0.2 MB"),
     ):
         status, log = probe(option, ("text", "weight_offload_group", "one"))
         assert (status, sessions(log, "given at load")) == (0, 2)
@@ -77,12 +93,16 @@ def test_options_that_there_are(probe: Probe) -> None:
     ("options", "said"),
     [
         ([("int", "weight_offload_budget_mib", "1")], "there is no option 'weight_offload_budget_mib'"),
-        ([("int", "weight_offload_budget_mb", "-1")], "weight_offload_budget_mb is -1"),
+        ([("int", "weight_offload_budget_mb", "-1")], mb_refusal(-1)),
         ([("text", "weight_offload_budget_mb", "1")], "weight_offload_budget_mb is no int"),
         ([("int", "weight_offload_budget", "1")], "weight_offload_budget is no string"),
-        ([("text", "weight_offload_budget", "")], "is no number of bytes"),
-        ([("text", "weight_offload_budget", "1 GiB")], "is no number of bytes"),
-        ([("text", "weight_offload_budget", "9223372036854775808")], "is no number of bytes"),
+        ([("text", "weight_offload_budget", "")], f"weight_offload_budget: {refusal('')}"),
+        ([("text", "weight_offload_budget", "1 Gib")], f"weight_offload_budget: {refusal('1 Gib')}"),
+        (
+            [("text", "weight_offload_budget", "9223372036854775808")],
+            f"weight_offload_budget: {refusal('9223372036854775808')}",
+        ),
+        ([("text", "weight_offload_host_memory_cap", "1G")], f"weight_offload_host_memory_cap: {refusal('1G')}"),
         ([("text", "weight_offload_budget", "1" * 400)], "255 characters or more"),
         ([("int", "weight_offload_budget_mb", "0")], "is below the floor"),
         (
@@ -91,7 +111,7 @@ def test_options_that_there_are(probe: Probe) -> None:
         ),
         ([("int", "weight_offload_group", "1")], "weight_offload_group is no string"),
         ([("text", "weight_offload_quiet", "yes")], "weight_offload_quiet is no bool"),
-        ([("text", "weight_offload_budget:forward", "-1")], "is no number of bytes"),
+        ([("text", "weight_offload_budget:forward", "-1")], f"weight_offload_budget:forward: {refusal('-1')}"),
         ([("text", "weight_offload_budget:backward", "1")], "names no delegate; the program has forward"),
         ([("int", "weight_offload_device", "-1")], "weight_offload_device is no int of 0 or more"),
         ([("int", "weight_offload_device", "1")], "compiled for cpu, which has no number"),

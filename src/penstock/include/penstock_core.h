@@ -21,7 +21,7 @@ enum class Failure : int32_t {
   torch = 8,              // torch refused to make a tensor
   usage = 9,              // the caller broke the order of calls
   kernel = 10,            // no kernel could be prepared
-  budget = 11,            // none was given, and there is no automatic one
+  budget = 11,            // malformed; or none was given, and there is no automatic one
   below_floor = 12,       // a budget is less than the program needs
   host_memory = 13,       // less is left than is needed, or than a cap allows
   build = 14,             // a program was compiled for something else
@@ -159,6 +159,7 @@ int32_t penstock_driver_memory(void* driver, int64_t* free_bytes, int64_t* total
 int32_t penstock_check_build(const PenstockBuild* built, const PenstockBuild* here);
 int64_t penstock_budget_origin(int64_t given_bytes, int64_t origin, int64_t baked_bytes);
 const char* penstock_format_bytes(int64_t bytes);
+int32_t penstock_parse_bytes(const char* text, int64_t* bytes);
 int64_t penstock_reserve_bytes(int64_t total_bytes, int32_t on_gpu);
 int32_t penstock_choose_budget(PenstockBudget* budget);
 const char* penstock_clamp_sentence(const PenstockBudget* budget);

@@ -7,22 +7,10 @@
 
 namespace penstock_executorch {
 
-int64_t parse_decimal(const std::string& text, const std::string& what) {
-  int64_t value = 0;
-  bool fits = !text.empty();
-  for (char c : text) {
-    if (c < '0' || c > '9') fits = false;
-    if (!fits || __builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, c - '0', &value)) {
-      fits = false;
-      break;
-    }
-  }
-  if (!fits)
-    throw LoadError(Kind::budget, what + " is '" + text +
-                                    "', which is no number of bytes; valid: a decimal number of at most "
-                                    "9223372036854775807, as in '8589934592'" +
-                                    (what.rfind(kBudgetOption, 0) == 0 ? ", or 'auto'" : ""));
-  return value;
+int64_t parse_bytes(const std::string& text, const std::string& option) {
+  int64_t bytes = 0;
+  if (core().parse_bytes(text.c_str(), &bytes)) throw LoadError(Kind::budget, option + ": " + core().failure_text());
+  return bytes;
 }
 
 PenstockBudget choose_budget(const BudgetRequest& request, const BudgetTerms& terms, int32_t origin, int64_t baked_bytes,

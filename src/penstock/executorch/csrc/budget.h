@@ -13,9 +13,9 @@ namespace penstock_executorch {
 
 constexpr const char* kBudgetOption = "weight_offload_budget";
 
-// A decimal number of bytes, without sign, unit or blanks; throws LoadError(budget).
-// `what` is the option's name, for the message.
-int64_t parse_decimal(const std::string& text, const std::string& what = kBudgetOption);
+// The amount that an option's text stands for, as Python reads one; throws LoadError(budget) with Python's sentence
+// after the option's name.
+int64_t parse_bytes(const std::string& text, const std::string& option);
 
 // As options gave it: a number of bytes, automatic (whatever was baked in), or nothing.
 struct BudgetRequest {

@@ -19,7 +19,8 @@ namespace {
 using executorch::runtime::FreeableBuffer;
 using executorch::runtime::NamedDataMap;
 
-void check_layout(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
+// What is wrong with the layout of a weight; empty if nothing is.
+std::string layout_mismatch(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
   std::string found = std::to_string(bytes) + " bytes";
   // A packed entry has no layout. ExecuTorch's reader does not expect that, and would crash if asked for it.
   if ((int64_t)bytes == weight.bytes) {
@@ -32,12 +33,26 @@ void check_layout(const NamedDataMap& data, const std::string& name, const Weigh
       const auto scalar_type = (int64_t)layout->scalar_type();
       if (shape == weight.shape && scalar_type == weight.scalar_type &&
           memory_order(shape, order) == memory_order(weight.shape, weight.dim_order))
-        return;
+        return "";
       found = layout_text(scalar_type, shape, order);
     }
   }
-  throw LoadError(Kind::weight_mismatch, "the data files do not fit the program: '" + name + "' is " + found + ", needs " +
-                                           layout_text(weight.scalar_type, weight.shape, weight.dim_order));
+  return "'" + name + "' is " + found + ", needs " + layout_text(weight.scalar_type, weight.shape, weight.dim_order);
+}
+
+// Refuses what runtime/weights_fit.py refuses, in the same words. `path`: of the file that has the first weight found;
+// empty if none was.
+void check_fit(const std::string& path, size_t needed, const std::vector<std::string>& missing,
+               const std::vector<std::string>& mismatches) {
+  const std::string subject = path.empty() ? "the data" : path;
+  if (!missing.empty())
+    throw LoadError(Kind::missing_weight, subject + " lacks " + std::to_string(missing.size()) + " of the " +
+                                            std::to_string(needed) + " weights of the program: " +
+                                            joined(missing, [](const std::string& name) { return "'" + name + "'"; }));
+  if (mismatches.empty()) return;
+  std::string all;
+  for (const std::string& mismatch : mismatches) all += (all.empty() ? "" : "; ") + mismatch;
+  throw LoadError(Kind::weight_mismatch, subject + " does not fit the program: " + all);
 }
 
 void place_packed(WeightsPlace& place, const Payload& payload, const std::vector<std::optional<PackedEntry>>& packed) {
@@ -74,8 +89,8 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   WeightsPlace place{};
   std::vector<FreeableBuffer> held;
   std::vector<std::optional<PackedEntry>> packed;
-  std::vector<std::string> missing;
-  bool is_mapped = false;
+  std::vector<std::string> missing, mismatches;
+  std::string first_path;
   for (const WeightFacts& weight : payload.weights) {
     bool is_there = false;
     for (const std::string& name : weight.names) {
@@ -84,24 +99,25 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
       packed.emplace_back();
       if (is_packed_entry(weight, found->data(), found->size()))
         packed.back() = read_packed_entry(name, weight, found->data(), found->size());
-      else check_layout(data, name, weight, found->size());
+      else if (std::string mismatch = layout_mismatch(data, name, weight, found->size()); !mismatch.empty())
+        mismatches.push_back(std::move(mismatch));
       held.push_back(std::move(*found));
       is_there = true;
       // Before the others are read: in ExecuTorch's default mode, reading copies the whole file into main memory.
-      if (weight.bytes && !is_mapped) {
-        Mappings().place(held.back().data(), "weight '" + weight.name + "'");
-        is_mapped = true;
-      }
+      if (held.back().size() && first_path.empty())
+        first_path = Mappings().place(held.back().data(), "weight '" + weight.name + "'").path;
       break;
     }
     if (!is_there) missing.push_back(weight.name);
   }
-  if (!missing.empty()) {
-    throw LoadError(Kind::missing_weight, "the data files lack " + std::to_string(missing.size()) + " of the " +
-                                            std::to_string(payload.weights.size()) + " weights of the program: " +
-                                            joined(missing, [](const std::string& name) { return "'" + name + "'"; }) +
-                                            " (was the program's own .ptd given?)");
+  // First values of states that the file must have count as weights of the program.
+  size_t needed = payload.weights.size();
+  for (const StateFacts& state : payload.states) {
+    if (!state.is_stored) continue;
+    ++needed;
+    if (!data.get_data(state.name).ok()) missing.push_back(state.name);
   }
+  check_fit(first_path, needed, missing, mismatches);
   Mappings mappings;
   for (size_t i = 0; i < held.size(); ++i) {
     const WeightFacts& weight = payload.weights[i];

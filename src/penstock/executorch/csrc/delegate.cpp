@@ -21,6 +21,7 @@
 #include "replays.h"
 #include "load_error.h"
 #include "state_table.h"
+#include "tensor_layout.h"
 #include "transfer_memory.h"
 
 namespace penstock_executorch {
@@ -131,14 +132,11 @@ int32_t device_index_of(const Payload& payload, const SessionRequest& request) {
   return index;
 }
 
-// The initial value of a state, if the data files have one: they take precedence.
+// The initial value of a state, if the data files have one: they take precedence. locate_weights() refused a program
+// whose files lack one that it needs.
 std::vector<char> first_value(const NamedDataMap& data, const StateFacts& state) {
   auto found = data.get_data(state.name);
-  if (!found.ok()) {
-    if (state.is_stored)
-      throw LoadError(Kind::missing_weight, "the data files lack '" + state.name + "', which state starts with");
-    return {};
-  }
+  if (!found.ok()) return {};
   std::vector<char> value(static_cast<const char*>(found->data()), static_cast<const char*>(found->data()) + found->size());
   found->Free();
   WeightFacts as_weight{};
@@ -232,19 +230,42 @@ std::vector<int64_t> strides_of(const std::vector<int64_t>& sizes, const std::ve
   return strides;
 }
 
+[[noreturn]] void refuse_input(const InputFacts& facts, const std::string& what) {
+  throw LoadError(Kind::input, "input '" + facts.name + "' " + what);
+}
+
+// The record has no names for dynamic sizes.
+std::string needed_text(const std::vector<int64_t>& shape) {
+  return "[" + joined(shape, [](int64_t size) { return size < 0 ? std::string("any") : std::to_string(size); }) + "]";
+}
+
+// In the words of runtime/inputs.py and runtime/symbolic_layout.py.
+void check_layout(const InputFacts& facts, const TensorView& view) {
+  if (view.scalar_type != facts.scalar_type)
+    refuse_input(facts, "has dtype " + dtype_text(view.scalar_type) + ", needs " + dtype_text(facts.scalar_type));
+  const std::string found = listed(view.sizes), needed = needed_text(facts.shape);
+  if (view.sizes.size() != facts.shape.size())
+    refuse_input(facts, "has " + std::to_string(view.sizes.size()) + " dimensions, shape " + found + "; needs " +
+                          std::to_string(facts.shape.size()) + ", shape " + needed);
+  for (size_t d = 0; d < facts.shape.size(); ++d)
+    if (facts.shape[d] >= 0 && facts.shape[d] != view.sizes[d])
+      refuse_input(facts, "has shape " + found + ", needs " + needed + ": dimension " + std::to_string(d) + " is " +
+                            std::to_string(view.sizes[d]) + ", needs " + std::to_string(facts.shape[d]));
+}
+
 // Compiled code checks nothing.
 void check_input(const Delegate& delegate, size_t index, const TensorView& view) {
   const InputFacts& facts = delegate.method.inputs[index];
-  bool fits = view.scalar_type == facts.scalar_type && view.sizes.size() == facts.shape.size() &&
-              facts.dim_order.size() == facts.shape.size();
-  for (size_t d = 0; fits && d < facts.shape.size(); ++d) fits = facts.shape[d] < 0 || facts.shape[d] == view.sizes[d];
-  if (!fits)
-    throw LoadError(Kind::input, "input " + std::to_string(index) + " of " + delegate.method.name +
-                                   " is of scalar type " + std::to_string(view.scalar_type) + " and shape " +
-                                   listed(view.sizes) +
-                                   ", needs scalar type " + std::to_string(facts.scalar_type) + " and shape " +
-                                   listed(facts.shape) + " (-1: any)");
-  check_indices(facts, view);
+  if (facts.dim_order.size() != facts.shape.size())
+    throw LoadError(Kind::package, "input '" + facts.name + "' of " + delegate.method.name + " has a dim order of " +
+                                     std::to_string(facts.dim_order.size()) + " dimensions and a shape of " +
+                                     std::to_string(facts.shape.size()));
+  try {
+    check_layout(facts, view);
+    check_indices(facts, view);
+  } catch (const LoadError& refusal) {
+    throw LoadError(refusal.kind, "method '" + delegate.method.name + "': " + refusal.what());
+  }
 }
 
 void compute(Delegate& delegate, void* stream) {
@@ -277,9 +298,8 @@ void return_outputs(Delegate& delegate, Span<EValue*> args) {
     TensorView view = view_of(to);
     if (view.scalar_type != delegate.code->output_scalar_type(i))
       throw LoadError(Kind::package, "output " + std::to_string(i) + " of " + delegate.method.name +
-                                       " is of scalar type " + std::to_string(delegate.code->output_scalar_type(i)) +
-                                       ", ExecuTorch expects " +
-                                       std::to_string(view.scalar_type));
+                                       " is " + dtype_text(delegate.code->output_scalar_type(i)) +
+                                       ", ExecuTorch expects " + dtype_text(view.scalar_type));
     results.push_back(std::move(view));
   }
   delegate.code->copy_outputs(results, *delegate.transfers);

@@ -30,17 +30,18 @@ BudgetRequest read_budget(const BackendOption& option, const std::string& key) {
   BudgetRequest budget;
   if (key == kBudgetMbOption) {
     const int* mb = std::get_if<int>(&option.value);
-    if (!mb) throw LoadError(Kind::budget, "weight_offload_budget_mb is no int; valid: 0 or more (MiB)");
+    if (!mb) throw LoadError(Kind::budget, "weight_offload_budget_mb is no int; valid: an int of 0 or more (MiB)");
     if (*mb < 0)
-      throw LoadError(Kind::budget, "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: 0 or more (MiB)");
+      throw LoadError(Kind::budget,
+                      "weight_offload_budget_mb is " + std::to_string(*mb) + "; valid: an int of 0 or more (MiB)");
     budget.bytes = (int64_t)*mb << 20;
     return budget;
   }
   std::string text;
   if (!as_text(option, text))
-    throw LoadError(Kind::budget, key + " is no string; valid: a decimal number of bytes, as in \"8589934592\"");
+    throw LoadError(Kind::budget, key + " is no string; valid: bytes as a string, as in \"8589934592\" or \"8GiB\"");
   budget.automatic = text == "auto";
-  if (!budget.automatic) budget.bytes = parse_decimal(text, key);
+  if (!budget.automatic) budget.bytes = parse_bytes(text, key);
   return budget;
 }
 
@@ -60,7 +61,7 @@ SessionRequest read_options(const BackendInitContext& context) {
       request.device_index = *index;
     } else if (key == "weight_offload_host_memory_cap") {
       if (!as_text(option, text)) throw LoadError(Kind::option, "weight_offload_host_memory_cap is no string");
-      request.host_cap_bytes = parse_decimal(text, "weight_offload_host_memory_cap");
+      request.host_cap_bytes = parse_bytes(text, key);
       if (!request.host_cap_bytes) throw LoadError(Kind::budget, "weight_offload_host_memory_cap is 0 bytes");
     } else if (key == "weight_offload_group") {
       if (!as_text(option, text)) throw LoadError(Kind::option, "weight_offload_group is no string");

@@ -82,8 +82,10 @@ StateTable::StateTable(const std::vector<TensorView>& shared, const std::string&
 StateTable::~StateTable() = default;
 
 void StateTable::require_valid() const {
+  // Word for word as runtime/state.py has it.
   if (!invalid_.empty())
-    throw LoadError(Kind::state, "the state may be half written: " + invalid_ + "; reset it first");
+    throw LoadError(Kind::state, "the state (" + joined(states_, [](const StateFacts& state) { return state.name; }) +
+                                   ") may be half written: " + invalid_ + "; call reset_state() first");
 }
 
 void StateTable::mark_invalid(const std::string& method, const char* failure) noexcept {
@@ -125,7 +127,7 @@ void StateTable::write(const std::string& name, const void* from, int64_t bytes)
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(guarded(tensors_->device));
   wait_for(tensors_->device);
-  invalid_ = "a write into '" + name + "' did not finish";
+  invalid_ = "write_state('" + name + "') did not finish";
   bytes_of(tensors_->each[number], states_[number].dim_order)
       .copy_(at::from_blob(const_cast<void*>(from), {bytes}, at::kByte));
   wait_for(tensors_->device);
@@ -137,7 +139,7 @@ void StateTable::reset() {
   at::NoGradGuard no_grad;
   c10::OptionalDeviceGuard on(guarded(tensors_->device));
   wait_for(tensors_->device);
-  invalid_ = "a reset did not finish";
+  invalid_ = "reset_state() did not finish";
   for (size_t i = 0; i < states_.size(); ++i)
     fill(bytes_of(tensors_->each[i], states_[i].dim_order), first_[i]);
   wait_for(tensors_->device);

@@ -17,12 +17,12 @@ constexpr const char* kDtypes[] = {
     "bits8",      "bits16",    "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16",
     "uint32",     "uint64"};
 
+}  // namespace
+
 std::string dtype_text(int64_t scalar_type) {
   const bool is_known = scalar_type >= 0 && scalar_type < (int64_t)std::size(kDtypes);
   return is_known ? kDtypes[scalar_type] : "scalar type " + std::to_string(scalar_type);
 }
-
-}  // namespace
 
 std::vector<int64_t> memory_order(const std::vector<int64_t>& shape, const std::vector<int64_t>& order) {
   std::vector<int64_t> out;
