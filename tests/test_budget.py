@@ -233,6 +233,6 @@ def test_the_core_reads_amounts_in_the_same_way_and_refuses_them_in_the_same_wor
     assert of_core(text) == of_python(text)
 
 
-@pytest.mark.parametrize("text", ["9223372036854775807", "9223372036854775808", "8796093022207.99999999999MiB", "9" * 41])
+@pytest.mark.parametrize("text", ["9223372036854775807", "9223372036854775808", "8796093022207.99999MiB", "9" * 41])
 def test_the_core_knows_the_largest_amount(text: str) -> None:
     assert of_core(text) == of_python(text)

@@ -19,8 +19,8 @@ uint64_t hundredths(uint64_t bytes, uint64_t unit_bytes) {
 }
 
 constexpr const char* kValidForms =
-    "valid: a whole number of bytes (8589934592), or a number and a unit: KiB, MiB, GiB, TiB (powers of 1024) or B, KB, "
-    "MB, GB, TB (powers of 1000), as in '8GiB', '2.3 GiB', '512MiB', '8 GB'";
+    "valid: a whole number of bytes (8589934592), or a number and a unit: KiB, MiB, GiB, TiB (powers of 1024) or B, "
+    "KB, MB, GB, TB (powers of 1000), as in '8GiB', '2.3 GiB', '512MiB', '8 GB'";
 // More digits than any amount has; Python has the same bound.
 constexpr size_t kMostDigits = 40;
 

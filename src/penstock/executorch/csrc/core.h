@@ -12,15 +12,16 @@
 namespace penstock_executorch {
 
 // The functions of penstock_core.h that are used here, without the "penstock_".
-#define PENSTOCK_CORE_FUNCTIONS(each)                                                                                   \
-  each(failure) each(failure_text) each(checksum) each(load_torch) each(soft_create) each(soft_error) each(cuda_create) \
-  each(driver_destroy) each(driver_granularity) each(driver_memory) each(check_build) each(budget_origin)               \
-  each(format_bytes) each(parse_bytes) each(reserve_bytes) each(choose_budget) each(clamp_sentence) each(open)          \
-  each(session_destroy) each(session_allocate_host) each(session_free_host) each(session_install) each(session_install_with_slots)            \
-  each(session_begin) each(session_end) each(session_abort) each(session_begin_capture) each(session_end_capture)       \
-  each(session_drop_capture) each(session_begin_replay) each(session_launch) each(session_end_replay)                   \
-  each(session_drain) each(session_start_trace) each(session_stop_trace) each(session_spans) each(session_counters)     \
-  each(session_memory) each(session_link) each(session_summary) each(session_failure) each(session_failure_text)
+#define PENSTOCK_CORE_FUNCTIONS(each)                                                                                  \
+  each(failure) each(failure_text) each(checksum) each(load_torch) each(soft_create) each(soft_error)                  \
+  each(cuda_create) each(driver_destroy) each(driver_granularity) each(driver_memory) each(check_build)                \
+  each(budget_origin) each(format_bytes) each(parse_bytes) each(reserve_bytes) each(choose_budget)                     \
+  each(clamp_sentence) each(open) each(session_destroy) each(session_allocate_host) each(session_free_host)            \
+  each(session_install) each(session_install_with_slots) each(session_begin) each(session_end) each(session_abort)     \
+  each(session_begin_capture) each(session_end_capture) each(session_drop_capture) each(session_begin_replay)          \
+  each(session_launch) each(session_end_replay) each(session_drain) each(session_start_trace)                          \
+  each(session_stop_trace) each(session_spans) each(session_counters) each(session_memory) each(session_link)          \
+  each(session_summary) each(session_failure) each(session_failure_text)
 
 struct Core {
 #define PENSTOCK_MEMBER(name) decltype(&penstock_##name) name;

@@ -20,7 +20,8 @@ using executorch::runtime::FreeableBuffer;
 using executorch::runtime::NamedDataMap;
 
 // What is wrong with the layout of a weight; empty if nothing is.
-std::string layout_mismatch(const NamedDataMap& data, const std::string& name, const WeightFacts& weight, size_t bytes) {
+std::string layout_mismatch(const NamedDataMap& data, const std::string& name, const WeightFacts& weight,
+                            size_t bytes) {
   std::string found = std::to_string(bytes) + " bytes";
   // A packed entry has no layout. ExecuTorch's reader does not expect that, and would crash if asked for it.
   if ((int64_t)bytes == weight.bytes) {
@@ -40,8 +41,8 @@ std::string layout_mismatch(const NamedDataMap& data, const std::string& name, c
   return "'" + name + "' is " + found + ", needs " + layout_text(weight.scalar_type, weight.shape, weight.dim_order);
 }
 
-// Refuses what runtime/weights_fit.py refuses, in the same words. `path`: of the file that has the first weight found;
-// empty if none was.
+// Refuses what runtime/weights_fit.py refuses, in the same words. `path`: of the file that has the first of them
+// found; empty if none was.
 void check_fit(const std::string& path, size_t needed, const std::vector<std::string>& missing,
                const std::vector<std::string>& mismatches) {
   const std::string subject = path.empty() ? "the data" : path;
@@ -115,7 +116,10 @@ WeightsPlace locate_weights(const NamedDataMap& data, const Payload& payload) {
   for (const StateFacts& state : payload.states) {
     if (!state.is_stored) continue;
     ++needed;
-    if (!data.get_data(state.name).ok()) missing.push_back(state.name);
+    auto found = data.get_data(state.name);
+    if (!found.ok()) missing.push_back(state.name);
+    else if (!missing.empty() && first_path.empty() && found->size())
+      first_path = Mappings().place(found->data(), "state '" + state.name + "'").path;
   }
   check_fit(first_path, needed, missing, mismatches);
   Mappings mappings;

@@ -8,8 +8,8 @@ extern "C" {
 
 // State is the program's mutated buffers, under their names in the model. They lie on the delegates' device, one of
 // each for all methods. `group` is what weight_offload_group said at load, "" without. `bytes` are those of the whole
-// state, in memory order. After a failed run, reset the state before anything else: what the refusal calls reset_state()
-// is penstock_executorch_reset_state().
+// state, in memory order. After a failed run, reset the state before anything else: what the refusal calls
+// reset_state() is penstock_executorch_reset_state().
 int32_t penstock_executorch_read_state(const char* group, const char* name, void* to, int64_t bytes);
 int32_t penstock_executorch_write_state(const char* group, const char* name, const void* from, int64_t bytes);
 // Restores the initial values.
