@@ -16,6 +16,8 @@ using executorch::runtime::Span;
 constexpr const char* kGroupOption = "weight_offload_group";
 
 struct Key {
+  std::string whole;
+  // What is before a colon.
   std::string option;
   // After a colon; empty where delegates share a session.
   std::string delegate;
@@ -24,7 +26,7 @@ struct Key {
 Key key_of(const BackendOption& option) {
   std::string key(option.key, strnlen(option.key, sizeof option.key));
   size_t colon = key.find(':');
-  return {key.substr(0, colon), colon == std::string::npos ? "" : key.substr(colon + 1)};
+  return {key, key.substr(0, colon), colon == std::string::npos ? "" : key.substr(colon + 1)};
 }
 
 std::string group_of(const Span<BackendOption>& options) {
@@ -73,11 +75,13 @@ std::vector<std::string> set_loaded_options(const Span<BackendOption>& options) 
   for (const BackendOption& option : options) {
     const Key key = key_of(option);
     if (key.option == kGroupOption) continue;
-    if (key.option != kBudgetOption && key.option != kBudgetMbOption)
-      throw LoadError(Kind::option, "'" + key.option + "' cannot be set of a loaded program; weight_offload_budget and " +
-                                      "weight_offload_budget_mb can, with weight_offload_group");
+    // Those that there are at load: MiB are for the program alone.
+    if (key.option != kBudgetOption && key.whole != kBudgetMbOption)
+      throw LoadError(Kind::option, "'" + key.whole + "' cannot be set of a loaded program; weight_offload_budget, " +
+                                      "weight_offload_budget:DELEGATE and weight_offload_budget_mb can, with " +
+                                      "weight_offload_group");
     if (budget) throw LoadError(Kind::budget, "two budgets were given; set one at a time");
-    budget = read_budget(option, key.option);
+    budget = read_budget(option, key.whole);
     delegate = key.delegate;
   }
   if (!budget) throw LoadError(Kind::option, "no budget was given; set weight_offload_budget or weight_offload_budget_mb");
