@@ -1,9 +1,9 @@
 // behaviour_probe: a program in C++ that is told what to do, a line at a time, and answers each with a line.
 //
-//   open PTE PTD BUDGET        BUDGET in bytes, as text; "-" for none
+//   open PTE PTD [OPTION BUDGET]...
 //   run METHOD ROWS COLUMNS DTYPE HEX
 //   read NAME BYTES | write NAME HEX | reset
-//   budget BYTES               changes that of the loaded program
+//   set OPTION BUDGET          of the loaded program
 //   figure NAME                what get_option has under it, in decimal digits
 //   close
 //
@@ -15,6 +15,7 @@
 #include <executorch/runtime/backend/options.h>
 
 #include <cstdio>
+#include <cstring>
 #include <iostream>
 #include <memory>
 #include <sstream>
@@ -29,6 +30,7 @@ extern "C" int64_t penstock_executorch_detail();
 using executorch::aten::ScalarType;
 using executorch::extension::from_blob;
 using executorch::extension::Module;
+using executorch::runtime::BackendOption;
 using executorch::runtime::BackendOptions;
 using executorch::runtime::Error;
 
@@ -58,15 +60,29 @@ void answer(int32_t status, const std::string& hex = "") {
               << penstock_executorch_text() << std::endl;
 }
 
+BackendOption option_of(const std::string& key, const std::string& value) {
+  BackendOption option{};
+  std::strncpy(option.key, key.c_str(), sizeof option.key - 1);
+  // An int in MiB; the others are text.
+  if (key.rfind("weight_offload_budget_mb", 0) == 0) {
+    option.value = std::stoi(value);
+  } else {
+    std::array<char, executorch::runtime::kMaxOptionValueLength> text{};
+    std::strncpy(text.data(), value.c_str(), text.size() - 1);
+    option.value = text;
+  }
+  return option;
+}
+
 std::unique_ptr<Module> opened(std::istream& words) {
-  std::string program, weights, budget;
-  words >> program >> weights >> budget;
+  std::string program, weights, key, budget;
+  words >> program >> weights;
+  std::vector<BackendOption> options;
+  while (words >> key >> budget) options.push_back(option_of(key, budget));
   // Arenas are shared: state that is left to ExecuTorch is one for all methods.
   auto module = std::make_unique<Module>(program, weights, Module::LoadMode::Mmap, nullptr, nullptr, nullptr, true);
-  BackendOptions<1> options;
   executorch::runtime::LoadBackendOptionsMap map;
-  Error error = budget == "-" ? Error::Ok : options.set_option("weight_offload_budget", budget.c_str());
-  if (error == Error::Ok) error = map.set_options("PenstockBackend", options.view());
+  Error error = map.set_options("PenstockBackend", {options.data(), options.size()});
   if (error == Error::Ok) error = module->load(map);
   if (error == Error::Ok) {
     auto names = module->method_names();
@@ -92,12 +108,10 @@ void run(Module& module, std::istream& words) {
 }
 
 void set_budget(std::istream& words) {
-  std::string bytes;
-  words >> bytes;
-  BackendOptions<1> options;
-  Error error = options.set_option("weight_offload_budget", bytes.c_str());
-  if (error == Error::Ok) error = executorch::runtime::set_option("PenstockBackend", options.view());
-  answer((int32_t)error);
+  std::string key, budget;
+  words >> key >> budget;
+  BackendOption option = option_of(key, budget);
+  answer((int32_t)executorch::runtime::set_option("PenstockBackend", {&option, 1}));
 }
 
 void get_figure(std::istream& words) {
@@ -138,7 +152,7 @@ int main() {
       answer(penstock_executorch_write_state("", name.c_str(), given.data(), (int64_t)given.size()));
     } else if (command == "reset") {
       answer(penstock_executorch_reset_state(""));
-    } else if (command == "budget") {
+    } else if (command == "set") {
       set_budget(words);
     } else if (command == "figure") {
       get_figure(words);

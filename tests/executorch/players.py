@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -10,22 +11,48 @@ import torch
 from torch import Tensor
 
 import penstock
+from penstock.errors import PenstockError
 from penstock.executorch.failures import failure
 from penstock.runtime.module import Module
+
+BUDGET = "weight_offload_budget"
 
 
 class Player(Protocol):
     """What all of them can do, with the exceptions of penstock.errors."""
 
-    def open(self, program: Path, weights: Path, budget: int | str | None) -> None: ...
+    # `own`: budgets of single methods.
+    def open(
+        self, program: Path, weights: Path, budget: int | str | None, own: Mapping[str, int | str] | None = None
+    ) -> None: ...
     def run(self, method: str, x: Tensor) -> Tensor: ...
-    def set_budget(self, budget: int | str) -> None: ...
-    def budget_bytes(self) -> int: ...
+    def set_budget(self, budget: int | str, method: str = "") -> None: ...
+    def budget_bytes(self, method: str = "") -> int: ...
     def figure(self, name: str) -> int: ...
     def read_state(self, name: str, like: Tensor) -> Tensor: ...
     def write_state(self, name: str, value: Tensor) -> None: ...
     def reset_state(self) -> None: ...
     def close(self) -> None: ...
+
+
+class Recording:
+    """Plays as another one does, and keeps what was refused."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self.refusals: list[PenstockError] = []
+
+    def __getattr__(self, name: str) -> Any:
+        play = getattr(self._player, name)
+
+        def recorded(*arguments: Any) -> Any:
+            try:
+                return play(*arguments)
+            except PenstockError as error:
+                self.refusals.append(error)
+                raise
+
+        return recorded
 
 
 class PythonPlayer:
@@ -34,18 +61,21 @@ class PythonPlayer:
     def __init__(self) -> None:
         self._module: Any = None
 
-    def open(self, program: Path, weights: Path, budget: int | str | None) -> None:
-        self._module = penstock.Module(program, budget, weights=weights)
+    def open(
+        self, program: Path, weights: Path, budget: int | str | None, own: Mapping[str, int | str] | None = None
+    ) -> None:
+        options: dict[str, Any] = {} if own is None else {"delegate_budgets": own}
+        self._module = penstock.Module(program, budget, weights=weights, **options)
 
     def run(self, method: str, x: Tensor) -> Tensor:
         result: Tensor = self._opened.run_method(method, x)
         return result
 
-    def set_budget(self, budget: int | str) -> None:
-        self._opened.set_budget(budget)
+    def set_budget(self, budget: int | str, method: str = "") -> None:
+        self._sharing(method).set_budget(budget)
 
-    def budget_bytes(self) -> int:
-        return self._opened.budget_bytes
+    def budget_bytes(self, method: str = "") -> int:
+        return int(self._sharing(method).budget_bytes)
 
     def figure(self, name: str) -> int:
         return int(getattr(self._opened.stats(), name))
@@ -63,6 +93,9 @@ class PythonPlayer:
         if self._module is not None:
             self._module.close()
 
+    def _sharing(self, method: str) -> Any:
+        return self._module.delegates[method] if method else self._opened
+
     @property
     def _opened(self) -> Module:
         assert self._module is not None
@@ -77,19 +110,28 @@ class CppPlayer:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen([str(binary)], stdin=pipe, stdout=pipe, stderr=log, text=True)
 
-    def open(self, program: Path, weights: Path, budget: int | str | None) -> None:
-        self._ask("open", program, weights, "-" if budget is None else budget)
+    def open(
+        self, program: Path, weights: Path, budget: int | str | None, own: Mapping[str, int | str] | None = None
+    ) -> None:
+        given = {} if budget is None else {BUDGET: budget}
+        self.open_with(program, weights, given | {f"{BUDGET}:{name}": value for name, value in (own or {}).items()})
+
+    def open_with(self, program: Path, weights: Path, options: Mapping[str, int | str]) -> None:
+        self._ask("open", program, weights, *(word for option in options.items() for word in option))
 
     def run(self, method: str, x: Tensor) -> Tensor:
         dtype = str(x.dtype).removeprefix("torch.")
         found = self._ask("run", method, *x.shape, dtype, x.contiguous().numpy().tobytes().hex())
         return torch.frombuffer(bytearray.fromhex(found), dtype=torch.float32).view(x.shape[0], -1)
 
-    def set_budget(self, budget: int | str) -> None:
-        self._ask("budget", budget)
+    def set_budget(self, budget: int | str, method: str = "") -> None:
+        self.set_option(f"{BUDGET}:{method}" if method else BUDGET, budget)
 
-    def budget_bytes(self) -> int:
-        return self.figure("budget")
+    def set_option(self, name: str, value: int | str) -> None:
+        self._ask("set", name, value)
+
+    def budget_bytes(self, method: str = "") -> int:
+        return self.figure(f"budget:{method}" if method else "budget")
 
     def figure(self, name: str) -> int:
         return int(self._ask("figure", name))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,13 +24,14 @@ from penstock.errors import (
     MissingWeightError,
     PackageError,
     PenstockError,
+    StateInvalidError,
     WeightMismatchError,
     WeightsChangedError,
     WeightsFileError,
 )
 from penstock.program import Program
 from tests.executorch.cpp_program import build_program
-from tests.executorch.players import CppPlayer, Player, PythonPlayer
+from tests.executorch.players import BUDGET, CppPlayer, Player, PythonPlayer, Recording
 from tests.executorch.test_states import WIDTH, Adding, Counter, Reading, programs, rows
 from tests.harness import FAST, compiled
 from tests.runtime.modules import EVERYTHING, rewrite_weights
@@ -54,6 +57,9 @@ def expected(method: str, x: Tensor, sums: Tensor, calls: float) -> Tensor:
     """From the state before; whole numbers, so that no order of sums matters."""
     y = x @ Counter().weight
     return y + (sums + y[0]) + (calls + 1) if method == "add" else y * sums + calls
+
+
+Behaviour = Callable[[Player, Files, Path], None]
 
 
 # ----------------------------------------------------------------------------------------------------- the behaviours
@@ -84,9 +90,39 @@ def budgets_below_the_floor(player: Player, files: Files, folder: Path) -> None:
 
 
 def budgets_that_are_none(player: Player, files: Files, folder: Path) -> None:
-    for budget in ("-1", "12abc", "9223372036854775808"):
+    budgets = ("-1", "12abc", "1.5", "8Gib", "abc", "9223372036854775808")
+    for budget in budgets:
         with pytest.raises(BudgetError):
             player.open(files.program, files.weights, budget)
+    player.open(files.program, files.weights, "1GiB")
+    for budget in budgets:
+        with pytest.raises(BudgetError):
+            player.set_budget(budget)
+    assert player.budget_bytes() == files.full_bytes
+
+
+def budgets_of_single_methods(player: Player, files: Files, folder: Path) -> None:
+    """What has one of its own keeps it when the other's changes. A .pt2 has one budget for all of its methods."""
+    if files.program.suffix == ".pt2":
+        with pytest.raises(TypeError, match="delegate_budgets"):
+            player.open(files.program, files.weights, None, {"add": files.floor_bytes})
+        return
+    x, sums = rows(8), (rows(8) @ Counter().weight)[0]
+    # A malformed one is named with whose it is, at load and later.
+    with pytest.raises(BudgetError, match="'12abc' has the unit 'abc'"):
+        player.open(files.program, files.weights, None, {"add": "12abc"})
+    own = {"add": files.floor_bytes, "read": files.full_bytes}
+    player.open(files.program, files.weights, None, own)
+    assert [player.budget_bytes(method) for method in own] == [*own.values()]
+    assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+    assert torch.equal(player.run("read", x), expected("read", x, sums, 6.0))
+    with pytest.raises(BudgetError, match="'12abc' has the unit 'abc'"):
+        player.set_budget("12abc", "add")
+    player.set_budget(files.full_bytes, "add")
+    player.set_budget(files.floor_bytes, "read")
+    assert [player.budget_bytes(method) for method in own] == [files.full_bytes, files.floor_bytes]
+    assert torch.equal(player.run("read", x), expected("read", x, sums, 6.0))
+    assert torch.equal(player.run("add", x), expected("add", x, sums, 6.0))
 
 
 def automatic(player: Player, files: Files, folder: Path) -> None:
@@ -145,7 +181,7 @@ def inputs(player: Player, files: Files, folder: Path) -> None:
 def weights_that_do_not_fit(player: Player, files: Files, folder: Path) -> None:
     needs = rf"'weight' is %s, needs float32\[{WIDTH}, {WIDTH}\]"
     changes: list[tuple[type[PenstockError], str, dict[str, Any]]] = [
-        (MissingWeightError, r"lacks? 1 of the \d weights of the program: 'weight'", {"leave_out": "weight"}),
+        (MissingWeightError, r"lacks 1 of the \d weights of the program: 'weight'", {"leave_out": "weight"}),
         (
             WeightMismatchError,
             needs % rf"float32\[{WIDTH // 2}, {WIDTH * 2}\]",
@@ -185,6 +221,35 @@ def weights_changed_while_loaded(player: Player, files: Files, folder: Path) -> 
         player.reset_state()
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert torch.equal(player.run("add", x), expected("add", x, torch.zeros(WIDTH), 5.0))
+
+
+def state_after_a_failed_run(player: Player, files: Files, folder: Path) -> None:
+    """Refused until it is reset, once the cause is gone as well, and with the cause. A .pt2 has one runtime, which
+    refuses this before anything of the run happens: nothing is to be reset."""
+    path = files.copied_weights(folder)
+    player.open(files.program, path, files.floor_bytes)
+    x = rows(9)
+    player.run("add", x)
+    before = path.stat()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    with pytest.raises(WeightsChangedError) as failure:
+        player.run("add", x)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    sums = torch.zeros(WIDTH)
+    if files.program.suffix == ".pte":
+        reason = f"method 'add' failed: {failure.value}"
+        said = f"the state (sums, calls) may be half written: {reason}; call reset_state() first"
+        for use in (
+            lambda: player.run("add", x),
+            lambda: player.run("read", x),
+            lambda: player.read_state("sums", sums),
+            lambda: player.write_state("sums", sums),
+        ):
+            with pytest.raises(StateInvalidError) as refusal:
+                use()
+            assert str(refusal.value) == said
+    player.reset_state()
+    assert torch.equal(player.run("add", x), expected("add", x, sums, 5.0))
 
 
 def weights_that_are_not_there(player: Player, files: Files, folder: Path) -> None:
@@ -233,6 +298,8 @@ BEHAVIOURS = [
     weights_that_do_not_fit,
     weights_cut_off,
     weights_changed_while_loaded,
+    state_after_a_failed_run,
+    budgets_of_single_methods,
 ]
 
 
@@ -263,14 +330,93 @@ def binary(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_program(source, library, tmp_path_factory.mktemp("cpp") / "behaviour_probe")
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> Iterator[tuple[Player, Files]]:
-    files = request.getfixturevalue("pt2_files" if request.param == "pt2" else "pte_files")
-    player: Player = CppPlayer(request.getfixturevalue("binary")) if request.param == "cpp" else PythonPlayer()
-    yield player, files
-    player.close()
+Played = Callable[[str], tuple[Player, Files]]
 
 
+@pytest.fixture
+def played(request: pytest.FixtureRequest) -> Iterator[Played]:
+    """A player and its files, by the name of the way."""
+    players: list[Player] = []
+
+    def made(way: str) -> tuple[Player, Files]:
+        files = request.getfixturevalue("pt2_files" if way == "pt2" else "pte_files")
+        players.append(CppPlayer(request.getfixturevalue("binary")) if way == "cpp" else PythonPlayer())
+        return players[-1], files
+
+    yield made
+    for player in players:
+        player.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
-def test_behaves(behaviour: Callable[[Player, Files, Path], None], way: tuple[Player, Files], tmp_path: Path) -> None:
-    behaviour(*way, tmp_path)
+def test_behaves(behaviour: Behaviour, way: str, played: Played, tmp_path: Path) -> None:
+    behaviour(*played(way), tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------- the words
+
+_NOT_OURS = "ExecuTorch refuses it before the delegate is asked; its log has the reason, in its own words"
+# Of a behaviour, in a way: which refusals are worded otherwise than in the way before it (.pt2, .pte, C++), and why.
+OTHER_WORDS: dict[tuple[str, str], tuple[list[int], str]] = {
+    ("weights_that_are_not_there", "cpp"): ([0], _NOT_OURS),
+    ("programs_cut_off", "cpp"): ([0], _NOT_OURS),
+    ("methods_that_there_are_not", "cpp"): ([0], _NOT_OURS),
+    ("inputs", "cpp"): ([0, 1, 2], _NOT_OURS),
+    ("weights_cut_off", "cpp"): ([0], _NOT_OURS),
+    ("budgets_below_the_floor", "cpp"): (
+        [0, 1],
+        "Python adds what other placements need; the file has no plans for those",
+    ),
+    ("states_that_there_are_not", "cpp"): ([2], "what C++ gives has a size, and neither a dtype nor a shape"),
+    ("programs_cut_off", "pte"): ([0], "one is an archive, and the other one has a seal"),
+    ("weights_cut_off", "pte"): ([0], "the two weights files are of different sizes"),
+    ("state_after_a_failed_run", "pte"): ([1, 2, 3, 4], "a .pt2 refuses the run before any of it, and keeps its state"),
+    ("budgets_of_single_methods", "pte"): ([0, 1], "a .pt2 has one budget for all of its methods"),
+}
+
+
+def sentences(behaviour: Behaviour, way: str, played: Played, folder: Path) -> list[str]:
+    """What was refused, without what another play of the same has otherwise: paths and times."""
+    player, files = played(way)
+    recording = Recording(player)
+    folder.mkdir()
+    behaviour(cast(Player, recording), files, folder)
+    found = []
+    for error in recording.refusals:
+        text = str(error).replace(str(folder), "FOLDER").replace(str(files.program), "PROGRAM")
+        text = re.sub(r"\b\d+\.\d{9} s\b", "TIME", text)
+        # C++ has several options that are amounts, and names the one that it means in front of the sentence.
+        text = re.sub(rf"^{BUDGET}(:\w+)?: ", "", text) if way == "cpp" else text
+        found.append(f"{type(error).__name__}: {text}")
+    return found
+
+
+@pytest.mark.parametrize(("way", "other"), [("pt2", "pte"), pytest.param("pte", "cpp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.__name__)
+def test_says_the_same(behaviour: Behaviour, way: str, other: str, played: Played, tmp_path: Path) -> None:
+    said, other_said = (sentences(behaviour, one, played, tmp_path / one) for one in (way, other))
+    pairs = enumerate(itertools.zip_longest(said, other_said))
+    differ = {number: pair for number, pair in pairs if pair[0] != pair[1]}
+    # An exception that is none any more is to be struck off the list.
+    numbers, _ = OTHER_WORDS.get((behaviour.__name__, other), ([], ""))
+    assert list(differ) == numbers, differ
+
+
+@pytest.mark.slow
+def test_an_option_of_a_load_and_of_a_loaded_program_are_the_same(played: Played) -> None:
+    """A budget in MiB is for the whole program only: of one method there is none, at load and later."""
+    player, files = played("cpp")
+    assert isinstance(player, CppPlayer)
+    of_one = {f"{BUDGET}_mb:add": 1}
+    with pytest.raises(PenstockError, match=f"there is no option '{BUDGET}_mb:add'"):
+        player.open_with(files.program, files.weights, of_one)
+    player.open_with(files.program, files.weights, {f"{BUDGET}:add": files.floor_bytes})
+    with pytest.raises(PenstockError, match=f"'{BUDGET}_mb:add' cannot be set of a loaded program"):
+        player.set_option(*of_one.popitem())
+    assert player.budget_bytes("add") == files.floor_bytes
+    malformed = {f"{BUDGET}:add": "8Gib"}
+    with pytest.raises(BudgetError, match=f"^{BUDGET}:add: '8Gib' has the unit 'Gib'"):
+        player.set_option(*next(iter(malformed.items())))
+    with pytest.raises(BudgetError, match=f"^{BUDGET}:add: '8Gib' has the unit 'Gib'"):
+        player.open_with(files.program, files.weights, malformed)
