@@ -153,7 +153,7 @@ def test_what_is_neither_packed_nor_the_weight_is_refused(program: Path, packed:
     (tmp_path / "damaged.ptd").write_bytes(whole)
     with (
         pytest.raises(
-            WeightMismatchError, match=r"do not fit the program: 'layers\.0\.weight' is \d+ bytes, needs float32\["
+            WeightMismatchError, match=r"does not fit the program: 'layers\.0\.weight' is \d+ bytes, needs float32\["
         ),
         alone(program, tmp_path / "damaged.ptd", 1 << 30),
     ):

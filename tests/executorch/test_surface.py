@@ -145,7 +145,7 @@ def test_a_failed_run_leaves_state_unusable(lowered: Paths, opened: Opened, monk
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"cuda_graph": True}, PenstockError, "does not go with a .pte: graphs are the delegates"),
+        ({"cuda_graph": True}, PenstockError, "does not go with a .pte: graphs belong to the delegates"),
         ({"calibration": "first-runs"}, PenstockError, "use calibrate"),
         ({"device": "cuda:1"}, BuildMismatchError, "compiled for cpu, and cannot run on cuda:1"),
         ({"verify": True}, WeightsFileError, "has no checksum"),
