@@ -236,7 +236,10 @@ std::vector<int64_t> strides_of(const std::vector<int64_t>& sizes, const std::ve
 
 // The record has no names for dynamic sizes.
 std::string needed_text(const std::vector<int64_t>& shape) {
-  return "[" + joined(shape, [](int64_t size) { return size < 0 ? std::string("any") : std::to_string(size); }) + "]";
+  return "[" + joined(shape, [](int64_t size) {
+           if (size < 0) return std::string("any");
+           return std::to_string(size);
+         }) + "]";
 }
 
 // In the words of runtime/inputs.py and runtime/symbolic_layout.py.
