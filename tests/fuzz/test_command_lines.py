@@ -60,7 +60,7 @@ def _leave_a_file(*arguments: Any) -> None:
         (["inspect", "PROGRAM"], "penstock.cli.output.printable", lambda text: text, "in the output"),
         (["inspect", "PROGRAM"], "penstock.cli.program_report.program_report", _raise, "internal error"),
         (["inspect", "PROGRAM", "--json"], "penstock.cli.output.json.dumps", lambda *a, **k: "{} {}", "Extra data"),
-        (["inspect", "PROGRAM", "--json"], "penstock.cli.output.json.dumps", lambda *a, **k: "NaN", "no JSON"),
+        (["inspect", "PROGRAM", "--json"], "penstock.cli.output.json.dumps", lambda *a, **k: "NaN", "is not JSON"),
         (["inspect", "nowhere.pt2"], "penstock.cli.main.exit_code", lambda error: 99, "docs/cli.md"),
         (["inspect", "PROGRAM"], "penstock.cli.main.flush_stdout", _leave_a_file, "left.tmp"),
     ],

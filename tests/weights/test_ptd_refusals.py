@@ -244,11 +244,11 @@ def test_segments_of_one_shape_cannot_change_places(tmp_path: Path) -> None:
 
 
 METADATA_FAULTS: dict[str, tuple[Change, str]] = {
-    "not JSON": (raw(b'{"format": 1'), r"penstock\.json is (not|damaged.*no) JSON"),
-    "not UTF-8": (raw(b'{"identity": "\xff"}'), r"penstock\.json is (not|damaged.*no) JSON"),
-    "empty": (raw(b""), r"penstock\.json is (not|damaged.*no) JSON"),
-    "absurd nesting": (raw(b"[" * 100_000), r"penstock\.json is (not|damaged.*no) JSON"),
-    "absurd number": (raw(b'{"format": ' + b"9" * 10_000 + b"}"), r"penstock\.json is (not|damaged.*no) JSON"),
+    "not JSON": (raw(b'{"format": 1'), r"penstock\.json is (|damaged.*)not JSON"),
+    "not UTF-8": (raw(b'{"identity": "\xff"}'), r"penstock\.json is (|damaged.*)not JSON"),
+    "empty": (raw(b""), r"penstock\.json is (|damaged.*)not JSON"),
+    "absurd nesting": (raw(b"[" * 100_000), r"penstock\.json is (|damaged.*)not JSON"),
+    "absurd number": (raw(b'{"format": ' + b"9" * 10_000 + b"}"), r"penstock\.json is (|damaged.*)not JSON"),
     "nested identity": (raw(b'{"format":2,"entries":[],"identity":' + b"[" * 900 + b"]" * 900 + b"}"), "penstock.json"),
     "a list": (raw(b"[]"), r"penstock\.json has type list, needs dict"),
     "format": (top(format=1), r"penstock\.json has format 1, needs 2"),
