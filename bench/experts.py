@@ -7,7 +7,7 @@ Layers of Qwen3-30B-A3B's experts (128, 8 of them a token, 2,048 x 768, bf16; wi
 each 64), and nothing else: one token, as a CUDA graph. With --whole also the other weights of that model: projections
 of attention, and the output projection of 151,936 words (no cache, and no attention over one); with --prompt a method
 that reads experts in groups, or whole where they are in 4 bits. Exported on meta from safetensors; the peaks of memory
-are printed.
+are kept beside the program, in its .export.json.
 
 The routing is made, since no trained weights are at hand: a token keeps each expert of the one before with probability
 `stay`, and else draws by Zipf's law (tests.experts.routed.routing); the first hundred tokens do not count. "Held" is
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -174,7 +176,7 @@ def values(shape: Shape, device: str) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("layers.0.", f"layers.{number}."), found.roll(number, 0).cpu()
 
 
-def write_checkpoint(shape: Shape, folder: Path, device: str) -> Path:
+def write_checkpoint(shape: Shape, folder: Path, device: str) -> None:
     """In shards of a few gigabytes."""
     from safetensors.torch import save_file
 
@@ -194,7 +196,6 @@ def write_checkpoint(shape: Shape, folder: Path, device: str) -> Path:
             save()
     if shard:
         save()
-    return folder
 
 
 class AnonymousPeak:
@@ -225,7 +226,10 @@ def prepare(shape: Shape, folder: Path, device: str, prompt: int) -> Path:
     path = folder / f"experts-{shape.layers}{''.join(f'-{kind}' for kind in kinds if kinds[kind])}.pt2"
     if path.exists():
         return path
-    checkpoint = write_checkpoint(shape, folder / f"{path.stem}-checkpoint", device)
+    checkpoint = folder / f"{path.stem}-checkpoint"
+    # In a process of its own: the memory that this takes would count as that of the export.
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        processes.submit(write_checkpoint, shape, checkpoint, device).result()
     model = Model(shape)
 
     def exported(tokens: int) -> torch.export.ExportedProgram:
@@ -238,9 +242,17 @@ def prepare(shape: Shape, folder: Path, device: str, prompt: int) -> Path:
 
     with AnonymousPeak() as peak:
         programs = {"decode": exported(1), **({"prefill": exported(prompt)} if prompt else {})}
-        penstock.compile(programs, path, device=device, weights=str(checkpoint))
+        made = penstock.compile(programs, path, device=device, weights=str(checkpoint))
     print(f"anonymous host memory at most {peak.peak_bytes >> 20} MiB, {peak.before_bytes >> 20} before", flush=True)
     shutil.rmtree(checkpoint)
+    peaks = {
+        "methods": sorted(programs),
+        "weight_bytes": made.program.weight_bytes,
+        "anonymous_host_peak_bytes": peak.peak_bytes,
+        "anonymous_host_bytes_before": peak.before_bytes,
+        **asdict(made.peaks),
+    }
+    path.with_suffix(".export.json").write_text(json.dumps({**environment(device), **peaks}, indent=1))
     return path
 
 
@@ -397,6 +409,8 @@ def main(arguments: list[str] | None = None) -> int:
         "prompts": prompts,
     }
     (given.out / f"{path.stem}.json").write_text(json.dumps({**environment(device), **table}, indent=1))
+    if given.out != work:
+        shutil.copyfile(path.with_suffix(".export.json"), given.out / f"{path.stem}.export.json")
     return 0 if all(row.equal for row in rows) and all(one["equal"] for one in prompts) else 1
 
 

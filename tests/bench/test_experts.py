@@ -16,7 +16,11 @@ def test_all_ways_give_the_same_bits(options: list[str], tmp_path: Path) -> None
     budgets = ["--budgets", "0.0006,0.0018"] if "--int4" not in options else ["--budgets", "0.0005,0.0008"]
     small = ["--out", str(tmp_path), "--small", "--whole", "--tokens", "20", "--stay", "0.6", *budgets]
     assert experts.main([*small, *options]) == 0
-    (made,) = tmp_path.glob("*.json")
+    (peaks,) = tmp_path.glob("*.export.json")
+    exported = json.loads(peaks.read_text())
+    assert exported["methods"] == (["decode", "prefill"] if "--prompt" in options else ["decode"])
+    assert 0 < exported["anonymous_host_bytes_before"] <= exported["anonymous_host_peak_bytes"]
+    (made,) = (path for path in tmp_path.glob("*.json") if path != peaks)
     rows = json.loads(made.read_text())["rows"]
     ways = {row["way"] for row in rows}
     assert {"resident", "in place", "slots", "by position"} <= ways
