@@ -63,3 +63,27 @@ def test_ones_scattered_into_zeros_stay_what_they_were(tmp_path: Path) -> None:
     penstock.compile(offloaded(model, (torch.ones(2, 4),)), tmp_path / "model.pt2", device="cpu", inductor_configs=FAST)
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
     assert torch.equal(PoisonedModule(tmp_path / "model.pt2")(x), model(x))
+
+
+class _Dequantized(nn.Module):
+    """A prompt through experts in 8 bits: the matrices of a grouped product are computed, and not weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("numbers", torch.randint(-8, 8, (4, 64, 32), dtype=torch.int8, generator=generator))
+        self.register_buffer("scales", torch.rand(4, 64, 1, generator=generator).bfloat16())
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        matrices = self.numbers.to(torch.bfloat16) * self.scales
+        return torch._grouped_mm(x, matrices.transpose(-2, -1), ends)
+
+
+def test_grouped_products_of_computed_matrices(tmp_path: Path) -> None:
+    """torch 2.11 has no C function for them."""
+    model = _Dequantized()
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ends = torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    penstock.compile(offloaded(model, (x, ends)), tmp_path / "model.pt2", device="cpu", inductor_configs=FAST)
+    module = PoisonedModule(tmp_path / "model.pt2")
+    assert torch.equal(module(x, ends), model(x, ends))

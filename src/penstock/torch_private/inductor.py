@@ -27,6 +27,7 @@ try:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
     from torch._inductor.virtualized import V
     from torch.export.pt2_archive._package import package_pt2
+    from torchgen.aoti.fallback_ops import inductor_fallback_ops  # type: ignore[import-untyped]
 except ImportError:
     # Something moved. If this torch was not tested, give that as the reason.
     check_torch_version(str(torch.__version__))
@@ -117,6 +118,24 @@ def _without_cpu_vectors(device: torch.device) -> Iterator[None]:
 
 def _no_vectors() -> list[cpu_vec_isa.VecISA]:
     return []
+
+
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """torch 2.11 lowers grouped products to calls of a C function that it does not have. There, the compiled code asks
+    for the operator by its name instead."""
+    if str(_GROUPED_PRODUCT) in inductor_fallback_ops:
+        yield
+        return
+    before = lowerings[_GROUPED_PRODUCT]
+    lowerings[_GROUPED_PRODUCT] = fallback_handler(_GROUPED_PRODUCT, add_to_fallback_set=False)
+    try:
+        yield
+    finally:
+        lowerings[_GROUPED_PRODUCT] = before
 
 
 # Ops that later passes turn into writes into their first input.
@@ -414,7 +433,7 @@ def compile_graph(
     """Compile with AOTInductor; gives the files of the package. `inputs` are fake: no data is touched."""
     readers = [op for op in _SHIM_ARGUMENTS if module.graph.find_nodes(op="call_function", target=op)]
     merged = {**_options(device, output_folder, readers), **options}
-    with torch.no_grad(), _plain_calls(), _without_cpu_vectors(device):
+    with torch.no_grad(), _plain_calls(), _without_cpu_vectors(device), _grouped_products():
         files = torch._inductor.aot_compile(module, tuple(inputs), options=merged)
     listed = files if isinstance(files, list) else []
     names = [file for file in listed if isinstance(file, str)]
