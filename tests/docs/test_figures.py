@@ -127,8 +127,9 @@ def values(document: Any) -> set[float]:
 
 def _beside_the_best(points: list[dict[str, Any]]) -> Iterator[float]:
     """placement="auto" beside the best of the pure modes, at each budget."""
-    for budget in {point["budget_bytes"] for point in points}:
-        times = {point["way"]: point["seconds"] for point in points if point["budget_bytes"] == budget}
+    budgeted = [point for point in points if "budget_bytes" in point]
+    for budget in {point["budget_bytes"] for point in budgeted}:
+        times = {point["way"]: point["seconds"] for point in budgeted if point["budget_bytes"] == budget}
         others = [times[way] for way in ("streamed", "direct", "split") if way in times]
         if "auto" in times and others:
             yield times["auto"] / min(others)
