@@ -131,7 +131,10 @@ _ONE_BUDGET = "both limit device memory; pass one"
 _NOT_IN_MEMORY = "kernels read weights in place in host memory, and under a cap no weight stays there"
 _AS_THEY_ARE = "it needs unpacked weights; `penstock unpack` writes a file of them"
 _IN_PLACE = "it times reads in place to choose by them, and "
-_LINEARS = "compile it with that option; weights in bfloat16 or float16 that only linears read can then be split"
+_LINEARS = (
+    "compile it with that option, and weights in bfloat16 or float16 that only linears read can be split; models of "
+    "from_pretrained are compiled without it"
+)
 
 REFUSALS = (
     Refusal("weight_offload_budget_mb=", "budget=", _ONE_BUDGET, BudgetError),
