@@ -19,6 +19,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -244,13 +245,12 @@ def _point(
     with module:
         _fill(module, options)
         if module.budget_bytes < module.full_bytes and placement == "auto":
-            with torch.no_grad():
-                module(*inputs)
-            # Below the floor of copying everything is read in place: there are no copies to measure.
-            for in_place in (False, True) if module.last_run.copies else ():
-                with module.calibrate(in_place=in_place), torch.no_grad():
-                    for _ in range(CALIBRATING_RUNS):
-                        module(*inputs)
+            # Below the floor of copying there are no copies to measure.
+            with suppress(BelowFloorError):
+                for in_place in (False, True):
+                    with module.calibrate(in_place=in_place), torch.no_grad():
+                        for _ in range(CALIBRATING_RUNS):
+                            module(*inputs)
         output, seconds = _timed(module, inputs, options.device)
         near = module.device_state_bytes - (module.state_bytes - _cache_bytes(module))
         return Point(
