@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.exc import CppCompileError
 from torch._inductor.lowering import register_lowering
 from torch._inductor.scheduler import Scheduler
 
@@ -289,6 +290,20 @@ def causes(error: BaseException) -> list[str]:
         found.append(f"{type(current).__name__}: {current}")
         current = current.__cause__ or current.__context__
     return found
+
+
+def test_the_cpp_compiler_s_own_words_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not its command, with all it includes, which alone fills a screen."""
+    output = "In file included from a.h:8,\n/x.cpp:3:1: error: 'f' was not declared\n   3 | f();\n" * 3
+
+    def fail(*_: object) -> list[str]:
+        raise CppCompileError(["g++", "-I/one", "-I/two", "/x.cpp"], output)
+
+    monkeypatch.setattr(compile_module, "check_toolchain", lambda: None)
+    monkeypatch.setattr(method_module, "compile_graph", fail)
+    with pytest.raises(CompileError) as caught:
+        build({"bad": offloaded(Lowered(), (torch.ones(1, 4),))}, tmp_path)
+    assert str(caught.value).endswith("CppCompileError: C++ compile error | error: 'f' was not declared")
 
 
 def test_an_op_that_the_compiler_cannot_compile(

@@ -140,8 +140,10 @@ def _workspace_bound_bytes(program: WeightlessProgram, ep: ExportedProgram, devi
 
 
 def _first_lines(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: " + " | ".join(lines[:6])
+    """The C++ compiler's own complaints, if there are any: they stand behind its command and what it includes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    complaints = dict.fromkeys(line[line.index("error: ") :] for line in lines if ": error: " in line)
+    return f"{type(error).__name__}: " + " | ".join([*lines[:1], *complaints][:4] if complaints else lines[:6])
 
 
 def _method(
