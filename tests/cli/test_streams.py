@@ -24,6 +24,8 @@ def path(tmp_path: Path) -> Path:
 def started(shell: str, path: Path, stdout: int = subprocess.PIPE) -> tuple[int, str, str]:
     """In a shell of its own, which closes what the test wants closed. $P is the command, $F the file."""
     environment = {**os.environ, "P": f"{sys.executable} -m penstock", "F": str(path)}
+    # Whoever has this set has no buffer that is written at exit.
+    environment.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(["bash", "-c", shell], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment)
     return done.returncode, done.stdout or "", done.stderr
 
@@ -66,8 +68,9 @@ def test_a_closed_stderr_hides_messages_and_no_more(path: Path) -> None:
 
 def test_a_full_disk_is_said(path: Path) -> None:
     for option in ("", "--json", "--schedule"):
-        code, _, err = started(f"$P inspect $F {option} > /dev/full", path)
-        assert code == 9 and "stdout" in err and "Traceback" not in err and "Exception ignored" not in err
+        for variable in ("", "PYTHONUNBUFFERED=1"):
+            code, _, err = started(f"{variable} $P inspect $F {option} > /dev/full", path)
+            assert code == 9 and "stdout" in err and "Traceback" not in err and "Exception ignored" not in err
 
 
 def test_no_file_takes_the_number_of_a_closed_stream(path: Path, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def _ended(error: BaseException, given: Sequence[str]) -> int:
         _say(_line(error, code))
         if _wants_json(given):
             print_json({"error": {"class": type(error).__name__, "message": _message(error), "exit_code": code}})
+        # What is still buffered may be what could not be written.
+        sys.stdout.flush()
     except OSError:  # there is nowhere left to report it; the exit code still does
         drop_stdout()
     return code
