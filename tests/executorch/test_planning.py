@@ -116,7 +116,9 @@ def test_no_more_processes_than_parts(cores: Callable[[int], None], monkeypatch:
 def test_what_a_process_prints_is_no_answer(
     cores: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import os\nprint('a line of somebody', flush=True)\nos.write(1, bytes(1000))\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nprint('a line of somebody', flush=True)\nos.write(1, bytes(1000))\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     cores(2)
     with planning.planning(task(), nobody) as by:
